@@ -1,0 +1,43 @@
+"""Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it."""
+
+from core.config import load_config, parse_arguments
+from core.context import Identity, Member, WorkloadContext, say
+from core.errors import ConfigError, JobError, WorkerDied
+from core.futures import Future, FutureSequence
+from core.invocation import replicate, rpc, trainer_invocation
+from core.job import Job, JobBuilder, JobResult, RLJobBuilder
+from core.observers import CallEvent, Observer
+from core.plan import Resource, RoleSpec
+from core.role_group import RoleGroup
+from core.roles import Role
+from core.trainer import BaseTrainer
+from core.workload import BaseWorkload
+
+__all__ = [
+    "BaseTrainer",
+    "BaseWorkload",
+    "CallEvent",
+    "ConfigError",
+    "Future",
+    "FutureSequence",
+    "Identity",
+    "Job",
+    "JobBuilder",
+    "JobError",
+    "JobResult",
+    "Member",
+    "Observer",
+    "RLJobBuilder",
+    "Resource",
+    "Role",
+    "RoleGroup",
+    "RoleSpec",
+    "WorkerDied",
+    "WorkloadContext",
+    "load_config",
+    "parse_arguments",
+    "replicate",
+    "rpc",
+    "say",
+    "trainer_invocation",
+]

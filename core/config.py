@@ -1,0 +1,176 @@
+"""Configuration: a dataclass is the schema; YAML files and the command line only hold differences to it.
+
+Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
+none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from core.errors import ConfigError
+
+T = TypeVar("T")
+
+_SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path] = ()) -> T:
+    """The configuration: the schema's defaults, then `files`, then each `--config FILE`, then the other arguments.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest one), a value of the wrong kind, a file that is not there, or
+            whatever the schema's own `__post_init__` refuses.
+    """
+    pairs = parse_arguments(schema, arguments)
+    paths = [*files, *(Path(value) for key, value in pairs if key == "config")]
+    merged = OmegaConf.structured(schema)
+    known = dict(_fields(schema))
+    for path in paths:
+        merged = _merge(merged, _read_yaml(path), known, str(path))
+    given: dict[str, Any] = {}
+    for key, value in pairs:
+        if key != "config":
+            _put(given, key, value)
+    merged = _merge(merged, given, known, "the command line")
+    try:
+        return typing.cast(T, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error)) from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """(dotted key, value) of each argument, in order; values are still text, or lists of texts.
+
+    Raises:
+        ConfigError: an argument is no option, or has too few values.
+    """
+    known = dict(_fields(schema)) | {"config": str}
+    pairs: list[tuple[str, Any]] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
+        if not equals and not word.startswith("--"):
+            raise ConfigError(f"cannot read {word!r} on the command line; write key=value or --key value")
+        if key not in known and not _is_group(key, known):
+            raise ConfigError(f"unknown option {word.split('=')[0]!r}{_nearest(key, known)}")
+        pairs.append((key, value if equals else _take_values(word, known.get(key, str), rest)))
+    return pairs
+
+
+def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
+    kind = _without_none(kind)
+    if kind is bool:
+        return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
+    following = 0
+    while following < len(rest) and not rest[following].startswith("--"):
+        following += 1
+    if get_origin(kind) is list:
+        return [rest.pop(0) for _ in range(following)]
+    wanted = len(get_args(kind)) if get_origin(kind) is tuple else 1
+    if following < wanted:
+        raise ConfigError(f"{word} takes {wanted} value{'s' if wanted > 1 else ''}, but {following} follow")
+    values = [rest.pop(0) for _ in range(wanted)]
+    return values if get_origin(kind) is tuple else values[0]
+
+
+def _fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, type) of every field that holds a value, depth first."""
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        kind = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(kind, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name]
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        kinds = [k for k in get_args(kind) if k is not type(None)]
+        return kinds[0] if len(kinds) == 1 else kind
+    return kind
+
+
+def _is_group(key: str, known: Mapping[str, Any]) -> bool:
+    return any(other.startswith(f"{key}.") for other in known)
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    found = near or last[:1]
+    return f"; did you mean {found[0]!r}?" if found else f"; the options are {', '.join(sorted(known))}"
+
+
+def _merge(base: Any, given: Mapping[str, Any], known: Mapping[str, Any], source: str) -> Any:
+    for key in _leaves(given):
+        if key not in known and not _is_group(key, known):
+            raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, known)}")
+    try:
+        return OmegaConf.merge(base, OmegaConf.create(_typed(given, known)))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+
+
+def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _typed(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Texts of the command line as YAML values, except where the field is text: a path may look like a number."""
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        kind = _without_none(known.get(f"{prefix}{key}"))
+        if isinstance(value, Mapping):
+            out[key] = _typed(value, known, f"{prefix}{key}.")
+        elif isinstance(value, str) and (kind is not str or value in ("null", "")):
+            out[key] = yaml.safe_load(value) if value else value
+            # YAML reads 1e-4 as text: it wants 1.0e-4.
+            if kind in (float, int) and isinstance(out[key], str):
+                out[key] = value
+        else:
+            out[key] = value
+    return out
+
+
+def _put(target: dict[str, Any], key: str, value: Any) -> None:
+    *groups, last = key.split(".")
+    for group in groups:
+        target = target.setdefault(group, {})
+    target[last] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not keys and values")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

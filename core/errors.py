@@ -1,0 +1,20 @@
+"""The errors that core raises beside the built-in ones."""
+
+
+class WorkerDied(RuntimeError):
+    """A process that was asked for something is gone: killed, out of memory, or crashed below Python."""
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot work; the message says what to set."""
+
+
+class JobError(ValueError):
+    """A job's description cannot work; the message says what to set."""
+
+
+def with_note(error: BaseException, note: str) -> BaseException:
+    """Attach a note once: the same exception object may pass several waits."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error

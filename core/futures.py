@@ -1,0 +1,183 @@
+"""Waiting for results: `Future` for the answers of a group, `FutureSequence` for a batch that was split over it.
+
+Every wait says whom it is waiting for, first after a minute, then less and less often. One failed worker ends the
+wait: its peers may be stuck in a collective that can never complete.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
+
+from core.context import Member, Outcome, Transport, WorkloadContext
+from core.errors import with_note
+from core.sharding import join
+
+T = TypeVar("T")
+
+FIRST_REPORT_AFTER_S = 60.0
+"""Seconds of waiting before the first "still waiting" line; the pause doubles each time."""
+
+_GRACE_AFTER_FAILURE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One call on its way: to whom, which method, and the backend's reference to its outcome."""
+
+    member: Member
+    method: str
+    reference: Any
+
+
+def _describe(calls: Sequence[Pending]) -> str:
+    ranks = ", ".join(str(call.member.rank) for call in calls)
+    return f"{calls[0].member.role}.{calls[0].method} on rank{'s' if len(calls) > 1 else ''} {ranks}"
+
+
+def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> list[Any]:
+    """Values of all calls, in their order.
+
+    Raises:
+        TimeoutError: after `timeout` seconds some had not answered; it names role, method and ranks.
+        BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
+            others that failed.
+    """
+    began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
+    waiting, outcomes = list(calls), dict[int, Outcome]()
+    while waiting:
+        elapsed = time.monotonic() - began
+        pause = report_at - elapsed if timeout is None else min(report_at - elapsed, timeout - elapsed)
+        ready = set(context.transport.wait([c.reference for c in waiting], max(0.0, pause)))
+        done = [call for call in waiting if call.reference in ready]
+        waiting = [call for call in waiting if call.reference not in ready]
+        for call in done:
+            outcomes[id(call)] = context.transport.outcome(call.reference)
+        if any(outcomes[id(call)].error is not None for call in done):
+            _raise_first(calls, waiting, outcomes, context.transport)
+        elapsed = time.monotonic() - began
+        if waiting and timeout is not None and elapsed >= timeout:
+            raise TimeoutError(f"no answer after {timeout:g} s from {_describe(waiting)}")
+        if waiting and elapsed >= report_at:
+            context.say(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(waiting)}")
+            report_at *= 2
+    return [outcomes[id(call)].value for call in calls]
+
+
+def _raise_first(
+    calls: Sequence[Pending], waiting: list[Pending], outcomes: dict[int, Outcome], transport: Transport
+) -> None:
+    """Raise the first error in rank order, after a moment in which the others may report theirs."""
+    deadline = time.monotonic() + _GRACE_AFTER_FAILURE_S
+    while waiting and time.monotonic() < deadline:
+        ready = set(transport.wait([c.reference for c in waiting], max(0.0, deadline - time.monotonic())))
+        for call in [c for c in waiting if c.reference in ready]:
+            outcomes[id(call)] = transport.outcome(call.reference)
+        waiting = [c for c in waiting if c.reference not in ready]
+    failed = [call for call in calls if id(call) in outcomes and outcomes[id(call)].error is not None]
+    error = outcomes[id(failed[0])].error
+    assert error is not None
+    with_note(error, f"raised by {failed[0].member.name} in {failed[0].method}")
+    for other in failed[1:]:
+        with_note(error, f"{other.member.name} failed too: {outcomes[id(other)].error!r}")
+    if waiting:
+        with_note(error, f"had not answered by then: {_describe(waiting)}")
+    raise error
+
+
+class Future(Generic[T]):
+    """The answers of a group that are still on their way. `await future` works in async code."""
+
+    def __init__(
+        self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T] = lambda v: v
+    ) -> None:
+        self._calls = list(calls)
+        self._context = context
+        self._finish = finish
+        self._result: list[T] = []
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
+        if not self._result:
+            self._result.append(self._finish(wait_for(self._calls, self._context, timeout)))
+        return self._result[0]
+
+    def done(self) -> bool:
+        """True when `result()` would not wait."""
+        references = [call.reference for call in self._calls]
+        return (
+            bool(self._result) or not references or len(self._context.transport.wait(references, 0)) == len(references)
+        )
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.to_thread(self.result).__await__()
+
+    def __repr__(self) -> str:
+        return f"Future({_describe(self._calls) if self._calls else 'no worker was called'})"
+
+
+class FutureSequence(Sequence[T]):
+    """All items of a batch that was split over workers; it blocks only for the chunks that are looked at."""
+
+    def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
+        self._calls = list(calls)
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        self._context = context
+        self._chunks: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _chunk(self, index: int) -> Any:
+        if index not in self._chunks:
+            (value,) = wait_for([self._calls[index]], self._context, None)
+            self._store(index, value)
+        return self._chunks[index]
+
+    def _store(self, index: int, value: Any) -> None:
+        call, wanted = self._calls[index], self._starts[index + 1] - self._starts[index]
+        got = len(value) if hasattr(value, "__len__") else None
+        if got != wanted:
+            raise ValueError(
+                f"{call.member.name}.{call.method} was given {wanted} items and returned "
+                f"{type(value).__name__} of length {got}; return one item for each"
+            )
+        self._chunks[index] = value
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"index {index} of {len(self)} items")
+        chunk = next(i for i in range(len(self._calls)) if position < self._starts[i + 1])
+        return self._chunk(chunk)[position - self._starts[chunk]]
+
+    def __iter__(self) -> Iterator[T]:
+        for index in range(len(self._calls)):
+            yield from self._chunk(index)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
+        if len(self._chunks) < len(self._calls):
+            for index, value in enumerate(wait_for(self._calls, self._context, timeout)):
+                self._store(index, value)
+        parts = [self._chunks[i] for i in range(len(self._calls))]
+        return join(parts, self._calls[0].method) if parts else []
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for all items; the first error of a worker is raised."""
+        self.result(timeout)
+
+    def done(self) -> bool:
+        """True when nothing of it would have to be waited for."""
+        references = [call.reference for i, call in enumerate(self._calls) if i not in self._chunks]
+        return not references or len(self._context.transport.wait(references, 0)) == len(references)
+
+    def __repr__(self) -> str:
+        return f"FutureSequence({len(self)} items from {len(self._calls)} workers)"

@@ -1,0 +1,235 @@
+"""A host: one process that holds workloads and runs the calls to them, one at a time, on its main thread."""
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from core.context import Directory, Identity, Transport, WorkloadContext, activate
+from core.control import ControlServer, Status, memory_bytes
+from core.invocation import Export, exports_of
+from core.observers import CallEvent, Observers
+from core.roles import Role
+from core.sharding import payload_bytes
+from core.workload import BaseWorkload, rendezvous_environment
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One workload of a host: who it is and which class makes it."""
+
+    identity: Identity
+    entrypoint: str
+    rendezvous: bool
+    collocated_with: tuple[Role, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """Everything that a host needs to start. `config` is pickled: its class is importable only once paths are set."""
+
+    name: str
+    workers: tuple[WorkerSpec, ...]
+    config: bytes
+    key: bytes
+    threads: int
+    python_path: tuple[str, ...]
+    shared_dir: Path
+    log_file: Path | None
+    observers: tuple[str, ...] = ()
+
+
+@dataclass
+class HostReport:
+    """What a host answers when it is up: where its control channel is, and the ports kept for rendezvous."""
+
+    ip: str
+    pid: int
+    control: tuple[str, int]
+    ports: dict[Role, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Worker:
+    context: WorkloadContext
+    instance: Any = None
+    exports: dict[str, tuple[Export, Callable[..., Any]]] = field(default_factory=dict)
+
+
+class Host:
+    """The process. All methods run on its main thread, in the order in which they were sent."""
+
+    def __init__(self, spec: HostSpec, ip: str, transport: Transport) -> None:
+        self._spec = spec
+        self._prepare_process()
+        self._ip = ip
+        self._doing = ("starting", time.time())
+        self._control = ControlServer(ip, spec.key, self._status)
+        self._workers: dict[tuple[Role, int], _Worker] = {}
+        self._reserved: dict[Role, socket.socket] = {}
+        config = pickle.loads(spec.config)
+        for worker in spec.workers:
+            role = worker.identity.role
+            context = WorkloadContext(
+                identity=worker.identity,
+                config=config,
+                directory={},
+                transport=transport,
+                say=self._say,
+                shared_dir=spec.shared_dir,
+                collocated_with=worker.collocated_with,
+                release_port=lambda role=role: self._release_port(role),
+            )
+            self._workers[role, worker.identity.rank] = _Worker(context)
+        first = self._workers[spec.workers[0].identity.role, spec.workers[0].identity.rank].context
+        self._observers = Observers([load_object(path)(first) for path in spec.observers])
+
+    def _prepare_process(self) -> None:
+        # Before any user module is imported: libraries read these once.
+        os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
+        for path in reversed(self._spec.python_path):
+            if path not in sys.path:
+                sys.path.insert(0, path)
+        if self._spec.log_file is not None:
+            self._spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(self._spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+    def _status(self) -> Status:
+        doing, since = self._doing
+        return Status(doing, since, memory_bytes())
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+        self._control.say(text)
+
+    def _release_port(self, role: Role) -> None:
+        reserved = self._reserved.pop(role, None)
+        if reserved is not None:
+            reserved.close()
+
+    def prepare(self) -> HostReport:
+        """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
+        report = HostReport(self._ip, os.getpid(), self._control.address)
+        for worker in self._spec.workers:
+            load_object(worker.entrypoint)
+            if worker.rendezvous and worker.identity.rank == 0:
+                # Kept open until the process group is made, so that no other job on this machine is given it.
+                reserved = socket.socket()
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                reserved.bind((self._ip, 0))
+                self._reserved[worker.identity.role] = reserved
+                report.ports[worker.identity.role] = reserved.getsockname()[1]
+        return report
+
+    def construct(
+        self,
+        rendezvous: dict[Role, tuple[str, int]],
+        local: dict[tuple[Role, int], tuple[int, int]],
+        directory: Directory,
+        master_handle: Any = None,
+    ) -> dict[Role, tuple[dict[str, Export], str]]:
+        """Make the workloads and run their `setup()`; returns what each role exports and its class's name."""
+        found: dict[Role, tuple[dict[str, Export], str]] = {}
+        for spec in self._spec.workers:
+            role, rank = spec.identity.role, spec.identity.rank
+            worker = self._workers[role, rank]
+            local_rank, local_world_size = local[role, rank]
+            worker.context.identity = replace(spec.identity, local_rank=local_rank, local_world_size=local_world_size)
+            worker.context.rendezvous = rendezvous.get(role)
+            worker.context.directory.update(directory)
+            activate(worker.context)
+            if spec.rendezvous:
+                os.environ.update(rendezvous_environment(worker.context))
+            self._doing = (f"{role} set-up", time.time())
+            cls = load_object(spec.entrypoint)
+            worker.instance = _instantiate(cls, worker.context, master_handle)
+            if isinstance(worker.instance, BaseWorkload):
+                worker.instance.setup()
+            worker.exports = exports_of(worker.instance)
+            callers_view = {name: entry.without_stub() for name, (entry, _) in worker.exports.items()}
+            found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
+        self._doing = ("idle", time.time())
+        return found
+
+    def connect(self, directory: Directory) -> None:
+        """Tell all workloads who the others are."""
+        for worker in self._workers.values():
+            worker.context.directory.update(directory)
+
+    def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one exported method of one workload."""
+        worker = self._workers[role, rank]
+        if name not in worker.exports:
+            raise AttributeError(
+                f"{role}-{rank} has no method {name!r} to call; it has {', '.join(sorted(worker.exports))}"
+            )
+        _, function = worker.exports[name]
+        return self._observed(worker, name, function, args, kwargs)
+
+    def run(self, role: Role, rank: int) -> None:
+        """Run a workload's `run()` to its end."""
+        worker = self._workers[role, rank]
+        self._observed(worker, "run", worker.instance.run, (), {})
+
+    def has_run(self, role: Role, rank: int) -> bool:
+        """Whether the workload has a `run()` of its own."""
+        return callable(getattr(self._workers[role, rank].instance, "run", None))
+
+    def teardown(self) -> None:
+        """End the workloads in good order."""
+        for worker in self._workers.values():
+            if isinstance(worker.instance, BaseWorkload):
+                activate(worker.context)
+                worker.instance.teardown()
+
+    def _observed(
+        self, worker: _Worker, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        who, began, clock = worker.context.identity, time.time(), time.monotonic()
+        activate(worker.context)
+        event = CallEvent(who.job, who.role, who.rank, name, began, payload_bytes(*args, *kwargs.values()))
+        self._doing = (f"{who.role}.{name}", began)
+        self._observers.tell(event)
+        failed = True
+        try:
+            result = function(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            self._doing = ("idle", time.time())
+            self._observers.tell(replace(event, seconds=time.monotonic() - clock, failed=failed))
+
+
+def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any:
+    """Workloads and trainers get what their base class asks for; a plain class is made without arguments."""
+    from core.trainer import BaseTrainer
+
+    if issubclass(cls, BaseTrainer):
+        others = {role: entry for role, entry in context.directory.items() if role != context.identity.role}
+        handles = {role: [member.handle for member in entry.members] for role, entry in others.items()}
+        return cls(handles, {role: entry.implementation for role, entry in others.items()}, context.config)
+    if issubclass(cls, BaseWorkload):
+        return cls(master_handle, context.config)
+    return cls()
+
+
+def load_object(path: str) -> Any:
+    """The object named by `package.module:name`; a class that was wrapped by ray.remote is unwrapped."""
+    module, _, name = path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    metadata = getattr(found, "__ray_metadata__", None)
+    return getattr(metadata, "modified_class", found) if metadata is not None else found

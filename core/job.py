@@ -1,0 +1,328 @@
+"""What runs where: `JobBuilder` and `RLJobBuilder` build a `Job`, which is checked before anything starts."""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, field_serializer
+
+from core.context import Kind
+from core.errors import JobError
+from core.placement import detect_devices, plan
+from core.plan import Placement, Resource, RoleSpec
+from core.roles import Role
+
+DeviceType = Literal["auto", "CPU", "GPU"]
+B = TypeVar("B", bound="JobBuilder")
+
+RESERVED_ENVIRONMENT = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+)
+"""Variables that core sets for each worker; a job that sets them is refused."""
+
+
+class Job(BaseModel):
+    """A checked plan. `model_dump_json()` prints all of it; `submit(name)` runs it."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    device_type: Literal["CPU", "GPU"]
+    node_num: int
+    device_per_node: int
+    roles: dict[str, RoleSpec]
+    placement: Placement
+    collocations: list[list[str]] = []
+    global_env: dict[str, str] = {}
+    observers: list[str] = []
+    config: Any = None
+
+    @field_serializer("config")
+    def _plain_config(self, config: Any) -> Any:
+        return (
+            dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
+        )
+
+    @property
+    def workloads(self) -> dict[str, RoleSpec]:
+        """The roles, under the name by which DLRover's users know them."""
+        return self.roles
+
+    def submit(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> "JobResult":
+        """Run the job to its end on Ray.
+
+        Args:
+            name: shown in messages; every run has an id of its own, so names may repeat.
+            log_dir: where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray.
+            address: a Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job.
+
+        Returns:
+            How it ended. A failure of the job is a result, not an exception.
+        """
+        from core.master import Master
+
+        return Master(self, name, log_dir, address).run()
+
+    @contextlib.contextmanager
+    def running(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> Iterator[None]:
+        """Start the roles and drive them from here, without a trainer: for notebooks, tests, one-off questions.
+
+        Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
+        """
+        from core.master import Master
+
+        with Master(self, name, log_dir, address).running():
+            yield
+
+
+class JobResult(BaseModel):
+    """How a run of a job ended."""
+
+    run_id: str
+    status: Literal["finished", "failed", "stopped"]
+    error: str = ""
+    traceback: str = ""
+    attempt: int = 1
+    elapsed: float = 0.0
+    """Seconds from submission to the end."""
+    peak_memory_bytes: int = 0
+    """Largest sum over time of the proportional set sizes of the job's processes."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 finished, 1 failed, 130 stopped by the user."""
+        return {"finished": 0, "failed": 1, "stopped": 130}[self.status]
+
+
+class JobBuilder:
+    """Describes a job step by step; `build()` checks it.
+
+    `role(name)` opens a role, `train(path)` or `run(path)` says what it runs, and the calls that follow describe it
+    until the next role is opened.
+    """
+
+    def __init__(self) -> None:
+        self._config: Any = None
+        self._node_num = 1
+        self._device_per_node: int | None = None
+        self._device_type: DeviceType = "auto"
+        self._global_env: dict[str, str] = {}
+        self._roles: dict[str, dict[str, Any]] = {}
+        self._open: str | None = None
+        self._collocations: list[list[str]] = []
+        self._observers: list[str] = []
+
+    # --- the job
+
+    def config(self: B, config: Any) -> B:
+        """What every workload finds as `self.config`."""
+        self._config = config
+        return self
+
+    def node_num(self: B, nodes: int) -> B:
+        """How many machines the job may use."""
+        self._node_num = _at_least_one("node_num", nodes)
+        return self
+
+    def device_per_node(self: B, devices: int) -> B:
+        """How many accelerators each machine has."""
+        self._device_per_node = _at_least_one("device_per_node", devices)
+        return self
+
+    def device_type(self: B, kind: DeviceType) -> B:
+        """CPU, GPU, or auto: what this machine has."""
+        if kind not in ("auto", "CPU", "GPU"):
+            raise JobError(f"device_type={kind!r}; set 'CPU', 'GPU' or 'auto'")
+        self._device_type = kind
+        return self
+
+    def global_env(self: B, env: Mapping[str, str] | None) -> B:
+        """Environment variables for every process."""
+        self._global_env |= _checked_env(env)
+        return self
+
+    def observer(self: B, path: str) -> B:
+        """A factory `package.module:function` that makes an observer from the WorkloadContext, in each process."""
+        self._observers.append(_normalised(path))
+        return self
+
+    def with_collocation(self: B, *roles: str) -> B:
+        """Let the roles share devices, rank by rank; each gets an equal share."""
+        self._collocations.append([str(Role(role)) for role in roles])
+        return self
+
+    def with_collocation_all(self: B, *exclude: str) -> B:
+        """Let all roles but the excluded ones (and the trainer) share devices."""
+        left_out = {Role(role) for role in exclude} | {Role.TRAINER}
+        self._collocations.append([role for role in self._roles if role not in left_out])
+        return self
+
+    # --- roles
+
+    def role(self: B, name: str) -> B:
+        """Open a role; what follows describes it."""
+        self._open = str(Role(name))
+        return self
+
+    def train(self: B, path: str) -> B:
+        """The open role is ranks of `path` that rendezvous and enter collectives together."""
+        return self._start(path, "train")
+
+    def run(self: B, path: str) -> B:
+        """The open role is independent instances of `path`."""
+        return self._start(path, "run")
+
+    def _start(self: B, path: str, kind: Kind) -> B:
+        if self._open is None:
+            raise JobError(f"{kind}({path!r}) has no role; open one first with role(name)")
+        if self._open in self._roles:
+            raise JobError(f"role {self._open} is described twice; open another with role(name)")
+        self._roles[self._open] = {"name": self._open, "entrypoint": _normalised(path), "kind": kind}
+        return self
+
+    def _set(self: B, **values: Any) -> B:
+        if self._open is None or self._open not in self._roles:
+            raise JobError(
+                f"{', '.join(values)} describes a role, but none is open; call train(path) or run(path) first"
+            )
+        self._roles[self._open] |= values
+        return self
+
+    def resource(self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0) -> B:
+        """What each worker of the open role is given: cores, devices (or a share of one), MB."""
+        return self._set(resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory))
+
+    def total(self: B, count: int) -> B:
+        """How many workers the open role has, on any nodes."""
+        return self._set(nnodes=1, nproc_per_node=_at_least_one("total", count))
+
+    def nnodes(self: B, nodes: int) -> B:
+        """Over how many machines the ranks of the open role are spread."""
+        return self._set(nnodes=_at_least_one("nnodes", nodes))
+
+    def nproc_per_node(self: B, count: int) -> B:
+        """How many ranks of the open role are on each of its machines."""
+        return self._set(nproc_per_node=_at_least_one("nproc_per_node", count))
+
+    def env(self: B, env: Mapping[str, str] | None) -> B:
+        """Environment variables for the open role's processes."""
+        current = self._roles.get(self._open or "", {}).get("env", {})
+        return self._set(env=current | _checked_env(env))
+
+    def process(self: B, name: str) -> B:
+        """The open role shares processes, rank by rank, with all roles of the same process name."""
+        return self._set(process=name)
+
+    # --- the check
+
+    def build(self) -> Job:
+        """Check the description and make the plan.
+
+        Raises:
+            JobError: it cannot work; the message says what to set.
+        """
+        if not self._roles:
+            raise JobError("the job has no role; add one with role(name).run('package.module:Class')")
+        found = detect_devices()
+        kind = ("GPU" if found else "CPU") if self._device_type == "auto" else self._device_type
+        devices = self._device_per_node if self._device_per_node is not None else (found if kind == "GPU" else 0)
+        roles = {name: RoleSpec(**values) for name, values in self._roles.items()}
+        for spec in roles.values():
+            _check_entrypoint(spec)
+        placement = plan(roles, self._collocations, kind, self._node_num, devices)
+        return Job(
+            device_type=kind,
+            node_num=self._node_num,
+            device_per_node=devices,
+            roles=roles,
+            placement=placement,
+            collocations=self._collocations,
+            global_env=self._global_env,
+            observers=self._observers,
+            config=self._config,
+        )
+
+
+class RLJobBuilder(JobBuilder):
+    """A JobBuilder that knows the roles of reinforcement learning, and that an actor is needed."""
+
+    def trainer(self: B, path: str) -> B:
+        """The one instance that drives the others; the job ends when it does."""
+        return self.role(Role.TRAINER).run(path)
+
+    def actor(self: B, path: str) -> B:
+        """The ranks that train the policy."""
+        return self.role(Role.ACTOR).train(path)
+
+    def critic(self: B, path: str) -> B:
+        """The ranks that train the value function."""
+        return self.role(Role.CRITIC).train(path)
+
+    def rollout(self: B, path: str) -> B:
+        """The instances that sample from the policy."""
+        return self.role(Role.ROLLOUT).run(path)
+
+    def reference(self: B, path: str) -> B:
+        """The instances that hold the frozen policy."""
+        return self.role(Role.REFERENCE).run(path)
+
+    def reward(self: B, path: str) -> B:
+        """The instances that score answers."""
+        return self.role(Role.REWARD).run(path)
+
+    def build(self) -> Job:
+        """As JobBuilder.build, and an ACTOR must be there."""
+        if Role.ACTOR not in self._roles:
+            raise JobError("a reinforcement-learning job needs an actor; add .actor('package.module:Class')")
+        return super().build()
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise JobError(f"{name}({value!r}): give a whole number of at least 1")
+    return value
+
+
+def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    env = dict(env or {})
+    reserved = sorted(RESERVED_ENVIRONMENT & set(env))
+    if reserved:
+        raise JobError(f"env sets {', '.join(reserved)}, which core sets for each worker; leave them out")
+    wrong = [key for key, value in env.items() if not isinstance(value, str)]
+    if wrong:
+        raise JobError(f"env values must be strings; {wrong[0]}={env[wrong[0]]!r}")
+    return env
+
+
+def _normalised(path: str) -> str:
+    """`a.b:C` from `a.b:C`, `a.b::C` or `a.b.C`."""
+    module, _, name = path.replace("::", ":").partition(":") if ":" in path else path.rpartition(".")
+    if not module or not name.isidentifier():
+        raise JobError(f"{path!r} names no class; write it as 'package.module:Class'")
+    return f"{module}:{name}"
+
+
+def _check_entrypoint(spec: RoleSpec) -> None:
+    """See that the class is there without running its module: importing it may take seconds (torch)."""
+    module, _, name = spec.entrypoint.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        found = None
+    if found is None:
+        raise JobError(f"role {spec.name}: there is no module {module!r}; correct {spec.entrypoint!r}")
+    if found.origin is None or not found.origin.endswith(".py"):
+        return
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    # An assignment or an import may bind the name too: `Worker = ray.remote(Plain)`.
+    names |= {
+        n.id for node in tree.body if isinstance(node, ast.Assign) for n in node.targets if isinstance(n, ast.Name)
+    }
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names |= {alias.asname or alias.name for node in imports for alias in node.names}
+    if name not in names:
+        raise JobError(f"role {spec.name}: {found.origin} has no class {name!r}; it has {', '.join(sorted(names))}")

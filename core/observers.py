@@ -1,0 +1,48 @@
+"""Observers hear when each call to a workload begins and ends. They live in the workload's process."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_log = logging.getLogger("troupe")
+
+
+@dataclass(frozen=True)
+class CallEvent:
+    """One call, at its beginning (`seconds` is None) or at its end.
+
+    `began` is in seconds since the epoch, `bytes` about the size of the arrays in its arguments.
+    """
+
+    job: str
+    role: str
+    rank: int
+    method: str
+    began: float
+    bytes: int
+    seconds: float | None = None
+    failed: bool = False
+
+
+Observer = Callable[[CallEvent], None]
+
+
+class Observers:
+    """The observers of one process. One that raises is dropped with a warning: watching never stops a run."""
+
+    def __init__(self, observers: list[Observer]) -> None:
+        self._observers = observers
+
+    def tell(self, event: CallEvent) -> None:
+        """Pass an event to all observers."""
+        for observer in list(self._observers):
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 - an observer is user code
+                self._observers.remove(observer)
+                _log.warning("observer %r failed and is switched off", _name(observer), exc_info=True)
+
+
+def _name(observer: Any) -> str:
+    return getattr(observer, "__qualname__", type(observer).__qualname__)

@@ -1,0 +1,108 @@
+"""Which arguments of a call are split over workers, and how chunks are cut and joined.
+
+Splittable are lists, arrays and tensors with at least one dimension (recognised by their class's module, so that
+neither numpy nor torch is imported here), and any object with `__shard__(n)`. Everything else goes whole to everybody.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.invocation import Replicated
+
+
+def _is_array(value: Any) -> bool:
+    module = type(value).__module__.partition(".")[0]
+    return module in ("numpy", "torch") and bool(getattr(value, "shape", ()))
+
+
+def is_splittable(value: Any) -> bool:
+    """True for what is cut into one chunk per worker."""
+    return isinstance(value, list) or hasattr(type(value), "__shard__") or _is_array(value)
+
+
+def chunk_sizes(length: int, workers: int) -> list[int]:
+    """Sizes of `workers` contiguous chunks that differ by at most one, the larger ones first.
+
+    >>> chunk_sizes(7, 3)
+    [3, 2, 2]
+    """
+    base, extra = divmod(length, workers)
+    return [base + (i < extra) for i in range(workers)]
+
+
+def split(value: Any, workers: int) -> list[Any]:
+    """Cut a splittable value into contiguous chunks, one per worker; some may be empty."""
+    if hasattr(type(value), "__shard__"):
+        return value.__shard__(workers)
+    chunks, start = [], 0
+    for size in chunk_sizes(len(value), workers):
+        part = value[start : start + size]
+        # A torch view would take the whole storage of its parent along when it is pickled.
+        chunks.append(part.clone() if type(value).__module__.startswith("torch") else part)
+        start += size
+    return chunks
+
+
+def join(parts: Sequence[Any], name: str) -> Any:
+    """Put the workers' chunks together again: lists, tuples, arrays, tensors and objects with `__unshard__`.
+
+    Raises:
+        TypeError: the parts are of a kind that has no end to add to.
+    """
+    first = parts[0]
+    if hasattr(type(first), "__unshard__"):
+        return type(first).__unshard__(list(parts))
+    if isinstance(first, list | tuple):
+        return [item for part in parts for item in part]
+    if _is_array(first):
+        package = type(first).__module__.partition(".")[0]
+        return getattr(sys.modules[package], "concatenate" if package == "numpy" else "cat")(list(parts))
+    raise TypeError(f"{name} returned {type(first).__name__}, which cannot be joined; return one item per input")
+
+
+def shard_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], workers: int, name: str
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int | None]:
+    """One (args, kwargs) per worker, and the common length of what was split (None when nothing was).
+
+    Raises:
+        ValueError: the splittable arguments differ in length; the message names them.
+    """
+    labelled: list[tuple[str, Any]] = [(f"argument {i}", value) for i, value in enumerate(args)]
+    labelled += list(kwargs.items())
+    lengths = {label: len(value) for label, value in labelled if is_splittable(value)}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{label} has {length}" for label, length in lengths.items())
+        raise ValueError(
+            f"{name}: arguments to be split differ in length ({listed}); use replicate(x) to send one whole"
+        )
+    spread = [_spread(value, workers) for _, value in labelled]
+    calls = []
+    for worker in range(workers):
+        values = [column[worker] for column in spread]
+        calls.append((tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))))
+    return calls, next(iter(lengths.values()), None)
+
+
+def _spread(value: Any, workers: int) -> list[Any]:
+    return split(value, workers) if is_splittable(value) else [value] * workers
+
+
+def unwrap(value: Any) -> Any:
+    """The value inside `replicate(value)`; other values as they are."""
+    return value.value if isinstance(value, Replicated) else value
+
+
+def payload_bytes(*values: Any) -> int:
+    """About how many bytes of arrays the values hold; looks one level into lists, tuples and mappings."""
+    total = 0
+    for value in values:
+        if isinstance(value, bytes | str):
+            total += len(value)
+        elif isinstance(value, list | tuple | Mapping):
+            items = value.values() if isinstance(value, Mapping) else value
+            total += sum(int(getattr(item, "nbytes", 0) or 0) for item in items)
+        else:
+            total += int(getattr(unwrap(value), "nbytes", 0) or 0)
+    return total

@@ -1,0 +1,102 @@
+"""BaseTrainer: the role that drives the others, with one RG_<ROLE> for each role of the job."""
+
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+from core.context import Directory
+from core.role_group import RoleGroup
+from core.roles import Role
+from core.workload import BaseWorkload
+
+
+class BaseTrainer(BaseWorkload, ABC):
+    """Drives a job: `init()` prepares, `fit()` trains, and the job ends when `fit()` returns.
+
+    `self.RG_ACTOR.update(batch)` calls `update` of every actor as its `@trainer_invocation` says.
+
+    Args:
+        actor_handles: the workers of each role.
+        actor_classes: the class of each role, as dotted names.
+        config: what the job was built with.
+    """
+
+    RG_ACTOR: RoleGroup
+    RG_CRITIC: RoleGroup
+    RG_ROLLOUT: RoleGroup
+    RG_REWARD: RoleGroup
+    RG_REFERENCE: RoleGroup
+
+    def __init__(
+        self,
+        actor_handles: dict[Role, list[Any]] | None = None,
+        actor_classes: dict[Role, str] | None = None,
+        config: Any = None,
+    ) -> None:
+        super().__init__(None, config)
+        self.actor_handles = actor_handles or {}
+        self.actor_classes = actor_classes or {}
+        for role in self._others():
+            setattr(self, role.group_name, RoleGroup(role, context=self._context))
+
+    @abstractmethod
+    def init(self) -> None:
+        """Prepare: data, tokenizer, models."""
+
+    @abstractmethod
+    def fit(self) -> None:
+        """Train."""
+
+    def run(self) -> None:
+        """What the job runs: `init()`, then `fit()`."""
+        self.init()
+        self.fit()
+
+    def _others(self) -> Directory:
+        return {role: entry for role, entry in self._context.directory.items() if role != self.role}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("RG_"):
+            raise AttributeError(
+                f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def get_role_groups(self) -> list[str]:
+        """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""
+        return sorted(role.group_name for role in self._others())
+
+    def get_workload_resource(self, role: str) -> dict[str, float]:
+        """What each worker of a role was given: cpu (cores), accelerator (devices or a share of one), memory (MB).
+
+        Raises:
+            ValueError: the job has no such role.
+        """
+        entry = self._context.directory.get(Role(role))
+        if entry is None:
+            raise ValueError(f"the job has no role {role!r}; it has {sorted(self._context.directory)}")
+        return dict(entry.resource)
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the ACTOR workers."""
+        return self.actor_handles.get(Role.ACTOR, [])
+
+    @property
+    def critics(self) -> list[Any]:
+        """Handles of the CRITIC workers."""
+        return self.actor_handles.get(Role.CRITIC, [])
+
+    @property
+    def rollouts(self) -> list[Any]:
+        """Handles of the ROLLOUT workers."""
+        return self.actor_handles.get(Role.ROLLOUT, [])
+
+    @property
+    def rewards(self) -> list[Any]:
+        """Handles of the REWARD workers."""
+        return self.actor_handles.get(Role.REWARD, [])
+
+    @property
+    def references(self) -> list[Any]:
+        """Handles of the REFERENCE workers."""
+        return self.actor_handles.get(Role.REFERENCE, [])

@@ -1,0 +1,136 @@
+"""BaseWorkload: who am I, and my life cycle."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.context import WorkloadContext, current
+from core.roles import Role
+
+
+class BaseWorkload:
+    """One worker of a role. Subclass it, and decorate what others may call.
+
+    The life of a workload: it is constructed in its own process, `setup()` runs, calls arrive one at a time on the
+    main thread, `teardown()` runs when the job ends well. Do heavy work in `setup()` or in a method of your own,
+    not in `__init__`.
+    """
+
+    def __init__(self, master_handle: Any = None, config: Any = None) -> None:
+        self._context: WorkloadContext = current()
+        self.master_handle = master_handle
+        self.config = config if config is not None else self._context.config
+
+    def setup(self) -> None:
+        """Called once, before any other call. The other roles may not be there yet."""
+
+    def teardown(self) -> None:
+        """Called once when the job has ended well. A run that failed or was killed never gets here."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the job: `ACTOR-0`."""
+        return self._context.identity.name
+
+    @property
+    def role(self) -> Role:
+        """My role."""
+        return self._context.identity.role
+
+    @property
+    def rank(self) -> int:
+        """My number among the workers of my role, from 0."""
+        return self._context.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers my role has."""
+        return self._context.identity.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """My number among the workers of my role on this node, from 0."""
+        return self._context.identity.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many workers of my role share this node."""
+        return self._context.identity.local_world_size
+
+    @property
+    def job_name(self) -> str:
+        """The name that the job was submitted under."""
+        return self._context.identity.job
+
+    @property
+    def run_id(self) -> str:
+        """Unique to this run of the job."""
+        return self._context.identity.run_id
+
+    @property
+    def shared_dir(self) -> Path:
+        """A folder in this machine's shared memory, removed when the run ends."""
+        return self._context.shared_dir
+
+    @property
+    def torch_master_addr(self) -> str:
+        """Address for torch's rendezvous; empty for roles without one."""
+        return self._context.rendezvous[0] if self._context.rendezvous else ""
+
+    @property
+    def torch_master_port(self) -> int:
+        """Port for torch's rendezvous; -1 for roles without one."""
+        return self._context.rendezvous[1] if self._context.rendezvous else -1
+
+    def is_actor_role(self) -> bool:
+        """Whether my role is ACTOR."""
+        return self.role == Role.ACTOR
+
+    def is_rollout_role(self) -> bool:
+        """Whether my role is ROLLOUT."""
+        return self.role == Role.ROLLOUT
+
+    def is_reward_role(self) -> bool:
+        """Whether my role is REWARD."""
+        return self.role == Role.REWARD
+
+    def is_reference_role(self) -> bool:
+        """Whether my role is REFERENCE."""
+        return self.role == Role.REFERENCE
+
+    def is_critic_role(self) -> bool:
+        """Whether my role is CRITIC."""
+        return self.role == Role.CRITIC
+
+    def get_device_collocation(self) -> str | None:
+        """The roles that share my device, `ACTOR,ROLLOUT`, or None."""
+        return ",".join(self._context.collocated_with) or None
+
+    def say(self, text: str) -> None:
+        """Show a line to the person at the terminal where the job was started."""
+        self._context.say(text)
+
+    def setup_process_group(self, make: Callable[[], None]) -> None:
+        """Let an engine make the process group of my role's ranks, before any other library can make one.
+
+        Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, frees the port that was
+        kept for it until now, and calls `make()`, which is to call `torch.distributed.init_process_group`.
+        """
+        os.environ.update(rendezvous_environment(self._context))
+        self._context.release_port()
+        make()
+
+
+def rendezvous_environment(context: WorkloadContext) -> dict[str, str]:
+    """The variables by which torch.distributed finds the other ranks."""
+    identity = context.identity
+    environment = {
+        "RANK": str(identity.rank),
+        "WORLD_SIZE": str(identity.world_size),
+        "LOCAL_RANK": str(identity.local_rank),
+        "LOCAL_WORLD_SIZE": str(identity.local_world_size),
+    }
+    if context.rendezvous is not None:
+        environment |= {"MASTER_ADDR": context.rendezvous[0], "MASTER_PORT": str(context.rendezvous[1])}
+    return environment

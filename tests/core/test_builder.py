@@ -1,0 +1,102 @@
+"""What a job's description may say, and what is refused before anything starts."""
+
+import json
+
+import pytest
+
+from core import Job, JobBuilder, JobError, RLJobBuilder
+
+
+def rl_job() -> RLJobBuilder:
+    """A trainer and two actor ranks on CPU."""
+    builder = RLJobBuilder().device_type("CPU")
+    builder.trainer("workers.Script").resource(cpu=2)
+    builder.actor("workers::Echo").nnodes(1).nproc_per_node(2)
+    return builder
+
+
+def test_the_plan_names_processes_resources_and_bundles() -> None:
+    plan = json.loads(rl_job().build().model_dump_json())
+    assert plan["roles"]["ACTOR"]["entrypoint"] == "workers:Echo"
+    assert plan["roles"]["ACTOR"]["kind"] == "train"
+    assert [host["workers"] for host in plan["placement"]["hosts"]] == [
+        [["TRAINER", 0]],
+        [["ACTOR", 0]],
+        [["ACTOR", 1]],
+    ]
+    assert [bundle["cpu"] for bundle in plan["placement"]["bundles"]] == [2, 2]
+
+
+def test_a_plan_survives_its_json() -> None:
+    job = rl_job().config({"steps": 3}).build()
+    assert Job.model_validate_json(job.model_dump_json()) == job
+
+
+def test_collocated_roles_share_each_device_in_equal_parts() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(2)
+    builder.actor("workers.Echo").nproc_per_node(2).resource(cpu=3, accelerator=1)
+    builder.rollout("workers.Echo").total(2).resource(cpu=1, accelerator=1)
+    builder.with_collocation("actor", "Rollout")
+    placement = builder.build().placement
+    assert [(bundle.cpu, bundle.accelerator) for bundle in placement.bundles] == [(4, 1), (4, 1)]
+    assert [(host.name, host.bundle, host.accelerator) for host in placement.hosts] == [
+        ("ACTOR-0", 0, 0.5),
+        ("ACTOR-1", 1, 0.5),
+        ("ROLLOUT-0", 0, 0.5),
+        ("ROLLOUT-1", 1, 0.5),
+    ]
+
+
+def test_ranks_of_one_node_share_a_bundle_so_that_they_stay_together() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(4).node_num(2)
+    builder.actor("workers.Echo").nnodes(2).nproc_per_node(4).resource(accelerator=1)
+    placement = builder.build().placement
+    assert [bundle.accelerator for bundle in placement.bundles] == [4, 4]
+    assert [host.bundle for host in placement.hosts] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_roles_of_one_process_name_share_processes_rank_by_rank() -> None:
+    builder = RLJobBuilder().device_type("CPU")
+    builder.actor("workers.Echo").nproc_per_node(2).process("hybrid")
+    builder.rollout("workers.Echo").total(2).process("hybrid")
+    builder.with_collocation("actor", "rollout")
+    assert [host.name for host in builder.build().placement.hosts] == ["ACTOR-0+ROLLOUT-0", "ACTOR-1+ROLLOUT-1"]
+
+
+def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(2)
+    builder.actor("workers.Echo").nproc_per_node(2).resource(accelerator=1)
+    builder.rollout("workers.Echo").total(2).resource(accelerator=1)
+    with pytest.raises(JobError, match=r"need 4 devices, but 1 node\(s\) of 2 have 2"):
+        builder.build()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: JobBuilder().build(), "no role"),
+        (lambda: RLJobBuilder().trainer("workers.Script").build(), "needs an actor"),
+        (lambda: rl_job().actor("workers.Echo"), "described twice"),
+        (lambda: JobBuilder().run("workers.Echo"), "no role; open one"),
+        (lambda: JobBuilder().total(2), "none is open"),
+        (lambda: rl_job().total(-1), "at least 1"),
+        (lambda: rl_job().env({"RANK": "3"}), "RANK, which core sets"),
+        (lambda: rl_job().global_env({"A": 1}), "must be strings"),  # pyright: ignore[reportArgumentType]
+        (lambda: rl_job().with_collocation("actor", "critic").build(), "no role CRITIC"),
+        (lambda: rl_job().with_collocation("actor", "trainer").build(), "ACTOR has 2, TRAINER has 1"),
+        (lambda: JobBuilder().role("a").run("main"), "names no class"),
+        (lambda: JobBuilder().role("a").run("nowhere.Echo").build(), "no module 'nowhere'"),
+        (lambda: JobBuilder().role("a").run("workers.Ecko").build(), "has no class 'Ecko'"),
+        (lambda: JobBuilder().device_type("TPU"), "set 'CPU', 'GPU'"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_set(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(JobError, match=message):
+        make()
+
+
+def test_two_collocations_cannot_claim_the_same_role() -> None:
+    builder = rl_job().with_collocation("actor").with_collocation("actor")
+    with pytest.raises(JobError, match="in two collocations"):
+        builder.build()

@@ -1,0 +1,80 @@
+"""The schema, files and the command line: what wins, and how mistakes are answered."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from core import ConfigError, load_config
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """A group of options."""
+
+    learning_rate: float = 1e-3
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The schema of these tests."""
+
+    steps: int = 3
+    kind: Literal["gae", "rloo"] = "gae"
+    betas: tuple[float, float] = (0.9, 0.95)
+    names: list[str] = field(default_factory=list)
+    path: str | None = None
+    colocate_all: bool = False
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"steps={self.steps} is below 0; set steps=0 or more")
+
+
+def test_all_ways_of_writing_an_option_mean_the_same() -> None:
+    wanted = Options(steps=7)
+    for words in (["steps=7"], ["--steps=7"], ["--steps", "7"]):
+        assert load_config(Options, words) == wanted
+
+
+def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
+    words = ["--colocate-all", "--betas", "0.8", "0.9", "--names", "a", "b", "--optimizer.learning_rate", "1e-4"]
+    assert load_config(Options, [*words, "--path", "007"]) == Options(
+        colocate_all=True, betas=(0.8, 0.9), names=["a", "b"], optimizer=Optimizer(learning_rate=1e-4), path="007"
+    )
+    assert load_config(Options, ["--colocate_all", "false", "steps=1"]) == Options(steps=1)
+
+
+def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 10\noptimizer: {learning_rate: 0.5}\nkind: rloo\n")
+    (tmp_path / "b.yaml").write_text("steps: 20\n")
+    words = ["--config", str(tmp_path / "a.yaml"), f"config={tmp_path / 'b.yaml'}", "kind=gae"]
+    found = load_config(Options, words)
+    assert (found.steps, found.optimizer.learning_rate, found.kind) == (20, 0.5, "gae")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stepz=1"], "unknown option 'stepz'; did you mean 'steps'"),
+        (["--learning_rate", "1"], "did you mean 'optimizer.learning_rate'"),
+        (["steps=many"], "the command line: steps: .*'many'"),
+        (["kind=gea"], r"kind: Invalid value 'gea', expected one of \['gae', 'rloo'\]"),
+        (["--betas", "1"], "--betas takes 2 values, but 1 follow"),
+        (["--path"], "--path takes 1 value, but 0 follow"),
+        (["word"], "cannot read 'word'"),
+        (["steps=-1"], "steps=-1 is below 0"),
+        (["config=/no/such.yaml"], "no configuration file /no/such.yaml"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_write(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(Options, words)
+
+
+def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("optimizer: {lr: 0.5}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml: unknown option 'optimizer.lr'"):
+        load_config(Options, ["--config", str(tmp_path / "a.yaml")])

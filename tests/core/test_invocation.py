@@ -1,0 +1,100 @@
+"""The decorators: what they refuse when a class is defined, and what they export."""
+
+from typing import Any
+
+import pytest
+import workers
+
+from core import Role, rpc, trainer_invocation
+from core.invocation import exports_of
+from core.sharding import chunk_sizes, join, split
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "rank0"}, "target='rank0'"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": True}, "timeout=True"),
+        ({"is_async": True, "blocking": False}, "set one of the two"),
+        ({"pre_func": 3}, "pre_func=3 cannot be called"),
+        ({"pre_function": len}, r"has no \['pre_function'\]"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_class_is_defined(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_invocation(**options)
+
+
+def test_any_callable_will_do_as_pre_func() -> None:
+    class Callable:
+        def __call__(self, x: int) -> int:
+            return x
+
+    trainer_invocation(pre_func=Callable())
+
+
+class _Named:
+    @rpc
+    def bare(self) -> int:
+        return 1
+
+    @rpc()
+    def empty(self) -> int:
+        return 2
+
+    @rpc("other")
+    def named(self) -> int:
+        return 3
+
+    @rpc(workers.first_only)
+    def bound(self) -> int:
+        return 4
+
+    @property
+    def expensive(self) -> int:
+        raise RuntimeError("exports must not evaluate properties")
+
+
+def test_a_method_is_exported_under_its_stub_its_string_or_its_own_name() -> None:
+    found = exports_of(_Named())
+    assert {name: function() for name, (_, function) in found.items()} == {
+        "bare": 1,
+        "empty": 2,
+        "other": 3,
+        "first_only": 4,
+    }
+
+
+def test_a_stub_that_its_method_does_not_fit_is_refused_naming_both() -> None:
+    class Wrong:
+        @rpc(workers.stub_with_two)
+        def method(self, a: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r"workers.stub_with_two\(a: int, b: int\).*Wrong.method\(a: int\)"):
+        exports_of(Wrong())
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    class Twice:
+        @rpc("same")
+        def one(self) -> None: ...
+
+        @rpc("same")
+        def two(self) -> None: ...
+
+    with pytest.raises(ValueError, match="exports 'same' twice"):
+        exports_of(Twice())
+
+
+def test_chunks_are_contiguous_and_join_to_what_was_split() -> None:
+    assert chunk_sizes(5, 3) == [2, 2, 1]
+    assert split([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert join(split([1, 2, 3, 4, 5], 3), "x") == [1, 2, 3, 4, 5]
+
+
+def test_role_names_are_words_in_upper_case() -> None:
+    assert Role("actor") == Role.ACTOR == "ACTOR"
+    assert Role("tool_server").group_name == "RG_TOOL_SERVER"
+    with pytest.raises(ValueError, match="is not a word"):
+        Role("tool server")

@@ -1,0 +1,149 @@
+"""Whole jobs: how they end, well and badly, and that nothing of them is left."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core import JobBuilder, JobResult, Role, RoleGroup
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SEEN_BY_OBSERVER = "TROUPE_TEST_EVENTS"
+
+
+def run(script: Callable[[Any], None], log_dir: Path | None = None, **env: str) -> JobResult:
+    """A trainer that runs `script(trainer)`, and two actor ranks."""
+    builder = JobBuilder().device_type("CPU").config(script).global_env(env)
+    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
+    builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
+    return builder.build().submit("test", log_dir=log_dir)
+
+
+def left_behind(result: JobResult) -> list[str]:
+    """Whatever of the run is still there: shared memory, actors, placement groups."""
+    import ray
+    from ray.util import placement_group_table
+
+    found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{result.run_id}*")]
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    found += [actor["name"] for actor in actors if result.run_id in actor["name"]]
+    groups = placement_group_table().values()
+    return found + [g["name"] for g in groups if result.run_id in g["name"] and g["state"] != "REMOVED"]
+
+
+def test_the_trainer_has_one_role_group_per_other_role_and_the_job_ends_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def script(trainer: Any) -> None:
+        assert trainer.get_role_groups() == ["RG_ACTOR"]
+        assert trainer.RG_ACTOR.echo([5, 6]) == [(0, [5]), (1, [6])]
+        assert len(trainer.actors) == 2
+        assert trainer.critics == []
+        assert trainer.get_workload_resource(Role.ACTOR) == {"cpu": 0.5, "accelerator": 0.0, "memory": 0}
+        with pytest.raises(AttributeError, match="no RG_CRITIC; it has RG_ACTOR"):
+            _ = trainer.RG_CRITIC
+
+    result = run(script)
+    assert (result.status, result.error, result.exit_code) == ("finished", "", 0)
+    assert "hello from TRAINER-0" in capsys.readouterr().out
+    assert result.peak_memory_bytes > 10 * 2**20
+    assert left_behind(result) == []
+
+
+def test_an_error_in_a_worker_ends_the_job_with_its_type_message_and_place(tmp_path: Path) -> None:
+    result = run(lambda trainer: trainer.RG_ACTOR.fail(1), log_dir=tmp_path)
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert result.error.startswith("KeyError: 'lost in rank 1'")
+    assert "raised by ACTOR-1 in fail" in result.error
+    assert (tmp_path / "trainer-0.log").read_text().startswith("hello from TRAINER-0")
+    assert left_behind(result) == []
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_killed_worker_ends_the_job_in_one_line_that_names_it(idle: bool) -> None:
+    def die_in_a_call(trainer: Any) -> None:
+        trainer.RG_ACTOR.die(1)
+
+    def kill_idle(trainer: Any) -> None:
+        trainer.RG_ACTOR.die_soon(0)
+        time.sleep(60)
+
+    began = time.monotonic()
+    result = run(kill_idle if idle else die_in_a_call)
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert result.error.startswith(f"ACTOR-{0 if idle else 1} (process ")
+    assert "\n" not in result.error
+    assert time.monotonic() - began < 30
+    assert left_behind(result) == []
+
+
+def test_a_killed_trainer_ends_the_job() -> None:
+    result = run(lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
+    assert result.error.startswith("TRAINER-0 (process ")
+    assert left_behind(result) == []
+
+
+def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
+    builder.role("tool").run("workers.FailsAtStart").resource(cpu=0.5)
+    result = builder.build().submit("test")
+    assert result.error == "RuntimeError: no such model (in TOOL-0)"
+    assert left_behind(result) == []
+
+
+def test_a_stub_that_does_not_fit_stops_the_job_at_its_start() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("tool").run("workers.WrongStub").resource(cpu=0.5)
+    assert "does not fit workers.WrongStub.method(a: int)" in builder.build().submit("test").error
+
+
+def test_a_plain_class_with_run_is_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("plain").run("workers.Plain").total(2).resource(cpu=0.5)
+    assert builder.build().submit("test").status == "finished"
+    assert capsys.readouterr().out.count("plain ran") == 2
+
+
+def test_two_jobs_run_one_after_the_other_under_the_same_name() -> None:
+    first, second = run(lambda trainer: None), run(lambda trainer: None)
+    assert (first.status, second.status) == ("finished", "finished")
+    assert first.run_id != second.run_id
+
+
+def test_observers_hear_when_each_call_begins_and_ends(tmp_path: Path) -> None:
+    builder = JobBuilder().device_type("CPU").global_env({SEEN_BY_OBSERVER: str(tmp_path / "events")})
+    builder.observer("observing:to_file")
+    builder.role("actor").run("workers.Echo").resource(cpu=0.5)
+    with builder.build().running("watched"):
+        RoleGroup("ACTOR").echo(b"1234")
+    begin, end = (tmp_path / "events").read_text().splitlines()
+    assert begin == "ACTOR 0 echo 4 begins"
+    assert end == "ACTOR 0 echo 4 ends"
+
+
+def test_a_failing_observer_is_dropped_and_stops_nothing() -> None:
+    builder = JobBuilder().device_type("CPU").observer("observing:broken")
+    builder.role("actor").run("workers.Echo").resource(cpu=0.5)
+    with builder.build().running("watched"):
+        assert RoleGroup("ACTOR").echo(1) == [(0, 1)]
+        assert RoleGroup("ACTOR").echo(2) == [(0, 2)]
+
+
+def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    import json
+    import socket
+
+    from core.master import _started, sweep_shared
+
+    for name, pid, started in (("dead", 2**22 + 1, "1"), ("living", os.getpid(), _started(os.getpid()))):
+        folder = tmp_path / f"troupe-{name}"
+        folder.mkdir()
+        (folder / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": started}))
+    assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
+    assert [path.name for path in tmp_path.iterdir()] == ["troupe-living"]
