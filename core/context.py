@@ -78,10 +78,11 @@ Directory = dict[Role, RoleEntry]
 
 @dataclass(frozen=True)
 class Identity:
-    """Which worker of which role of which job this is."""
+    """Which worker of which role of which job this is; `began` is when the run did, in seconds since the epoch."""
 
     job: str
     run_id: str
+    began: float
     role: Role
     rank: int
     world_size: int

@@ -42,6 +42,7 @@ class HostSpec:
     key: bytes
     threads: int
     python_path: tuple[str, ...]
+    working_dir: Path
     shared_dir: Path
     log_file: Path | None
     observers: tuple[str, ...] = ()
@@ -98,6 +99,9 @@ class Host:
         for path in reversed(self._spec.python_path):
             if path not in sys.path:
                 sys.path.insert(0, path)
+        # Relative paths in a configuration mean what they mean to the driver, where its folder exists here.
+        if self._spec.working_dir.is_dir():
+            os.chdir(self._spec.working_dir)
         if self._spec.log_file is not None:
             self._spec.log_file.parent.mkdir(parents=True, exist_ok=True)
             log = os.open(self._spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -123,6 +127,7 @@ class Host:
 
     def prepare(self) -> HostReport:
         """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
+        print(f"{self._spec.name}: process {os.getpid()} on {self._ip}", flush=True)
         report = HostReport(self._ip, os.getpid(), self._control.address)
         for worker in self._spec.workers:
             load_object(worker.entrypoint)

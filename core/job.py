@@ -51,20 +51,24 @@ class Job(BaseModel):
         """The roles, under the name by which DLRover's users know them."""
         return self.roles
 
-    def submit(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> "JobResult":
+    def submit(
+        self, name: str, *, log_dir: Path | None = None, address: str | None = None, began: float | None = None
+    ) -> "JobResult":
         """Run the job to its end on Ray.
 
         Args:
             name: shown in messages; every run has an id of its own, so names may repeat.
             log_dir: where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray.
             address: a Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job.
+            began: seconds since the epoch at which the user started the run, if that was before now; workloads find
+                it as `self.began`.
 
         Returns:
             How it ended. A failure of the job is a result, not an exception.
         """
         from core.master import Master
 
-        return Master(self, name, log_dir, address).run()
+        return Master(self, name, log_dir, address, began).run()
 
     @contextlib.contextmanager
     def running(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> Iterator[None]:

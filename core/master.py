@@ -42,9 +42,17 @@ class _Host:
 class Master:
     """One run of one job."""
 
-    def __init__(self, job: Job, name: str, log_dir: Path | None = None, address: str | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        log_dir: Path | None = None,
+        address: str | None = None,
+        began: float | None = None,
+    ) -> None:
         self._job = job
         self._name = name
+        self._began = time.time() if began is None else began
         self._log_dir = log_dir
         self._run_id = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
@@ -84,7 +92,7 @@ class Master:
         """Start the roles; this process takes the driver's place until the block ends."""
         try:
             self._start()
-            me = Identity(self._name, self._run_id, Role("DRIVER"), 0, 1)
+            me = Identity(self._name, self._run_id, self._began, Role("DRIVER"), 0, 1)
             context = WorkloadContext(
                 me, self._job.config, self._roles, self._backend.transport, _print_line, self._shared_dir
             )
@@ -126,7 +134,7 @@ class Master:
         together = {role: tuple(Role(r) for r in group) for group in self._job.collocations for role in group}
         workers = tuple(
             WorkerSpec(
-                identity=Identity(self._name, self._run_id, Role(role), rank, self._job.roles[role].total),
+                identity=Identity(self._name, self._run_id, self._began, Role(role), rank, self._job.roles[role].total),
                 entrypoint=self._job.roles[role].entrypoint,
                 rendezvous=self._job.roles[role].kind == "train",
                 collocated_with=together.get(role, ()),
@@ -140,6 +148,7 @@ class Master:
             key=self._key,
             threads=max(1, int(plan.cpu)),
             python_path=python_path(),
+            working_dir=Path.cwd(),
             shared_dir=self._shared_dir,
             log_file=log_file,
             observers=tuple(self._job.observers),

@@ -49,7 +49,12 @@ def plan(
     hosts = _hosts(roles, bundle_of, share)
     if device_type == "GPU":
         _check_capacity(bundles, nodes, devices)
-    return Placement(bundles=bundles, hosts=hosts)
+    return Placement(
+        processes={name: spec.total for name, spec in roles.items()},
+        devices={name: round(share[name] * spec.total, 4) for name, spec in roles.items()},
+        bundles=bundles,
+        hosts=hosts,
+    )
 
 
 def _bundle(specs: Sequence[RoleSpec], share: Mapping[str, float], workers: int) -> BundlePlan:

@@ -66,7 +66,11 @@ class BundlePlan(BaseModel):
 
 
 class Placement(BaseModel):
-    """The whole plan: bundles, and the processes inside them."""
+    """The whole plan: bundles, the processes inside them, and how many of what each role has in all."""
+
+    processes: dict[str, int]
+    devices: dict[str, float]
+    """Accelerators, or shares of them; all 0 where the job runs on CPU."""
 
     bundles: list[BundlePlan]
     hosts: list[HostPlan]

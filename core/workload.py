@@ -69,6 +69,11 @@ class BaseWorkload:
         return self._context.identity.run_id
 
     @property
+    def began(self) -> float:
+        """When the user started this run, in seconds since the epoch."""
+        return self._context.identity.began
+
+    @property
     def shared_dir(self) -> Path:
         """A folder in this machine's shared memory, removed when the run ends."""
         return self._context.shared_dir

@@ -19,6 +19,8 @@ def test_the_plan_names_processes_resources_and_bundles() -> None:
     plan = json.loads(rl_job().build().model_dump_json())
     assert plan["roles"]["ACTOR"]["entrypoint"] == "workers:Echo"
     assert plan["roles"]["ACTOR"]["kind"] == "train"
+    assert plan["placement"]["processes"] == {"TRAINER": 1, "ACTOR": 2}
+    assert plan["placement"]["devices"] == {"TRAINER": 0, "ACTOR": 0}
     assert [host["workers"] for host in plan["placement"]["hosts"]] == [
         [["TRAINER", 0]],
         [["ACTOR", 0]],

@@ -60,7 +60,8 @@ def test_an_error_in_a_worker_ends_the_job_with_its_type_message_and_place(tmp_p
     assert (result.status, result.exit_code) == ("failed", 1)
     assert result.error.startswith("KeyError: 'lost in rank 1'")
     assert "raised by ACTOR-1 in fail" in result.error
-    assert (tmp_path / "trainer-0.log").read_text().startswith("hello from TRAINER-0")
+    assert "hello from TRAINER-0" in (tmp_path / "trainer-0.log").read_text()
+    assert (tmp_path / "actor-1.log").read_text().startswith("ACTOR-1: process ")
     assert left_behind(result) == []
 
 

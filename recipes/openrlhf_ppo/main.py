@@ -1,0 +1,86 @@
+"""From the command line to a finished run: configuration -> job -> submit."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from components.tracking import finish_summary, redact
+from components.warm_start import resolve_model
+from core import ConfigError, Job, JobError, RLJobBuilder, Role, load_config, parse_arguments
+
+from .config import RECIPE, PPOConfig
+from .data import check_inputs
+
+PRESET = Path(__file__).parent / "tiny.yaml"
+
+
+def read_config(arguments: list[str]) -> PPOConfig:
+    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
+    given = {key for key, _ in parse_arguments(PPOConfig, arguments)}
+    return load_config(PPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+
+
+def build_job(config: PPOConfig) -> Job:
+    """What runs where."""
+    roles = f"{__package__}.roles"
+    builder = RLJobBuilder().config(config)
+    builder.trainer(f"{__package__}.trainer:PPOTrainer")
+    builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
+    builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)
+    builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
+    builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
+    builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1).resource(accelerator=1)
+    builder.reward(f"{roles}.reward:Reward").total(
+        config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
+    )
+    if config.needs_reference:
+        builder.reference(f"{roles}.reference:Reference").total(
+            config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
+        ).resource(accelerator=1)
+    if config.colocate_all_models:
+        builder.with_collocation_all()
+    if config.colocate_actor_ref and config.needs_reference:
+        builder.with_collocation(Role.ACTOR, Role.REFERENCE)
+    if config.colocate_critic_reward:
+        builder.with_collocation(Role.CRITIC, Role.REWARD)
+    return builder.build()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
+    began = time.time()
+    try:
+        config = read_config(sys.argv[1:] if arguments is None else arguments)
+        job = build_job(config)
+        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
+        if config.dry_run:
+            print(plan)
+            return 0
+        check_inputs(config)
+    except (ConfigError, JobError) as error:
+        print(f"{RECIPE}: {error}", file=sys.stderr)
+        return 2
+    run_dir = Path(config.run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
+    warm_start = time.time() - began
+    (run_dir / "plan.json").write_text(plan, encoding="utf-8")
+    print(f"{RECIPE}: run folder {run_dir}", flush=True)
+    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
+    finish_summary(
+        run_dir,
+        result.status,
+        result.error or None,
+        recipe=RECIPE,
+        seed=config.seed,
+        peak_memory_bytes=result.peak_memory_bytes,
+        seconds={"warm_start": warm_start},
+    )
+    if result.status != "finished":
+        print(f"{RECIPE}: {result.status}: {result.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

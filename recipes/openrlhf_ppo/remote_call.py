@@ -1,0 +1,125 @@
+"""Every call that crosses processes in this recipe, typed. What a call does is in the role that binds it.
+
+`B` sequences, `N` all their tokens end to end. A call that returns a Future or a FutureSequence has only been sent:
+the trainer sends several, then waits.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from core import Future, FutureSequence, Role, RoleGroup
+
+if TYPE_CHECKING:
+    from components.batch import Batch
+    from components.engines.config import SamplingConfig
+    from components.engines.weight_sync import WeightHandle
+
+# --- set-up: every rank loads its model
+
+
+def actor_init(model_path: str, steps: int) -> Future[list[None]]:
+    """Load the policy; `steps` rollout steps set the length of its schedule."""
+    return RoleGroup(Role.ACTOR).call(actor_init, model_path, steps)
+
+
+def critic_init(model_path: str, steps: int) -> Future[list[None]]:
+    """Load the critic; `steps` rollout steps set the length of its schedule."""
+    return RoleGroup(Role.CRITIC).call(critic_init, model_path, steps)
+
+
+def reward_init(tokenizer_path: str) -> Future[list[None]]:
+    """Load the reward function and the tokenizer that turns answers into text."""
+    return RoleGroup(Role.REWARD).call(reward_init, tokenizer_path)
+
+
+def reference_init(model_path: str) -> Future[list[None]]:
+    """Load the frozen policy that the KL is measured to."""
+    return RoleGroup(Role.REFERENCE).call(reference_init, model_path)
+
+
+def rollout_init(model_path: str) -> Future[list[None]]:
+    """Load the policy that samples."""
+    return RoleGroup(Role.ROLLOUT).call(rollout_init, model_path)
+
+
+# --- experience: the batch is split over the workers of the role
+
+
+def generate_samples(prompts: "Batch", sampling: "SamplingConfig") -> FutureSequence["Batch"]:
+    """One answer per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per answer."""
+    return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling)
+
+
+def reward_forward(samples: "Batch") -> FutureSequence["Batch"]:
+    """`reward` (what is trained on) and `score` (whether it was right), one of each per answer."""
+    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples)
+
+
+def actor_forward(samples: "Batch") -> FutureSequence["Batch"]:
+    """`logprob` per token, in nats, under the policy as it is now."""
+    return RoleGroup(Role.ACTOR).call_batch(actor_forward, len(samples), samples)
+
+
+def critic_forward(samples: "Batch") -> FutureSequence["Batch"]:
+    """`value` per token: of the state before it, in units of reward."""
+    return RoleGroup(Role.CRITIC).call_batch(critic_forward, len(samples), samples)
+
+
+def reference_forward(samples: "Batch") -> FutureSequence["Batch"]:
+    """`reference_logprob` per token, in nats, under the frozen policy."""
+    return RoleGroup(Role.REFERENCE).call_batch(reference_forward, len(samples), samples)
+
+
+# --- training
+
+
+def append_experience(experience: "Batch") -> list[Future[list[None]]]:
+    """Give actor and critic the step's batch, whole: every rank then takes its share of each optimizer step, so the
+    number of ranks changes nothing. The object store holds the batch once."""
+    return [RoleGroup(role).call(append_experience, experience) for role in (Role.ACTOR, Role.CRITIC)]
+
+
+def actor_update(step: int) -> Future[list[dict[str, float]]]:
+    """Train the policy on the experience; the metrics are the same on every rank."""
+    return RoleGroup(Role.ACTOR).call(actor_update, step)
+
+
+def critic_update(step: int) -> Future[list[dict[str, float]]]:
+    """Train the critic on the experience; the metrics are the same on every rank."""
+    return RoleGroup(Role.CRITIC).call(critic_update, step)
+
+
+# --- what involves several roles
+
+
+def sync_weights(version: int) -> None:
+    """Bring the policy as it is now to every rollout engine; their samples carry `version` from here on."""
+    handle = next(handle for handle in publish_weights(version).result() if handle is not None)
+    receive_weights(handle).result()
+
+
+def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
+    """Write the policy's weights where the engines can read them. All ranks take part; rank 0 holds the handle."""
+    return RoleGroup(Role.ACTOR).call(publish_weights, version)
+
+
+def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
+    """Load published weights into every engine."""
+    return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
+
+
+def save_model(path: str) -> None:
+    """Write the policy as a folder that `from_pretrained` loads. All ranks take part."""
+    RoleGroup(Role.ACTOR).call(save_model, path).result()
+
+
+def wait_all(futures: Iterable[Future[list[None]]]) -> None:
+    """Wait for calls that were sent in parallel."""
+    for future in futures:
+        future.result()
+
+
+def end_job() -> None:
+    """Tell every role that no call will follow."""
+    roles = (Role.ROLLOUT, Role.REFERENCE, Role.REWARD, Role.ACTOR, Role.CRITIC)
+    wait_all([RoleGroup(role, optional=True).call(end_job) for role in roles])

@@ -1,0 +1,40 @@
+"""The value function that learns."""
+
+from components.batch import Batch
+from components.engines.causal import load_value_model, token_values
+from core import rpc
+
+from .. import remote_call
+from ..algorithm import value_loss
+from .learner import Learner
+
+
+class Critic(Learner):
+    """One rank of the critic."""
+
+    @rpc(remote_call.critic_init)
+    def init_model(self, model_path: str, steps: int) -> None:
+        """Load and start training."""
+        model = load_value_model(
+            model_path, gradient_checkpointing=self.config.gradient_checkpointing, seed=self.config.seed
+        )
+        self.start_engine(model, self.config.critic_learning_rate, steps)
+
+    @rpc(remote_call.critic_forward)
+    def forward(self, samples: Batch) -> Batch:
+        """Values of the states before each token."""
+        return Batch(samples.lengths, {"value": self.engine.forward(samples, token_values)})
+
+    @rpc(remote_call.append_experience)
+    def append(self, experience: Batch) -> None:
+        """Keep the step's batch for the update."""
+        self.experience = experience
+
+    @rpc(remote_call.critic_update)
+    def update(self, step: int) -> dict[str, float]:
+        """Train on it."""
+        return self.fit(value_loss, step)
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Nothing is held outside the process."""

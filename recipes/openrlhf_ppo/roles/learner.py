@@ -1,0 +1,46 @@
+"""What actor and critic share: an engine, the step's experience, and the passes over it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from components.batch import Batch
+from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, init_process_group
+from components.rl.policy_losses import LossOutput
+from core import BaseWorkload
+
+from ..algorithm import minibatches
+from ..config import PPOConfig
+
+Loss = Callable[[nn.Module, Batch, Totals, PPOConfig], LossOutput]
+
+
+class Learner(BaseWorkload):
+    """A rank that trains one model."""
+
+    config: PPOConfig
+    engine: DeepSpeedEngine
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+        self.experience: Batch | None = None
+
+    def start_engine(self, model: nn.Module, learning_rate: float, steps: int) -> None:
+        """Put a model under DeepSpeed."""
+        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, torch.cuda.is_available()))
+
+    def fit(self, loss: Loss, step: int) -> dict[str, float]:
+        """Train on the experience and let go of it. Metrics are means over the optimizer steps."""
+        if self.experience is None:
+            raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
+        history = [
+            self.engine.train_step(self.experience.select(index_B), partial(loss, config=self.config))
+            for index_B in minibatches(self.experience, self.config, step)
+        ]
+        self.experience = None
+        means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
+        # On the first optimizer step of a batch the policy is the one that made the old log-probabilities.
+        return means | {f"first_{name}": history[0][name] for name in ("ratio_mean",) if name in history[0]}

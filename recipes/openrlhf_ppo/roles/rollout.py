@@ -1,0 +1,37 @@
+"""The engine that samples from the policy."""
+
+import torch
+
+from components.batch import Batch
+from components.engines.config import SamplingConfig
+from components.engines.hf_engine import HFRolloutEngine
+from components.engines.weight_sync import WeightHandle
+from core import BaseWorkload, rpc
+
+from .. import remote_call
+from ..config import PPOConfig
+
+
+class Rollout(BaseWorkload):
+    """One engine."""
+
+    config: PPOConfig
+
+    @rpc(remote_call.rollout_init)
+    def init_model(self, model_path: str) -> None:
+        """Load the policy as it is at the start."""
+        self.engine = HFRolloutEngine(model_path, self.config.rollout_engine(torch.cuda.is_available()))
+
+    @rpc(remote_call.generate_samples)
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One answer per prompt."""
+        return self.engine.generate(prompts, sampling)
+
+    @rpc(remote_call.receive_weights)
+    def receive(self, handle: WeightHandle) -> None:
+        """Sample from newer weights from here on."""
+        self.engine.receive(handle)
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Nothing is held outside the process."""

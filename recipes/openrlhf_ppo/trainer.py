@@ -1,0 +1,248 @@
+"""The loop: generate, score, give credit, train, sync. One line per stage."""
+
+import time
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from components.batch import Batch
+from components.checkpoint import export_step
+from components.data.prompts import PromptSource
+from components.data.stream import SampleStream
+from components.engines.config import SamplingConfig
+from components.tracking import Tracker, console_line
+from core import BaseTrainer
+
+from . import remote_call
+from .algorithm import add_advantages
+from .config import RECIPE, PPOConfig
+from .data import eval_rows, train_rows, wandb_options
+
+EVALUATION_STEP = -1
+"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
+same numbers, and two of the same weights are equal."""
+
+
+class PPOTrainer(BaseTrainer):
+    """Drives actor, critic, reward, reference and rollout."""
+
+    config: PPOConfig
+
+    def init(self) -> None:
+        """Prepare the data, and let every role load its model at the same time."""
+        config = self.config
+        self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, wandb=wandb_options(config))
+        self.tokenizer = AutoTokenizer.from_pretrained(config.pretrain)
+        self.prompts = self.prompt_source(train_rows(config), shuffle=True)
+        self.heldout = self.heldout_prompts()
+        self.stream = SampleStream(self.generate, config.steps(len(self.prompts)))
+        self.version, self.tokens_seen = 0, 0
+        self.init_roles(self.stream.steps)
+        self.tracker.update_summary(seconds={"setup": time.time() - self.began})
+
+    def init_roles(self, steps: int) -> None:
+        """Load all models in parallel."""
+        path = self.config.pretrain
+        loading = [
+            remote_call.rollout_init(path),
+            remote_call.reward_init(path),
+            remote_call.critic_init(self.config.critic_pretrain or path, steps),
+            remote_call.actor_init(path, steps),
+        ]
+        if self.config.needs_reference:
+            loading.append(remote_call.reference_init(path))
+        remote_call.wait_all(loading)
+
+    def fit(self) -> None:
+        """Train for as many steps as there are prompts, and leave the result in the run folder."""
+        start = self.evaluate()
+        self.say(f"before training: {console_line(0, start)}")
+        self.began_training = time.time()
+        for samples in self.stream:
+            experience, took = self.make_experience(samples)
+            metrics = self.train(experience)
+            self.record(experience, metrics | took)
+        self.finish(start)
+
+    # --- the stages
+
+    def generate(self, step: int) -> Batch:
+        """One step's answers: `rollout_batch_size` prompts, `n_samples_per_prompt` answers each."""
+        config, began = self.config, time.time()
+        prompts = self.prompts.take(config.rollout_batch_size).repeat(config.n_samples_per_prompt)
+        sample_B = torch.arange(config.n_samples_per_prompt).repeat(config.rollout_batch_size)
+        samples: Batch = remote_call.generate_samples(
+            prompts.with_sequences(sample_id=sample_B), config.sampling(step)
+        ).result()
+        self.check_version(samples)
+        self.generation_seconds = time.time() - began
+        return samples
+
+    def make_experience(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        """Ask every role for its view of the answers at the same time, and turn them into advantages."""
+        began = time.time()
+        tokens = samples.only("tokens")
+        views = [
+            remote_call.reward_forward(samples.only("tokens", "prompt_length", "prompt", "label")),
+            remote_call.actor_forward(tokens),
+            remote_call.critic_forward(tokens),
+        ]
+        if self.config.needs_reference:
+            views.append(remote_call.reference_forward(tokens))
+        for view in views:
+            found: Batch = view.result()
+            samples = samples.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
+        experience = add_advantages(samples, self.config)
+        return experience, {"timing_s/experience": time.time() - began, "timing_s/generate": self.generation_seconds}
+
+    def train(self, experience: Batch) -> dict[str, float]:
+        """Update critic and actor at the same time, then bring the policy to the rollout engines."""
+        began, step = time.time(), self.stream.step
+        columns = ["tokens", "action_mask", "logprob", "advantage", "value", "return"]
+        columns += ["reference_logprob"] if self.config.needs_reference else []
+        for sent in remote_call.append_experience(experience.only(*columns)):
+            sent.result()
+        critic = remote_call.critic_update(step)
+        actor = remote_call.actor_update(step) if step > self.config.freezing_actor_steps else None
+        metrics = {f"critic/{name}": value for name, value in critic.result()[0].items()}
+        if actor is not None:
+            metrics |= {f"actor/{name}": value for name, value in actor.result()[0].items()}
+        metrics["timing_s/train"] = time.time() - began
+        if actor is not None:
+            self.version = step
+            remote_call.sync_weights(step)
+        return metrics | {"timing_s/sync": time.time() - began - metrics["timing_s/train"]}
+
+    def record(self, experience: Batch, metrics: dict[str, float]) -> None:
+        """Write the step down, show it, and evaluate when it is time."""
+        step, config = self.stream.step, self.config
+        self.tokens_seen += experience.num_tokens
+        metrics = describe(experience, config) | metrics
+        metrics["perf/tokens_per_second"] = experience.num_tokens / sum(
+            value for name, value in metrics.items() if name.startswith("timing_s/")
+        )
+        if config.eval_steps > 0 and step % config.eval_steps == 0:
+            metrics |= self.evaluate()
+        self.tracker.log(step, metrics)
+        self.tracker.rollouts(step, experience)
+        self.say(console_line(step, {name: metrics[name] for name in SHOWN if name in metrics}))
+        self.tracker.update_summary(steps=step)
+        if step == 1:
+            self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
+        if self.heldout is None:
+            return {}
+        means = {}
+        for name, temperature in (("eval/score", 1.0), ("eval/score_greedy", 0.0)):
+            sampling = SamplingConfig(
+                temperature=temperature,
+                max_new_tokens=self.config.generate_max_len,
+                seed=self.config.seed,
+                step=EVALUATION_STEP,
+            )
+            answers: Batch = remote_call.generate_samples(self.heldout, sampling).result()
+            self.check_version(answers)
+            view: Batch = remote_call.reward_forward(
+                answers.only("tokens", "prompt_length", "prompt", "label")
+            ).result()
+            means[name] = float(view["score"].mean())
+        return means
+
+    def finish(self, start: dict[str, float]) -> None:
+        """Export the policy, evaluate it, and end every role."""
+        seconds = time.time() - self.began_training
+        end = self.evaluate()
+        score = None
+        if self.heldout is not None:
+            names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
+            names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
+            score = names | {"examples": len(self.heldout)}
+        self.tracker.update_summary(
+            score=score, seconds={"training": seconds}, tokens_per_second=self.tokens_seen / max(seconds, 1e-9)
+        )
+        folder = export_step(self.config.run_dir, self.stream.step, self.save)
+        if score is not None:
+            self.say(
+                f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
+                f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
+            )
+        self.say(f"trained policy: {folder}")
+        self.tracker.close()
+        remote_call.end_job()
+
+    # --- parts
+
+    def save(self, folder: Any) -> None:
+        """Write policy and tokenizer, and once more to save_path where that is set."""
+        for place in [folder, *([self.config.save_path] if self.config.save_path else [])]:
+            remote_call.save_model(str(place))
+            self.tokenizer.save_pretrained(place)
+
+    def prompt_source(self, rows: list[dict[str, Any]], shuffle: bool) -> PromptSource:
+        """Prompts as token ids."""
+        return PromptSource(
+            rows,
+            self.tokenizer,
+            self.config.seed,
+            shuffle=shuffle,
+            apply_chat_template=self.config.apply_chat_template,
+            input_template=self.config.input_template,
+            max_prompt_tokens=self.config.prompt_max_len,
+        )
+
+    def heldout_prompts(self) -> Batch | None:
+        """All held-out prompts as one batch, or None."""
+        rows = eval_rows(self.config)
+        if not rows:
+            return None
+        prompts = self.prompt_source(rows, shuffle=False).take(len(rows))
+        return prompts.with_sequences(sample_id=torch.zeros(len(rows), dtype=torch.int64))
+
+    def check_version(self, samples: Batch) -> None:
+        """A sampler that is behind would quietly train the wrong policy."""
+        behind = samples["weight_version"] != self.version
+        if bool(behind.any()):
+            found = sorted(set(samples["weight_version"][behind].tolist()))
+            raise RuntimeError(
+                f"step {self.stream.step}: {int(behind.sum())} answers were sampled from weights of version {found}, "
+                f"but the trainer is at version {self.version}; a rollout engine missed an update"
+            )
+
+
+SHOWN = (
+    "reward/score",
+    "eval/score",
+    "rollout/response_length",
+    "actor/loss",
+    "actor/approx_kl",
+    "actor/entropy",
+    "critic/loss",
+    "timing_s/generate",
+    "timing_s/experience",
+    "timing_s/train",
+)
+"""What the console line of a step shows."""
+
+
+def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:
+    """Means over one step's answers, and how far the engine's log-probabilities are from the trainer's."""
+    mask_N = experience["action_mask"]
+    gap_N = (experience["rollout_logprob"] - experience["logprob"]).abs()[mask_N]
+    metrics = {
+        "reward/reward": float(experience["reward"].mean()),
+        "reward/score": float(experience["score"].mean()),
+        "critic/value": float(experience["value"][mask_N].mean()),
+        "critic/return": float(experience["return"][mask_N].mean()),
+        "rollout/response_length": float(mask_N.sum() / len(experience)),
+        "rollout/truncated_share": float(experience["truncated"].float().mean()),
+        "rollout/logprob_gap_mean": float(gap_N.mean()),
+        "rollout/logprob_gap_max": float(gap_N.max()),
+    }
+    if config.needs_reference:
+        kl_N = (experience["logprob"] - experience["reference_logprob"])[mask_N]
+        metrics["actor/kl_to_reference"] = float(kl_N.mean())
+    logged = [name for name in experience.names if name.startswith("log_")]
+    return metrics | {f"reward/{name.removeprefix('log_')}": float(experience[name].mean()) for name in logged}

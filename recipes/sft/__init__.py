@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: one trainer, and the ranks of one model."""

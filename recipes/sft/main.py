@@ -1,0 +1,78 @@
+"""From the command line to a finished run: configuration -> job -> submit."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from components.data.prompts import read_records
+from components.data.tasks import get_task
+from components.tracking import finish_summary, redact
+from core import ConfigError, Job, JobBuilder, JobError, Role, load_config, parse_arguments
+
+from .config import RECIPE, SFTConfig
+
+PRESET = Path(__file__).parent / "tiny.yaml"
+
+
+def read_config(arguments: list[str]) -> SFTConfig:
+    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
+    given = {key for key, _ in parse_arguments(SFTConfig, arguments)}
+    return load_config(SFTConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+
+
+def build_job(config: SFTConfig) -> Job:
+    """What runs where."""
+    builder = JobBuilder().config(config)
+    builder.role(Role.TRAINER).run(f"{__package__}.trainer:SFTTrainer")
+    builder.role(Role.ACTOR).train(f"{__package__}.roles.actor:Actor").resource(accelerator=1)
+    builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
+    return builder.build()
+
+
+def check_inputs(config: SFTConfig) -> None:
+    """See that model and data can be there, before any process starts."""
+    for option, source, prefix in (("pretrain", config.pretrain, "new"), ("dataset", config.dataset, "task")):
+        kind, _, task = source.partition(":")
+        try:
+            if kind == prefix:
+                get_task(task)
+            elif option == "dataset":
+                read_records(source)
+            elif source[0] in "./~" and not (Path(source).expanduser() / "config.json").is_file():
+                raise ValueError("there is no model (no config.json in it); give a folder that has one")
+        except ValueError as error:
+            raise ConfigError(f"{option}={source}: {error}") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
+    began = time.time()
+    try:
+        config = read_config(sys.argv[1:] if arguments is None else arguments)
+        job = build_job(config)
+        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
+        if config.dry_run:
+            print(plan)
+            return 0
+        check_inputs(config)
+    except (ConfigError, JobError) as error:
+        print(f"{RECIPE}: {error}", file=sys.stderr)
+        return 2
+    run_dir = Path(config.run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "plan.json").write_text(plan, encoding="utf-8")
+    print(f"{RECIPE}: run folder {run_dir}", flush=True)
+    job.config = replace(config, run_dir=str(run_dir))
+    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
+    memory = result.peak_memory_bytes
+    finish_summary(
+        run_dir, result.status, result.error or None, recipe=RECIPE, seed=config.seed, peak_memory_bytes=memory
+    )
+    if result.status != "finished":
+        print(f"{RECIPE}: {result.status}: {result.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The model that learns."""
+
+import torch
+
+from components.batch import Batch
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.deepspeed_engine import DeepSpeedEngine, init_process_group
+from core import BaseWorkload, rpc, trainer_invocation
+
+from .. import remote_call
+from ..algorithm import loss
+from ..config import SFTConfig
+
+
+class Actor(BaseWorkload):
+    """One rank of the model."""
+
+    config: SFTConfig
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @trainer_invocation
+    def load(self, model_path: str, total_steps: int) -> None:
+        """Load the model and put it under DeepSpeed."""
+        model = load_policy(model_path, gradient_checkpointing=self.config.gradient_checkpointing)
+        self.engine = DeepSpeedEngine(model, self.config.engine(total_steps, torch.cuda.is_available()))
+
+    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    def train_step(self, minibatch: Batch) -> dict[str, float]:
+        """One optimizer step on the minibatch, of which every rank takes its share; send it with replicate."""
+        return self.engine.train_step(minibatch, loss)
+
+    @trainer_invocation(post_func=Batch.concat)
+    def logprobs(self, demonstrations: Batch) -> Batch:
+        """`logprob` per token; the batch is split over the ranks."""
+        logprob_N = self.engine.forward(demonstrations, lambda model, micro: token_logprobs(model, micro).logprob_N)
+        return Batch(demonstrations.lengths, {"logprob": logprob_N})
+
+    @trainer_invocation
+    def save(self, path: str) -> None:
+        """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
+        self.engine.save_hf(path)
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Nothing is held outside the process."""

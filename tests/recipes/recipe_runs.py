@@ -1,0 +1,68 @@
+"""Starting a recipe as a user does, and looking at what it left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """A recipe in a process of its own, as a user starts it."""
+
+    def __init__(self, recipe: str, ray_address: str, run_dir: Path, *options: str) -> None:
+        self.run_dir = run_dir
+        env = os.environ | {"RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", f"recipes.{recipe}.main", f"run_dir={run_dir}", *options]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait(self, timeout: float = 100) -> "Run":
+        """Wait for the end; a run that hangs is killed and fails the test."""
+        try:
+            self.out, self.err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self.code = self.process.returncode
+        return self
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, a dict per step."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pids(self) -> dict[str, int]:
+        """Process id of each worker, from the first line of its log."""
+        return {
+            log.stem: int(log.read_text().split("process ")[1].split()[0])
+            for log in (self.run_dir / "logs").glob("*.log")
+            if "process " in log.read_text()
+        }
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        """Until that many steps are written down."""
+        deadline = time.monotonic() + timeout
+        while len(self.metrics) < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "the run is too slow"
+            time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,221 @@
+"""recipes/openrlhf_ppo as its users meet it: real Ray, real DeepSpeed, real files."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import Run, is_alive
+
+SMALL = [
+    "prompt_data=task:sort",
+    "scorer=sort",
+    "eval_dataset=task:sort",
+    "max_eval_samples=128",
+    "max_samples=32",
+    "rollout_batch_size=16",
+    "n_samples_per_prompt=4",
+    "train_batch_size=32",
+    "generate_max_len=8",
+    "actor_learning_rate=3e-4",
+    "critic_learning_rate=1e-3",
+    "lr_scheduler=constant",
+    "lr_warmup_ratio=0",
+    "zero_stage=1",
+    "init_kl_coef=0",
+]
+"""Two steps of 16 prompts x 4 answers, two optimizer steps each."""
+
+
+@pytest.fixture(scope="module")
+def one_rank(ray_address: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that several claims look at."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    return Run("openrlhf_ppo", ray_address, run_dir, f"pretrain={policy}", *SMALL).wait()
+
+
+def test_a_run_ends_well_and_its_summary_is_true(one_rank: Run) -> None:
+    assert one_rank.code == 0, one_rank.err
+    summary = one_rank.summary
+    assert (summary["status"], summary["steps"], summary["seed"], summary["error"]) == ("finished", 2, 42, None)
+    assert summary["score"]["examples"] == 128
+    assert [entry["step"] for entry in one_rank.metrics] == [1, 2]
+    assert summary["peak_memory_bytes"] > 500 * 2**20
+    assert 0 < summary["seconds"]["setup"] < summary["seconds"]["to_first_step"]
+    assert "score on 128 held-out prompts" in one_rank.out
+
+
+def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
+    import pyarrow.parquet
+
+    folder = one_rank.run_dir
+    for name in ("config.yaml", "environment.json", "plan.json", "logs/actor-0.log", "checkpoints/latest"):
+        assert (folder / name).is_file(), name
+    table = pyarrow.parquet.read_table(folder / "rollouts" / "step_000002.parquet")
+    assert table.num_rows == 64
+    assert {"tokens", "action_mask", "logprob", "rollout_logprob", "advantage", "reward"} <= set(table.column_names)
+
+
+def test_the_first_update_of_each_batch_starts_at_ratio_one(one_rank: Run) -> None:
+    for entry in one_rank.metrics:
+        assert entry["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_engine_and_trainer_agree_on_log_probabilities(one_rank: Run) -> None:
+    for entry in one_rank.metrics:
+        assert entry["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from components.data.tasks import get_task
+
+    folder = one_rank.run_dir / "checkpoints" / "step_2" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    task = get_task("sort")
+    rows = task.rows("heldout", 128, 0)
+    prompts = tokenizer([row["input"] for row in rows], return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**prompts, max_new_tokens=8, do_sample=False)
+    answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    score = sum(task.score(answer, row["label"]) for answer, row in zip(answers, rows, strict=True)) / 128
+    assert score == one_rank.summary["score"]["end_greedy"]
+
+
+def test_two_ranks_and_two_engines_give_the_losses_of_one(
+    one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
+    two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks).wait()
+    assert two.code == 0, two.err
+    for one_step, two_step in zip(one_rank.metrics, two.metrics, strict=True):
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "reward/score", "actor/entropy"):
+            assert two_step[name] == pytest.approx(one_step[name], rel=1e-4, abs=1e-6), name
+
+
+def test_with_learning_rate_zero_nothing_moves(ray_address: str, policy: Path, tmp_path: Path) -> None:
+    options = [*SMALL, "actor_learning_rate=0", "critic_learning_rate=0"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options).wait()
+    score = run.summary["score"]
+    assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
+
+
+REWARD_FILE = '''
+def reward_func(queries, prompts, labels, **kwargs):
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
+    return {"rewards": [float(len(label)) for label in labels], "extra_logs": {"seven": 7.0}}
+'''
+
+
+def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
+    ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(REWARD_FILE)
+    rows = [{"question": f"{letters}>", "answer": "abc"} for letters in ("abcde", "edcba", "fghij", "kblaa")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = f"""pretrain={policy} prompt_data={tmp_path}/prompts.jsonl input_key=question label_key=answer
+        remote_rm_url={tmp_path}/reward.py rollout_batch_size=4 n_samples_per_prompt=2 train_batch_size=4
+        generate_max_len=8 init_kl_coef=0.1 kl_estimator=k3 use_kl_loss=true colocate_actor_ref=true
+        actor_learning_rate=1e-2 num_episodes=2 lr_warmup_ratio=0 zero_stage=3 max_epochs=2""".split()
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options).wait()
+    assert run.code == 0, run.err
+    first, second = run.metrics
+    assert first["reward/reward"] == 3.0
+    assert first["reward/seven"] == 7.0
+    assert first["actor/kl_to_reference"] == pytest.approx(0.0, abs=1e-5)
+    assert second["actor/kl_to_reference"] != pytest.approx(0.0, abs=1e-3)
+    assert run.summary["score"] is None
+
+
+@pytest.mark.parametrize("victim", ["rollout-0", "actor-0", "trainer-0"])
+def test_a_killed_process_ends_the_run_with_one_line_and_leaves_nothing(
+    victim: str, ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    options = [*SMALL, "max_samples=16000", "max_eval_samples=8"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
+    run.wait_for_step(1)
+    pids = run.pids()
+    assert set(pids) == {"trainer-0", "actor-0", "critic-0", "rollout-0", "reward-0"}
+    os.kill(pids[victim], signal.SIGKILL)
+    run.wait(30)
+    assert run.code == 1
+    (line,) = run.err.strip().splitlines()
+    assert line.startswith(f"openrlhf_ppo: failed: {victim.upper()} (process {pids[victim]} on ")
+    assert run.summary["status"] == "failed"
+    assert victim.upper() in run.summary["error"]
+    assert [name for name, pid in pids.items() if is_alive(pid)] == []
+    assert list(Path("/dev/shm").glob("troupe-*")) == []
+
+
+def test_when_the_driver_is_killed_everything_ends_within_ten_seconds(
+    ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    options = [*SMALL, "max_samples=16000", "max_eval_samples=8"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
+    run.wait_for_step(1)
+    pids = run.pids()
+    run.process.kill()
+    run.wait(10)
+    deadline = time.monotonic() + 10
+    while (alive := [name for name, pid in pids.items() if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive == []
+
+
+def test_ctrl_c_stops_the_run_with_130_and_leaves_nothing(ray_address: str, policy: Path, tmp_path: Path) -> None:
+    options = [*SMALL, "max_samples=16000", "max_eval_samples=8"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
+    run.wait_for_step(1)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGINT)
+    run.wait(30)
+    assert run.code == 130
+    assert run.summary["status"] == "stopped"
+    assert [name for name, pid in pids.items() if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pretrian", "x"], "unknown option '--pretrian'; did you mean 'pretrain'"),
+        (["prompt_data=nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+        (["pretrain=./nowhere", "prompt_data=task:sort", "scorer=sort"], "pretrain=./nowhere: there is no model"),
+        (["scorer=sport"], "no scorer 'sport'"),
+        (["train_batch_size=100"], "64 x 8 = 512 answers, which train_batch_size=100 does not divide"),
+        (["rollout_batch_size=10000", "train_batch_size=10000"], "fewer than rollout_batch_size=10000"),
+        (["remote_rm_url=x.py"], "exactly one of remote_rm_url=FILE.py and scorer=NAME"),
+        (["temperature=0"], "temperature=0.0; training needs samples"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.openrlhf_ppo.main import main
+
+    assert main(options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from recipes.openrlhf_ppo.main import main; code = main(['--dry_run', 'vllm_num_engines=3']);"
+        "print('HEAVY', sorted({'ray', 'torch', 'transformers'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0
+    assert done.stderr == "HEAVY []\n"
+    plan = json.loads(done.stdout)["placement"]
+    assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "CRITIC": 1, "ROLLOUT": 3, "REWARD": 1}
+    assert set(plan["devices"]) == set(plan["processes"])
+    assert time.monotonic() - began < 2.0
