@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -144,10 +143,7 @@ def _typed(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "")
         if isinstance(value, Mapping):
             out[key] = _typed(value, known, f"{prefix}{key}.")
         elif isinstance(value, str) and (kind is not str or value in ("null", "")):
-            out[key] = yaml.safe_load(value) if value else value
-            # YAML reads 1e-4 as text: it wants 1.0e-4.
-            if kind in (float, int) and isinstance(out[key], str):
-                out[key] = value
+            out[key] = OmegaConf.from_dotlist([f"value={value}"])["value"] if value else value
         else:
             out[key] = value
     return out
@@ -164,12 +160,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no configuration file {path}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, not keys and values")
-    return content
+        raise ConfigError(f"{path} holds a list, not keys and values")
+    return typing.cast(dict[str, Any], content)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,8 @@ from components.engines.causal import token_logprobs, token_values
 from components.engines.deepspeed_engine import Totals
 from components.rl.advantages import gae, whiten
 from components.rl.kl import kl_estimate
-from components.rl.policy_losses import LossOutput, ppo_loss, token_mean
+from components.rl.masked import token_mean
+from components.rl.policy_losses import LossOutput, ppo_loss
 from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
 
@@ -26,9 +27,7 @@ def add_advantages(experience: Batch, config: PPOConfig) -> Batch:
     if config.needs_reference:
         kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], config.kl_estimator)
     reward_N = token_rewards(experience["reward"], kl_N, config.kl_in_reward, mask_N, experience.lengths)
-    advantage_N, return_N = gae(
-        reward_N, experience["value"], mask_N, experience.lengths, config.gamma, config.lambd
-    )
+    advantage_N, return_N = gae(reward_N, experience["value"], mask_N, experience.lengths, config.gamma, config.lambd)
     advantage_N = whiten(advantage_N, mask_N, scale=not config.no_advantage_std_norm)
     return experience.with_tokens(advantage=advantage_N, **{"return": return_N})
 

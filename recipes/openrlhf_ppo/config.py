@@ -215,6 +215,16 @@ class PPOConfig:
         """Optimizer steps of `steps` rollout steps."""
         return steps * self.max_epochs * (self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size)
 
+    def arithmetic(self, num_prompts: int) -> str:
+        """How much of what a run does, in a sentence."""
+        steps = self.steps(num_prompts)
+        unused = num_prompts * self.num_episodes - steps * self.rollout_batch_size
+        return (
+            f"{steps} steps of {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} answers, "
+            f"{self.optimizer_steps(1)} optimizer steps of {self.train_batch_size} answers each"
+            + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
+        )
+
     def engine(self, learning_rate: float, steps: int, has_gpu: bool) -> DeepSpeedConfig:
         """The training engine of a role whose rollout steps number `steps`."""
         bf16 = has_gpu if self.bf16 is None else self.bf16

@@ -24,16 +24,15 @@ def read_config(arguments: list[str]) -> PPOConfig:
 def build_job(config: PPOConfig) -> Job:
     """What runs where."""
     roles = f"{__package__}.roles"
-    builder = RLJobBuilder().config(config)
+    nodes = (config.actor_num_nodes, config.critic_num_nodes, config.ref_num_nodes, config.reward_num_nodes)
+    builder = RLJobBuilder().config(config).node_num(max(nodes))
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
     builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
     builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)
     builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
     builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
     builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1).resource(accelerator=1)
-    builder.reward(f"{roles}.reward:Reward").total(
-        config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
-    )
+    builder.reward(f"{roles}.reward:Reward").total(config.reward_num_nodes * (config.reward_num_gpus_per_node or 1))
     if config.needs_reference:
         builder.reference(f"{roles}.reference:Reference").total(
             config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)

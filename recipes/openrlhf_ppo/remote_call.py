@@ -75,7 +75,8 @@ def reference_forward(samples: "Batch") -> FutureSequence["Batch"]:
 
 def append_experience(experience: "Batch") -> list[Future[list[None]]]:
     """Give actor and critic the step's batch, whole: every rank then takes its share of each optimizer step, so the
-    number of ranks changes nothing. The object store holds the batch once."""
+    number of ranks changes nothing. The object store holds the batch once.
+    """
     return [RoleGroup(role).call(append_experience, experience) for role in (Role.ACTOR, Role.CRITIC)]
 
 

@@ -38,6 +38,7 @@ class PPOTrainer(BaseTrainer):
         self.heldout = self.heldout_prompts()
         self.stream = SampleStream(self.generate, config.steps(len(self.prompts)))
         self.version, self.tokens_seen = 0, 0
+        self.say(config.arithmetic(len(self.prompts)))
         self.init_roles(self.stream.steps)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
@@ -169,6 +170,8 @@ class PPOTrainer(BaseTrainer):
                 f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
                 f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
             )
+        if self.prompts.too_long:
+            self.say(f"{self.prompts.too_long} prompts of more than {self.config.prompt_max_len} tokens were left out")
         self.say(f"trained policy: {folder}")
         self.tracker.close()
         remote_call.end_job()

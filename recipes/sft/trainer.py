@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from components.batch import Batch
 from components.checkpoint import export_step
 from components.data.supervised import SupervisedData, encode_demonstrations, load_demonstrations
 from components.data.tasks import get_task

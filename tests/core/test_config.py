@@ -74,6 +74,18 @@ def test_a_mistake_is_answered_with_what_to_write(words: list[str], message: str
         load_config(Options, words)
 
 
+@pytest.mark.parametrize("text", ["steps: [1", "- steps"])
+def test_a_file_that_is_no_yaml_mapping_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"a\.yaml"):
+        load_config(Options, ["--config", str(tmp_path / "a.yaml")])
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert load_config(Options, ["--config", str(tmp_path / "a.yaml")]) == Options()
+
+
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("optimizer: {lr: 0.5}\n")
     with pytest.raises(ConfigError, match=r"a\.yaml: unknown option 'optimizer.lr'"):

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
     from components.data.tasks import get_task
 
     folder = one_rank.run_dir / "checkpoints" / "step_2" / "hf"
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task = get_task("sort")
     rows = task.rows("heldout", 128, 0)
@@ -105,11 +106,11 @@ def test_with_learning_rate_zero_nothing_moves(ray_address: str, policy: Path, t
     assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
 
 
-REWARD_FILE = '''
+REWARD_FILE = """
 def reward_func(queries, prompts, labels, **kwargs):
     assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
     return {"rewards": [float(len(label)) for label in labels], "extra_logs": {"seven": 7.0}}
-'''
+"""
 
 
 def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recipe_runs import Run
@@ -22,7 +23,7 @@ def test_it_learns_from_a_jsonl_of_prompts_and_responses_and_exports_what_it_lea
     assert last < first / 3
     assert run.summary["steps"] == 30  # 312 demonstrations in batches of 32, three times
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "step_30" / "hf")
+    model: Any = AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "step_30" / "hf")
     prompt = tokenizer("ccccc>", return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "ccccc"

@@ -1,5 +1,7 @@
 """The policy that learns."""
 
+from functools import partial
+
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.weight_sync import WeightHandle, WeightPublisher
@@ -39,7 +41,7 @@ class Actor(Learner):
     @rpc(remote_call.actor_update)
     def update(self, step: int) -> dict[str, float]:
         """Train on it."""
-        return self.fit(policy_loss, step)
+        return self.fit(partial(policy_loss, config=self.config), step)
 
     @rpc(remote_call.publish_weights)
     def publish(self, version: int) -> WeightHandle | None:

@@ -1,5 +1,7 @@
 """The value function that learns."""
 
+from functools import partial
+
 from components.batch import Batch
 from components.engines.causal import load_value_model, token_values
 from core import rpc
@@ -33,7 +35,7 @@ class Critic(Learner):
     @rpc(remote_call.critic_update)
     def update(self, step: int) -> dict[str, float]:
         """Train on it."""
-        return self.fit(value_loss, step)
+        return self.fit(partial(value_loss, config=self.config), step)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

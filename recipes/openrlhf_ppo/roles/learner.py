@@ -1,20 +1,14 @@
 """What actor and critic share: an engine, the step's experience, and the passes over it."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import nn
 
 from components.batch import Batch
-from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, init_process_group
-from components.rl.policy_losses import LossOutput
+from components.engines.deepspeed_engine import DeepSpeedEngine, LossFunction, init_process_group
 from core import BaseWorkload
 
 from ..algorithm import minibatches
 from ..config import PPOConfig
-
-Loss = Callable[[nn.Module, Batch, Totals, PPOConfig], LossOutput]
 
 
 class Learner(BaseWorkload):
@@ -32,12 +26,12 @@ class Learner(BaseWorkload):
         """Put a model under DeepSpeed."""
         self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, torch.cuda.is_available()))
 
-    def fit(self, loss: Loss, step: int) -> dict[str, float]:
+    def fit(self, loss: LossFunction, step: int) -> dict[str, float]:
         """Train on the experience and let go of it. Metrics are means over the optimizer steps."""
         if self.experience is None:
             raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
         history = [
-            self.engine.train_step(self.experience.select(index_B), partial(loss, config=self.config))
+            self.engine.train_step(self.experience.select(index_B), loss)
             for index_B in minibatches(self.experience, self.config, step)
         ]
         self.experience = None

@@ -3,8 +3,7 @@
 import torch
 
 from components.batch import Batch
-from components.engines.causal import load_policy, token_logprobs
-from components.engines.forward import ForwardEngine
+from components.engines.causal import evaluate, load_policy, token_logprobs
 from core import BaseWorkload, rpc
 
 from .. import remote_call
@@ -20,14 +19,17 @@ class Reference(BaseWorkload):
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
         has_gpu = torch.cuda.is_available()
-        dtype = self.config.rollout_engine(has_gpu).dtype
-        self.engine = ForwardEngine(load_policy(model_path, dtype=dtype), self.config.max_tokens_per_gpu)
+        model = load_policy(model_path, dtype=self.config.rollout_engine(has_gpu).dtype)
+        self.model = model.to("cuda" if has_gpu else "cpu").eval().requires_grad_(False)
 
     @rpc(remote_call.reference_forward)
     def forward(self, samples: Batch) -> Batch:
         """Log-probabilities at the sampling temperature."""
-        logprob_N = self.engine.forward(
-            samples, lambda model, micro: token_logprobs(model, micro, self.config.temperature).logprob_N
+        logprob_N = evaluate(
+            samples,
+            self.config.max_tokens_per_gpu,
+            self.model.device,
+            lambda micro: token_logprobs(self.model, micro, self.config.temperature).logprob_N,
         )
         return Batch(samples.lengths, {"reference_logprob": logprob_N})
 

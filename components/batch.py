@@ -1,0 +1,489 @@
+"""Batch: sequences of different lengths, laid end to end without padding.
+
+B sequences; N all tokens of a batch end to end; T tokens of the longest sequence (only where something is padded).
+
+Per-token columns have the length of `tokens`, and entry t speaks about token t: its log-probability given the tokens
+before it, the value of the state before it, its advantage. There is no shift to remember. `action_mask` is True where
+the policy produced the token.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from components import batch_io, ragged
+from components.ragged import Layout, Side
+
+Row = Sequence[float] | Tensor
+
+_RESERVED = "lengths"
+
+
+class Batch:
+    """B sequences with columns of three kinds: one entry per token, one per sequence, and Python objects.
+
+    Treat a batch as immutable: every method returns a new one, which may share memory with the old one. A batch that
+    came from another process may lie in read-only memory; `writable()` copies it. All tensors are on one device.
+    """
+
+    __iter__ = None  # it would be ambiguous: columns or sequences?
+
+    def __init__(
+        self,
+        lengths: Tensor | Sequence[int],
+        per_token: Mapping[str, Tensor] | None = None,
+        per_sequence: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Check that the sizes of all columns agree.
+
+        Args:
+            lengths: [B] tokens in each sequence; zeros are allowed.
+            per_token: each [N], N = sum of lengths.
+            per_sequence: each [B, ...].
+            objects: each B Python objects, picklable if the batch is to cross a process.
+
+        Raises:
+            ValueError: a column has the wrong size, device or kind, or its name occurs twice.
+        """
+        per_token, per_sequence, objects = per_token or {}, per_sequence or {}, objects or {}
+        if not isinstance(lengths, Tensor):
+            columns = chain(per_token.values(), per_sequence.values())
+            device = next((x.device for x in columns if isinstance(x, Tensor)), None)
+            lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self._fill(Layout(lengths), per_token, per_sequence, objects)
+
+    def _fill(
+        self,
+        layout: Layout,
+        per_token: Mapping[str, Tensor],
+        per_sequence: Mapping[str, Tensor],
+        objects: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self._layout = layout
+        self._per_token = dict(per_token)
+        self._per_sequence = dict(per_sequence)
+        self._objects = {name: list(column) for name, column in objects.items()}
+        seen = {_RESERVED}
+        for name in chain(per_token, per_sequence, objects):
+            if name in seen:
+                raise ValueError(
+                    f"column {name!r} is the batch's own lengths; choose another name"
+                    if name == _RESERVED
+                    else f"column {name!r} is there twice, as columns of different kinds; drop or rename one"
+                )
+            seen.add(name)
+        for name, x_N in per_token.items():
+            self._check_tensor(name, x_N, "per-token", layout.num_tokens)
+            if x_N.dim() != 1:
+                raise ValueError(f"per-token column {name!r} has shape {list(x_N.shape)}; it must be [N]")
+        for name, x_B in per_sequence.items():
+            self._check_tensor(name, x_B, "per-sequence", len(layout))
+        for name, column in self._objects.items():
+            if len(column) != len(layout):
+                raise ValueError(f"object column {name!r} has {len(column)} items for {len(layout)} sequences")
+
+    def _check_tensor(self, name: str, x: Any, kind: str, size: int) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{kind} column {name!r} is a {type(x).__name__}; make it a tensor with torch.as_tensor")
+        if x.dim() == 0 or x.shape[0] != size:
+            unit = "tokens" if kind == "per-token" else "sequences"
+            raise ValueError(f"{kind} column {name!r} has shape {list(x.shape)}, but the batch has {size} {unit}")
+        if x.device != self.lengths.device:
+            raise ValueError(
+                f"{kind} column {name!r} is on {x.device}, the batch on {self.lengths.device}; move one with .to()"
+            )
+
+    @classmethod
+    def from_rows(
+        cls,
+        per_token: Mapping[str, Sequence[Row]],
+        per_sequence: Mapping[str, Tensor | Sequence[Any]] | None = None,
+        objects: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Self:
+        """Build a batch from ragged rows; integers become int64, floats float32, tensors keep their dtype.
+
+        Raises:
+            ValueError: there is no per-token column, or two of them differ in the length of a row.
+        """
+        lengths: list[int] = []
+        first = ""
+        for name, rows in per_token.items():
+            found = [len(row) for row in rows]
+            if not first:
+                first, lengths = name, found
+            if len(found) != len(lengths):
+                raise ValueError(f"column {name!r} has {len(found)} rows, but {first!r} has {len(lengths)}")
+            if found != lengths:
+                i = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
+                raise ValueError(f"row {i} of {name!r} has {found[i]} entries, but that of {first!r} has {lengths[i]}")
+        if not first:
+            raise ValueError("from_rows needs at least one per-token column, which tells how long the sequences are")
+        return cls(
+            lengths,
+            {name: _end_to_end(rows) for name, rows in per_token.items()},
+            {name: torch.as_tensor(column) for name, column in (per_sequence or {}).items()},
+            objects,
+        )
+
+    # --- what is in it ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def __getitem__(self, name: str) -> Any:
+        for columns in (self._per_token, self._per_sequence, self._objects):
+            if name in columns:
+                return columns[name]
+        raise self._no_column(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __repr__(self) -> str:
+        tensors = chain(self._per_token.items(), self._per_sequence.items())
+        columns = [f"{name} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors]
+        return f"Batch({len(self)} sequences, {self.num_tokens} tokens: {', '.join([*columns, *self._objects])})"
+
+    def _no_column(self, name: str) -> KeyError:
+        return KeyError(f"no column {name!r}; the batch has {', '.join(self.names) or 'none'}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all columns: per-token, per-sequence, objects."""
+        return (*self._per_token, *self._per_sequence, *self._objects)
+
+    @property
+    def per_token(self) -> Mapping[str, Tensor]:
+        """The per-token columns, each [N]."""
+        return MappingProxyType(self._per_token)
+
+    @property
+    def per_sequence(self) -> Mapping[str, Tensor]:
+        """The per-sequence columns, each [B, ...]."""
+        return MappingProxyType(self._per_sequence)
+
+    @property
+    def objects(self) -> Mapping[str, list[Any]]:
+        """The columns of Python objects, each of length B."""
+        return MappingProxyType(self._objects)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: tokens in each sequence."""
+        return self._layout.lengths
+
+    @property
+    def offsets(self) -> Tensor:
+        """[B + 1] int64: sequence i is tokens offsets[i] to offsets[i + 1]."""
+        return self._layout.offsets
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[N] int64: the sequence that each token belongs to."""
+        return self._layout.sequence_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self._layout.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; objects are not counted."""
+        tensors = (self.lengths, *self._per_token.values(), *self._per_sequence.values())
+        return sum(x.nelement() * x.element_size() for x in tensors)
+
+    def row(self, i: int, name: str) -> Tensor:
+        """Sequence i's part of a per-token column, a view; i may be negative."""
+        if not -len(self) <= i < len(self):
+            raise ValueError(f"sequence {i} of a batch of {len(self)}")
+        i %= len(self)
+        return self._token_column(name)[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def _token_column(self, name: str) -> Tensor:
+        if name not in self._per_token:
+            if name in self.names:
+                raise ValueError(f"column {name!r} is no per-token column; those are {', '.join(self._per_token)}")
+            raise self._no_column(name)
+        return self._per_token[name]
+
+    # --- other columns ------------------------------------------------------------------------------------------
+
+    def with_tokens(self, **columns: Tensor) -> Self:
+        """The batch with per-token columns [N] added or replaced."""
+        return self._with(per_token={**self._per_token, **columns})
+
+    def with_sequences(self, **columns: Tensor) -> Self:
+        """The batch with per-sequence columns [B, ...] added or replaced."""
+        return self._with(per_sequence={**self._per_sequence, **columns})
+
+    def with_objects(self, **columns: Sequence[Any]) -> Self:
+        """The batch with columns of B objects added or replaced."""
+        return self._with(objects={**self._objects, **columns})
+
+    def without(self, *names: str) -> Self:
+        """The batch without these columns."""
+        for name in names:
+            if name not in self:
+                raise self._no_column(name)
+        return self._filtered(lambda name: name not in names)
+
+    def only(self, *names: str) -> Self:
+        """The batch with these columns and no others; the lengths always stay."""
+        for name in names:
+            if name not in self:
+                raise self._no_column(name)
+        return self._filtered(lambda name: name in names)
+
+    def _filtered(self, keep: Callable[[str], bool]) -> Self:
+        return self._with(
+            {name: x for name, x in self._per_token.items() if keep(name)},
+            {name: x for name, x in self._per_sequence.items() if keep(name)},
+            {name: x for name, x in self._objects.items() if keep(name)},
+        )
+
+    def _with(
+        self,
+        per_token: Mapping[str, Tensor] | None = None,
+        per_sequence: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Self:
+        """Other columns over the same lengths, whose offsets need not be worked out again."""
+        new = object.__new__(type(self))
+        new._fill(
+            self._layout,
+            self._per_token if per_token is None else per_token,
+            self._per_sequence if per_sequence is None else per_sequence,
+            self._objects if objects is None else objects,
+        )
+        return new
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(
+            change(self.lengths),
+            {name: change(x_N) for name, x_N in self._per_token.items()},
+            {name: change(x_B) for name, x_B in self._per_sequence.items()},
+            self._objects,
+        )
+
+    def writable(self) -> Self:
+        """A copy whose tensors may be written into."""
+        return self._map_tensors(torch.clone)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch with all tensors on a device."""
+        return self._map_tensors(lambda x: x.to(device))
+
+    # --- other sequences ----------------------------------------------------------------------------------------
+
+    def select(self, index: Tensor | Sequence[int] | slice) -> Self:
+        """The sequences at these positions, in this order; positions may repeat, be negative, or be a bool [B].
+
+        A slice of step 1 is a view, everything else a copy.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self._between(start, max(start, stop))
+            index = range(start, stop, step)
+        index_B = self._positions(index)
+        index_N = self._layout.token_index(index_B)
+        chosen = index_B.tolist() if self._objects else []
+        return type(self)(
+            self.lengths[index_B],
+            {name: x_N.index_select(0, index_N) for name, x_N in self._per_token.items()},
+            {name: x_B.index_select(0, index_B) for name, x_B in self._per_sequence.items()},
+            {name: [column[i] for i in chosen] for name, column in self._objects.items()},
+        )
+
+    def _positions(self, index: Tensor | Sequence[int]) -> Tensor:
+        """[number chosen] int64 positions between 0 and B."""
+        given = torch.as_tensor(index, device=self.lengths.device)
+        if given.dim() != 1:
+            raise ValueError(f"select needs a list of positions, but the index has shape {list(given.shape)}")
+        if given.dtype == torch.bool:
+            if len(given) != len(self):
+                raise ValueError(f"a bool index of {len(given)} entries for {len(self)} sequences")
+            return given.nonzero().squeeze(1)
+        if given.is_floating_point() and len(given):
+            raise ValueError(f"select needs integer positions, but the index is {given.dtype}")
+        given = given.to(torch.int64)
+        outside = (given < -len(self)) | (given >= len(self))
+        if bool(outside.any()):
+            raise ValueError(f"select of sequence {int(given[outside][0])} from a batch of {len(self)}")
+        return torch.where(given < 0, given + len(self), given)
+
+    def _between(self, start: int, stop: int) -> Self:
+        low, high = int(self.offsets[start]), int(self.offsets[stop])
+        return type(self)(
+            self.lengths[start:stop],
+            {name: x_N[low:high] for name, x_N in self._per_token.items()},
+            {name: x_B[start:stop] for name, x_B in self._per_sequence.items()},
+            {name: column[start:stop] for name, column in self._objects.items()},
+        )
+
+    def split(self, n: int) -> list[Self]:
+        """Cut into n contiguous chunks whose sizes differ by at most one, the larger ones first; chunks are views."""
+        ragged.check_positive("split into", n)
+        base, extra = divmod(len(self), n)
+        bounds = [i * base + min(i, extra) for i in range(n + 1)]
+        return [self._between(start, stop) for start, stop in pairwise(bounds)]
+
+    @classmethod
+    def concat(cls, batches: Iterable["Batch"]) -> Self:
+        """The sequences of all batches, one batch after the other.
+
+        Raises:
+            ValueError: there is no batch, or a column is missing in one of them or differs in kind, dtype or shape.
+        """
+        parts = list(batches)
+        if not parts:
+            raise ValueError("concat needs at least one batch, because an empty list has no columns")
+        for i, part in enumerate(parts):
+            for kind in ("per_token", "per_sequence", "objects"):
+                odd = set(getattr(parts[0], kind)) ^ set(getattr(part, kind))
+                if odd:
+                    raise ValueError(
+                        f"batches 0 and {i} of concat differ in their {kind} columns: only one has {sorted(odd)}"
+                    )
+        first = parts[0]
+        return cls(
+            torch.cat([part.lengths for part in parts]),
+            {name: _join([part._per_token[name] for part in parts], name) for name in first._per_token},
+            {name: _join([part._per_sequence[name] for part in parts], name) for name in first._per_sequence},
+            {name: list(chain.from_iterable(part._objects[name] for part in parts)) for name in first._objects},
+        )
+
+    def repeat(self, n: int) -> Self:
+        """Each sequence n times, its copies adjacent."""
+        ragged.check_positive("repeat", n)
+        return self.select(torch.arange(len(self), device=self.lengths.device).repeat_interleave(n))
+
+    def __shard__(self, n: int) -> list[Self]:
+        """How a call that is split over n workers cuts a batch."""
+        return self.split(n)
+
+    @classmethod
+    def __unshard__(cls, parts: Iterable["Batch"]) -> Self:
+        """How the workers' answers become one batch again."""
+        return cls.concat(parts)
+
+    # --- per-sequence sums, padding -----------------------------------------------------------------------------
+
+    def sum_tokens(self, x_N: Tensor) -> Tensor:
+        """[B] sum of a per-token tensor over each sequence; 0 for an empty one. Bools are counted."""
+        if x_N.shape != (self.num_tokens,):
+            raise ValueError(f"sum_tokens of shape {list(x_N.shape)} in a batch of {self.num_tokens} tokens")
+        x_N = x_N.to(torch.int64) if x_N.dtype == torch.bool else x_N
+        zero_B = torch.zeros(len(self), dtype=x_N.dtype, device=x_N.device)
+        return zero_B.index_add(0, self.sequence_ids, x_N)
+
+    def padded(self, name: str, value: float, side: Side = "right") -> Tensor:
+        """[B, T] a per-token column as a rectangle, with `value` on the given side of the shorter sequences."""
+        x_N = self._token_column(name)
+        mask_BT = self.padding_mask(side)
+        out_BT = torch.full(mask_BT.shape, value, dtype=x_N.dtype, device=x_N.device)
+        out_BT[mask_BT] = x_N
+        return out_BT
+
+    def padding_mask(self, side: Side = "right") -> Tensor:
+        """[B, T] bool, True where `padded` holds a token and False where it holds padding."""
+        return ragged.token_mask(self.lengths, ragged.longest(self.lengths), side)
+
+    @staticmethod
+    def unpad(padded_BT: Tensor, lengths: Tensor, side: Side = "right") -> Tensor:
+        """[N] what `padded` was made from; T may be larger than the longest sequence.
+
+        Raises:
+            ValueError: the rectangle has too few rows or columns for these lengths.
+        """
+        rows, width = padded_BT.shape
+        longest = ragged.longest(lengths)
+        if rows != len(lengths) or width < longest:
+            raise ValueError(
+                f"unpad of shape {[rows, width]} for {len(lengths)} sequences, the longest of {longest} tokens"
+            )
+        return padded_BT[ragged.token_mask(lengths.to(padded_BT.device), width, side)]
+
+    # --- sharing the work ---------------------------------------------------------------------------------------
+
+    def micro_batch_indices(self, max_tokens: int) -> list[Tensor]:
+        """Positions for micro-batches that fit a budget when padded; together they are every sequence once.
+
+        Sequences are sorted by length, so that little is padded, and cut so that rows times the longest row is at
+        most `max_tokens`. A sequence longer than the budget stands alone.
+        """
+        return ragged.micro_batch_indices(self.lengths, max_tokens)
+
+    def balanced_shares(self, n: int) -> list[Tensor]:
+        """Positions for n ranks, such that each has about as many tokens and, to within one, as many sequences.
+
+        The longest sequence left goes to the rank with the fewest tokens that still has room. The same batch gives
+        the same shares everywhere; within a share sequences keep their order.
+        """
+        return ragged.balanced_shares(self.lengths, n)
+
+    # --- crossing processes, files ------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as numpy arrays: they cross Ray without a copy, and a chunk takes only its own bytes along."""
+        columns = (
+            {name: batch_io.to_numpy(x) for name, x in {_RESERVED: self.lengths, **self._per_token}.items()},
+            {name: batch_io.to_numpy(x) for name, x in self._per_sequence.items()},
+            self._objects,
+        )
+        return _rebuild, (type(self), *columns)
+
+    def to_table(self) -> Any:
+        """A pyarrow table with one row per sequence: per-token columns as lists, and `lengths`.
+
+        Raises:
+            ValueError: a column of objects has no Arrow type (mixed kinds, or classes of your own).
+        """
+        return batch_io.to_table(self)
+
+    @classmethod
+    def from_table(cls, table: Any) -> Self:
+        """The batch that `to_table` wrote, also after a way through Parquet; tensors may be read-only.
+
+        Raises:
+            ValueError: the table was not written by `to_table`.
+        """
+        lengths_B, columns = batch_io.from_table(table)
+        return cls(lengths_B, **columns)
+
+
+def _end_to_end(rows: Sequence[Row]) -> Tensor:
+    if any(hasattr(row, "dtype") for row in rows):
+        # An empty list has no dtype of its own, and must not make floats of its neighbours' integers.
+        return torch.cat([torch.as_tensor(row) for row in rows if hasattr(row, "dtype") or len(row)])
+    return torch.tensor(list(chain.from_iterable(rows)))
+
+
+def _join(parts: Sequence[Tensor], name: str) -> Tensor:
+    # What is empty may carry any dtype: nothing could tell it the right one.
+    filled = [part for part in parts if len(part)] or [parts[0]]
+    for part in filled:
+        if part.dtype != filled[0].dtype or part.shape[1:] != filled[0].shape[1:]:
+            raise ValueError(
+                f"column {name!r} of concat is {filled[0].dtype} {list(filled[0].shape)} in one batch and "
+                f"{part.dtype} {list(part.shape)} in another; make them alike"
+            )
+    return torch.cat(filled)
+
+
+def _rebuild(
+    cls: type[Batch],
+    per_token: Mapping[str, tuple[np.ndarray, str]],
+    per_sequence: Mapping[str, tuple[np.ndarray, str]],
+    objects: Mapping[str, list[Any]],
+) -> Batch:
+    tokens = {name: batch_io.from_numpy(*packed) for name, packed in per_token.items()}
+    sequences = {name: batch_io.from_numpy(*packed) for name, packed in per_sequence.items()}
+    return cls(tokens.pop(_RESERVED), tokens, sequences, objects)

@@ -1,0 +1,115 @@
+"""Configurations of the engines, without torch: recipes embed these classes in their own `config.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """How a model is trained: optimizer, schedule, memory."""
+
+    zero_stage: int = 0
+    """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all."""
+    precision: str = "fp32"
+    """ "fp32", or "bf16": bfloat16 parameters with float32 master weights, which DeepSpeed keeps as in zero_stage 1."""
+    learning_rate: float = 1e-6
+    """Peak step size of AdamW. 0 leaves the weights as they are."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay per optimizer step of AdamW's first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float = 0.0
+    """Decoupled decay per step, in units of the learning rate. Vectors (norms, biases) are exempt."""
+    max_norm: float = 1.0
+    """Gradients whose global 2-norm is larger are scaled down to it. 0 = no clipping, only measuring."""
+    lr_scheduler: str = "constant"
+    """What follows the warm-up: "constant", "linear" (down to min_lr_ratio) or "cosine_with_min_lr"."""
+    lr_warmup_ratio: float = 0.0
+    """Share of total_steps in which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where the decay ends, as a share of learning_rate. Unused by "constant"."""
+    total_steps: int = 0
+    """Optimizer steps of the whole run, where the schedule ends. 0 = unknown: no warm-up, no decay."""
+    max_tokens: int = 16384
+    """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
+    adam_offload: bool = False
+    """Keep the optimizer states in host memory. Needs zero_stage 1, 2 or 3."""
+    overlap_comm: bool = False
+    """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU."""
+    seed: int = 42
+    """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
+
+    def __post_init__(self) -> None:
+        _require(self.zero_stage in (0, 1, 2, 3), "zero_stage", self.zero_stage, "use 0, 1, 2 or 3")
+        _require(self.precision in ("fp32", "bf16"), "precision", self.precision, 'use "fp32" or "bf16"')
+        _require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use 0 or more")
+        betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(betas_fit, "betas", self.betas, "use two numbers in [0, 1)")
+        _require(self.eps > 0, "eps", self.eps, "use a positive number")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "use 0 or more")
+        _require(self.max_norm >= 0, "max_norm", self.max_norm, "use 0 (no clipping) or more")
+        _require(self.lr_scheduler in SCHEDULERS, "lr_scheduler", self.lr_scheduler, f"use {SCHEDULERS}")
+        is_share = 0 <= self.lr_warmup_ratio <= 1
+        _require(is_share, "lr_warmup_ratio", self.lr_warmup_ratio, "use a share in [0, 1]")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share in [0, 1]")
+        _require(self.total_steps >= 0, "total_steps", self.total_steps, "use 0 or more")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
+        if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
+            raise ValueError(
+                f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
+                'the length of the run; set total_steps, or lr_scheduler="constant" and lr_warmup_ratio=0'
+            )
+        if self.adam_offload and self.zero_stage == 0:
+            raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0; constant beyond total_steps."""
+        warmup_steps = math.ceil(self.total_steps * self.lr_warmup_ratio)
+        if step < warmup_steps:
+            return self.learning_rate * (step + 1) / warmup_steps
+        if self.lr_scheduler == "constant":
+            return self.learning_rate
+        progress = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
+        remaining = 1 - progress if self.lr_scheduler == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How completions are drawn. Tokens depend on these fields, the prompt and its ids, on nothing else."""
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
+    max_new_tokens: int = 16
+    """Completions are cut after so many tokens, the end token included."""
+    seed: int = 42
+    """The run's seed."""
+    step: int = 0
+    """The generation step; another step draws other numbers for the same prompt."""
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", self.temperature, "use 0 (greedy) or more")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFRolloutConfig:
+    """The generation loop over a transformers model."""
+
+    dtype: str = "float32"
+    """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
+    max_rows: int = 512
+    """Sequences generated at the same time. Changes memory and speed, not tokens."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
+        _require(self.max_rows >= 1, "max_rows", self.max_rows, "use 1 or more")
+
+
+def _require(fits: bool, field: str, value: object, remedy: str) -> None:
+    if not fits:
+        raise ValueError(f"{field}={value!r} is not possible; {remedy}")

@@ -1,0 +1,372 @@
+"""Training with DeepSpeed: ZeRO 0 to 3, CPU and CUDA, in a train role's ranks or in one plain process.
+
+Legend: `B` sequences, `N` all tokens of a batch end to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import evaluate, without_progress_bars
+from components.engines.config import DeepSpeedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.rl.policy_losses import LossOutput
+
+__all__ = ["DeepSpeedConfig", "DeepSpeedEngine", "Totals", "init_process_group"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a loss is divided by: counts over the whole optimizer step, on all ranks."""
+
+    tokens: int
+    """Tokens that are trained on: `action_mask` where the batch has it, else `loss_mask`, else all."""
+    sequences: int
+    """Sequences of the minibatch."""
+
+
+LossFunction = Callable[[nn.Module, Batch, Totals], "LossOutput"]
+
+
+def init_process_group(timeout_s: float = 1800.0) -> None:
+    """Make the default process group that the environment describes; nothing happens when there is one.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who meets where; LOCAL_RANK which device. With
+    WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
+
+    Args:
+        timeout_s: seconds after which a collective that some rank did not join fails.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        if "WORLD_SIZE" in os.environ and dist.get_world_size() != world_size:
+            raise ValueError(
+                f"this process is already in a group of {dist.get_world_size()}, but WORLD_SIZE={world_size}; another "
+                "library made that group first: make the process group before it is imported"
+            )
+        return
+    if torch.cuda.is_available():
+        # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if world_size == 1:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={world_size} without {', '.join(missing)} in the environment; "
+            "set them (core does for train roles), or leave WORLD_SIZE out"
+        )
+    dist.init_process_group(backend, timeout=timeout)
+
+
+class DeepSpeedEngine:
+    """One model under one optimizer. All ranks make the same calls in the same order."""
+
+    def __init__(self, model: nn.Module, config: DeepSpeedConfig) -> None:
+        """
+        Args:
+            model: the same weights on all ranks; it is partitioned (zero_stage 3) and cast (bf16) in place.
+            config: of this engine.
+        """
+        init_process_group()
+        self.config = config
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.step_count = 0
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(config.seed + self.rank)
+        deepspeed = _import_deepspeed()
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(model, config.weight_decay),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        self._deepspeed = deepspeed
+        self._stage = _deepspeed_stage(config)
+        settings = _deepspeed_json(model, config)
+        # Some of its optimizers print how much memory they take, whatever the log level.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself; with zero_stage 3 its parameters are empty outside of forward passes."""
+        return self._engine.module
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        return self.config.learning_rate_at(self.step_count)
+
+    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+        """Evaluate `batch` without gradients, in micro-batches.
+
+        Args:
+            batch: this rank's own; ranks may have different numbers of sequences.
+            compute: (model, micro-batch of n tokens) -> [n].
+
+        Returns:
+            [N] on the CPU, in the order of `batch`.
+        """
+        own = len(batch.micro_batch_indices(self.config.max_tokens))
+        extra = self._collective_forwards(own) - own
+        if extra and not len(batch):
+            raise ValueError(
+                f"rank {self.rank} has no sequence to evaluate, and with zero_stage=3 all ranks compute "
+                "together; send at least one sequence to every rank"
+            )
+        model = self.model.eval()
+        result_N = evaluate(batch, self.config.max_tokens, self.device, lambda micro_batch: compute(model, micro_batch))
+        with torch.no_grad():
+            for _ in range(extra):
+                compute(model, batch.select(_shortest(batch)).to(self.device))
+        return result_N
+
+    def _collective_forwards(self, own: int) -> int:
+        """Forwards this rank has to make: with partitioned parameters as many as the busiest rank."""
+        if self._stage < 3 or self.world_size == 1:
+            return own
+        count = torch.tensor(own, device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return int(count)
+
+    def train_step(self, minibatch: Batch, loss_fn: LossFunction) -> dict[str, float]:
+        """One optimizer step on `minibatch`.
+
+        Args:
+            minibatch: the global one, the same on all ranks; each rank trains on its share.
+            loss_fn: (model, micro-batch, totals) -> LossOutput, whose loss and metrics are sums over the
+                micro-batch divided by totals, so that they add up to the mean over the minibatch.
+
+        Returns:
+            "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
+            clipping; "learning_rate" of this step. The same on all ranks.
+
+        Raises:
+            ValueError: `minibatch` is empty or trains on no token.
+            FloatingPointError: the loss is not finite, or the gradient. On all ranks; a bad loss is found before the
+                weights change. The engine cannot go on after it.
+        """
+        totals = _totals(minibatch)
+        plans = _plan(minibatch, self.world_size, self.config.max_tokens)
+        own = plans[self.rank]
+        # Everybody backpropagates equally often, because gradients are reduced together.
+        forwards = max(len(plan) for plan in plans)
+        self.model.train()
+        sums: dict[str, Tensor] = {}
+        for i in range(forwards):
+            index = own[i] if i < len(own) else _shortest(minibatch)
+            counts = 1.0 if i < len(own) else 0.0
+            self._engine.set_gradient_accumulation_boundary(i == forwards - 1)
+            output = loss_fn(self._engine, minibatch.select(index).to(self.device), totals)
+            # DeepSpeed averages over ranks, and the loss is already divided by the total of all ranks.
+            self._engine.backward(output.loss * (self.world_size * counts))
+            for name, value in {"loss": output.loss, **output.metrics}.items():
+                summand = value.detach().double() * counts
+                sums[name] = sums[name] + summand if name in sums else summand
+        metrics = self._reduced(sums)
+        self._check_finite(metrics)
+        learning_rate = self.learning_rate
+        return metrics | {"grad_norm": self._apply(), "learning_rate": learning_rate}
+
+    def _apply(self) -> float:
+        """Step the optimizer; returns the 2-norm of the gradient before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        if self._stage == 0:
+            # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm or math.inf))
+            self._engine.step()
+        else:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        # DeepSpeed says -1 for a norm that is inf or nan.
+        if norm < 0 or not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the loss of optimizer step {self.step_count} is finite, but its gradient is not, and the weights are "
+                "lost; go on from a checkpoint, with a lower learning rate or without the batch's extreme values"
+            )
+        self.step_count += 1
+        return norm
+
+    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        values = torch.stack([sums[name].to(self.device) for name in names])
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        loss = metrics["loss"]
+        if math.isfinite(loss):
+            return
+        others = {name: value for name, value in metrics.items() if name != "loss" and not math.isfinite(value)}
+        raise FloatingPointError(
+            f"the loss of optimizer step {self.step_count} is {loss} "
+            f"(also not finite: {others or 'nothing'}); "
+            "the weights were left as they are. Look at the rewards, advantages and log-probabilities of the "
+            "batch for inf and nan, or lower the learning rate"
+        )
+
+    def gathered_parameters(self, max_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
+        """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name.
+
+        Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
+        A tensor may be the live parameter: it is valid until the next train_step.
+
+        Args:
+            max_bytes: with zero_stage 3, what is gathered at a time.
+        """
+        if self._stage < 3:
+            if self.rank == 0:
+                for name, parameter in self.model.named_parameters():
+                    yield name, parameter.detach().cpu()
+            return
+        for bucket in _buckets(self.model, max_bytes):
+            with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+                own = bucket if self.rank == 0 else []
+                whole = [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in own]
+            yield from whole
+
+    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
+
+        Args:
+            path: folder, made when missing.
+            tokenizer: saved into the same folder.
+        """
+        weights = dict(self.gathered_parameters())
+        if self.rank != 0:
+            return
+        model: Any = self.model
+        with without_progress_bars():
+            model.save_pretrained(path, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, quiet and without a compiler."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On CPU every process group would first compile an extension for collectives in shared memory, which
+    # needs ninja and g++ and a minute. The attribute path deepspeed.comm.torch is the real torch, hence
+    # sys.modules.
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None
+    return deepspeed
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weight_decay == 0:
+        return [{"params": parameters, "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _deepspeed_stage(config: DeepSpeedConfig) -> int:
+    # Without ZeRO, DeepSpeed trains bfloat16 as it does float16, with a loss scale that changes the result.
+    return max(config.zero_stage, 1) if config.precision == "bf16" else config.zero_stage
+
+
+def _deepspeed_json(model: nn.Module, config: DeepSpeedConfig) -> dict[str, Any]:
+    stage = _deepspeed_stage(config)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
+    if config.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if stage == 3:
+        # Vectors stay whole: gathering one costs a message and frees next to nothing.
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim <= 1]
+        zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
+    settings: dict[str, Any] = {
+        # Micro-batches are cut by tokens, and where a step ends is set by hand.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_norm if stage > 0 else 0.0,
+        "zero_optimization": zero,
+        # torch's fused AdamW is what is wanted; DeepSpeed's own is compiled at first use.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+    if config.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+        # Sums over many micro-batches lose small gradients in bfloat16.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def _totals(minibatch: Batch) -> Totals:
+    if not len(minibatch):
+        raise ValueError("the minibatch is empty; give train_step at least one sequence")
+    mask = next((name for name in ("action_mask", "loss_mask") if name in minibatch), None)
+    tokens = int(minibatch[mask].sum()) if mask else minibatch.num_tokens
+    if tokens == 0:
+        raise ValueError(
+            f"{mask} is False for all {minibatch.num_tokens} tokens of the minibatch, so nothing can be "
+            "learned; leave such minibatches out"
+        )
+    return Totals(tokens=tokens, sequences=len(minibatch))
+
+
+def _plan(minibatch: Batch, world_size: int, max_tokens: int) -> list[list[Tensor]]:
+    """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
+    plans = []
+    for share in minibatch.balanced_shares(world_size):
+        own = Batch(minibatch.lengths[share], {})
+        plans.append([share[index] for index in own.micro_batch_indices(max_tokens)])
+    return plans
+
+
+def _shortest(batch: Batch) -> Tensor:
+    """Index of the cheapest sequence, for a pass that is only made because other ranks make one."""
+    return batch.lengths.argmin().view(1)
+
+
+def _buckets(model: nn.Module, max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+    bucket: list[tuple[str, Any]] = []
+    filled = 0
+    for name, parameter in model.named_parameters():
+        # ds_numel: elements of the whole parameter, of which this rank holds a part.
+        nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and filled + nbytes > max_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, parameter))
+        filled += nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,62 @@
+"""Random numbers for sampling as a pure function of where they are used.
+
+There is no generator state, so nothing that changes the order of work (batching, number of engines, resuming)
+changes the tokens.
+
+Legend: `B` sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from components.engines.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["SamplingConfig", "uniform"]
+
+# Constants of splitmix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One output of splitmix64 for each state: a bijection of words in which every bit matters."""
+    mixed = state + _GOLDEN_GAMMA
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def uniform(
+    seed: int, step: int, prompt_id_B: ArrayLike, sample_id_B: ArrayLike, position: ArrayLike
+) -> NDArray[np.float64]:
+    """Uniform numbers that depend on the five arguments only.
+
+    Each argument in turn is added to the mixed hash of those before it, so that (step 1, prompt 2) and (step
+    2, prompt 1) have nothing in common.
+
+    Args:
+        seed: of the run.
+        step: generation step.
+        prompt_id_B: [B] integers.
+        sample_id_B: [B] integers, which of a prompt's samples.
+        position: index of the drawn token in its sequence, prompt included; one for all or [B].
+
+    Returns:
+        [B] float64 in [0, 1), multiples of 2**-53.
+    """
+    # Array arithmetic on uint64 wraps around silently, as intended; numpy scalars would warn of overflow.
+    state_B = np.zeros(np.broadcast_shapes(np.shape(prompt_id_B), np.shape(position)), dtype=np.uint64)
+    for part in (seed, step, prompt_id_B, sample_id_B, position):
+        state_B = _mix(np.atleast_1d(state_B + _as_words(part)))
+    return (state_B >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _as_words(integers: ArrayLike) -> NDArray[np.uint64]:
+    """Two's complement, so that negative ids are as good as others."""
+    return np.atleast_1d(np.asarray(integers, dtype=np.int64)).view(np.uint64)

@@ -1,0 +1,24 @@
+"""The loss of learning from demonstrations.
+
+N all tokens of a batch end to end. A sum over the micro-batch divided by a count over the whole optimizer step.
+"""
+
+from torch import Tensor
+
+from components.rl.masked import token_mean
+from components.rl.policy_losses import LossOutput
+
+
+def sft_loss(logprob_N: Tensor, loss_mask_N: Tensor, total_tokens: float) -> LossOutput:
+    """Mean negative log-likelihood of the tokens to learn (cross-entropy; Ouyang et al. 2022, arXiv 2203.02155, 3.1).
+
+    Args:
+        logprob_N: [N] log-probability of each token given those before it, nats.
+        loss_mask_N: [N] bool, True for the tokens to learn.
+        total_tokens: tokens to learn in the whole optimizer step, on all ranks.
+
+    Returns:
+        The loss, and the metric `nll` (the loss again), in nats per token.
+    """
+    loss = -token_mean(logprob_N, loss_mask_N, total_tokens)
+    return LossOutput(loss=loss, metrics={"nll": loss.detach()})

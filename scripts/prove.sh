@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Shows that the demonstration learns, and that it is the learning rate that does it:
+#
+#   bash scripts/prove.sh [SEED ...]
+#
+# One run of recipes/openrlhf_ppo for each seed (1 2 3), and one with learning rate 0 of the first seed. Ends with
+# a table and the bars it is held to (scripts/prove_table.py). The runs stay in runs/prove-<time>/, or in the
+# folder that PROVE_DIR names. Exit code: 0 all bars reached; 1 not; 2 bad input.
+set -euo pipefail
+
+home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+seeds=("$@")
+((${#seeds[@]})) || seeds=(1 2 3)
+for seed in "${seeds[@]}"; do
+    [[ "$seed" =~ ^[0-9]+$ ]] || { echo "prove.sh: a seed is a whole number, not \"$seed\"" >&2; exit 2; }
+done
+
+runs="${PROVE_DIR:-$home/runs/prove-$(date +%Y%m%d-%H%M%S)}"
+if [[ -e "$runs" ]]; then
+    echo "prove.sh: $runs exists; name a folder that does not, so that no earlier run is taken for a new one" >&2
+    exit 2
+fi
+mkdir -p -- "$runs"
+
+# A run that fails shows in the table; the others are still worth having.
+run() {
+    local name="$1"
+    shift
+    printf '== %s\n' "$name"
+    bash "$home/recipes/openrlhf_ppo/run.sh" run_dir="$runs/$name" "$@" ||
+        echo "prove.sh: the run $name ended with exit code $?" >&2
+}
+for seed in "${seeds[@]}"; do run "seed-$seed" seed="$seed"; done
+run "lr-0" seed="${seeds[0]}" actor_learning_rate=0 critic_learning_rate=0
+
+"$home/.venv/bin/python" -P "$home/scripts/prove_table.py" "$runs"

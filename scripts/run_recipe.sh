@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# What run.sh of every recipe does once it has found the project:
+#
+#   run_recipe.sh RECIPE_FOLDER [ARGUMENT ...]
+#
+# Sets the environment up when it is not ready, and runs main.py of the folder with the arguments. The current
+# folder stays what it is, so relative paths in the arguments mean what they say.
+# TROUPE_PYTHON names a Python to use as it is, in place of .venv (a container, a cluster's environment).
+set -euo pipefail
+
+home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+here="$(cd -- "$1" && pwd)"
+shift
+name="$(basename -- "$here")"
+
+refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
+
+# Python imports the folder by its name.
+[[ "$name" =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
+    refuse "the folder $here is to be imported, and \"$name\" is no Python name; rename it to letters, digits and _"
+[[ -f "$here/main.py" ]] || refuse "$here has no main.py, so there is nothing to run"
+
+python="${TROUPE_PYTHON:-}"
+if [[ -z "$python" ]]; then
+    bash "$home/scripts/setup.sh" --quiet recipes >&2
+    python="$home/.venv/bin/python"
+elif ! command -v -- "$python" >/dev/null; then
+    refuse "TROUPE_PYTHON=$python cannot be run; name a Python 3.11 or 3.12, or unset it"
+fi
+
+path="$home"
+module="$name"
+if [[ "$(dirname -- "$here")" -ef "$home/recipes" ]]; then
+    module="recipes.$name"
+else
+    path="$(dirname -- "$here"):$home"
+fi
+# A recipe elsewhere that is called as a module of Python's or of a package would be taken for it, everywhere.
+env -u PYTHONPATH TROUPE_HOME="$home" "$python" -P - "$module" "$here" <<'PY' || refuse "rename the folder $here"
+import importlib.util
+import keyword
+import os
+import sys
+
+module, here = sys.argv[1:]
+if keyword.iskeyword(module.rpartition(".")[2]):
+    sys.exit(f"{module} is a word of the Python language")
+if "." not in module:
+    sys.path.append(os.environ["TROUPE_HOME"])
+    spec = importlib.util.find_spec(module)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if spec and not any(os.path.isdir(folder) and os.path.samefile(folder, here) for folder in folders):
+        sys.exit(f"{module} is also the name of a module of Python's, of ours or of a package: {spec.origin}")
+PY
+
+export TROUPE_HOME="$home"
+export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
+# -P: the current folder is not searched for modules.
+exec "$python" -P -m "$module.main" "$@"

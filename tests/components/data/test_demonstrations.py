@@ -1,0 +1,122 @@
+"""Demonstrations as token batches: which tokens are learnt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from components.data.supervised import encode_demonstrations, load_demonstrations
+from components.data.tiny_model import character_tokenizer
+
+# Ids: pad 0, bos 1, eos 2, then a 3, b 4, c 5, d 6, > 7, newline 8.
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer("abcd>\n")
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def learnt(data: Any, i: int = 0) -> list[int]:
+    return data.batch.row(i, "tokens")[data.batch.row(i, "loss_mask")].tolist()
+
+
+def test_the_prompt_is_masked_and_the_response_is_learnt_with_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = encode_demonstrations([{"prompt": "ba>", "response": "ab"}], tokenizer)
+    assert data.batch["tokens"].tolist() == [4, 3, 7, 3, 4, 2]
+    assert data.batch["loss_mask"].tolist() == [False, False, False, True, True, True]
+
+
+def test_the_end_token_comes_exactly_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "a", "response": response} for response in ("b", "b<eos>", "b<eos><eos>", "")]
+    data = encode_demonstrations(rows, tokenizer)
+    assert [data.batch.row(i, "tokens").tolist() for i in range(4)] == [[3, 4, 2], [3, 4, 2], [3, 4, 2], [3, 2]]
+
+
+def test_of_a_conversation_only_the_assistants_turns_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    data = encode_demonstrations([{"messages": messages}], tokenizer)
+    assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
+    assert data.batch["loss_mask"].tolist() == [False, True, True, False, True, True]
+
+
+def test_what_follows_the_last_learnt_token_is_left_off(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = encode_demonstrations([{"messages": [turn("assistant", "b"), turn("user", "c")]}], tokenizer)
+    assert data.batch["tokens"].tolist() == [4, 2]
+
+
+def with_template(text: str) -> PreTrainedTokenizerFast:
+    tokenizer = character_tokenizer("abcd>\n")
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def test_a_newline_that_a_template_writes_after_the_end_token_is_not_learnt() -> None:
+    template = "{% for m in messages %}{{ m['content'] + eos_token + '\n' }}{% endfor %}"
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    data = encode_demonstrations([{"messages": messages}], with_template(template))
+    assert data.batch["tokens"].tolist() == [3, 2, 8, 4, 2, 8, 5, 2, 8, 6, 2]
+    assert learnt(data) == [4, 2, 6, 2]
+
+
+def test_a_template_without_an_end_token_gets_one_at_the_end() -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    with pytest.raises(ValueError, match="writes the turns before turn 1 differently once it is added"):
+        encode_demonstrations([{"messages": [turn("user", "a"), turn("assistant", "b")]}], with_template(template))
+    good = template.replace("{{ m", "{% if m['role'] == 'assistant' %}>{% endif %}{{ m")
+    data = encode_demonstrations([{"messages": [turn("user", "a"), turn("assistant", "b")]}], with_template(good))
+    assert data.batch["tokens"].tolist() == [3, 7, 4, 2]
+    assert learnt(data) == [4, 2]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    with pytest.raises(ValueError, match=r"row 0: .* before turn 3 differently .*; keep one assistant turn per row"):
+        encode_demonstrations([{"messages": messages}], with_template(template))
+
+
+def test_prompt_and_response_can_go_through_the_chat_template_too(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "ba>", "response": "ab"}]
+    plain = encode_demonstrations(rows, tokenizer)
+    chat = encode_demonstrations(rows, tokenizer, apply_chat_template=True)
+    assert chat.batch["tokens"].tolist() == plain.batch["tokens"].tolist()
+    assert chat.batch["loss_mask"].tolist() == plain.batch["loss_mask"].tolist()
+    wrapped = encode_demonstrations(rows, tokenizer, input_template="c{}d")
+    assert wrapped.batch["tokens"].tolist() == [5, 4, 3, 7, 6, 3, 4, 2]
+
+
+def test_nothing_is_dropped_silently(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"prompt": "a", "response": "bbbb"},  # 1 + 4 + 1 tokens
+        {"prompt": "a", "response": "b"},
+        {"messages": [turn("user", "a")]},
+    ]
+    data = encode_demonstrations(rows, tokenizer, max_tokens=5)
+    assert data.dropped == {"too_long": 1, "nothing_to_learn": 1}
+    assert data.kept == len(data.batch) == 1
+    assert data.batch["row"].tolist() == [1]
+    with pytest.raises(ValueError, match="none of the 1 demonstrations can be used"):
+        encode_demonstrations(rows[:1], tokenizer, max_tokens=5)
+
+
+def test_rows_load_from_jsonl_and_bad_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    rows = [{"prompt": "a", "response": "b"}, {"messages": [turn("user", "a"), turn("assistant", "b")]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert load_demonstrations(path) == rows
+    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "a", "answer": "b"}))
+    with pytest.raises(
+        ValueError, match=r"row 1: expected the fields 'prompt' and 'response', .*; found 'prompt', 'answer'"
+    ):
+        load_demonstrations(path)
+    path.write_text(json.dumps({"messages": "hello"}))
+    with pytest.raises(ValueError, match=r"row 0: 'messages' must be a list of \{role, content\}"):
+        load_demonstrations(path)

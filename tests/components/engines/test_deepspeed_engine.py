@@ -1,0 +1,305 @@
+"""Real DeepSpeed: one plain process and two ranks, started once each; every test reads what they recorded."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from components.batch import Batch
+from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
+from components.engines.deepspeed_engine import DeepSpeedConfig, Totals, init_process_group
+from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
+from tests.components.engines import deepspeed_worker as worker
+
+ROOT = Path(__file__).parents[3]
+STAGES = (0, 1, 2, 3)
+
+
+class Run(NamedTuple):
+    folder: Path
+    records: list[dict[str, Any]]
+    output: str
+
+
+def start(folder: Path, model: Path, rank: int, world_size: int, port: int) -> "subprocess.Popen[bytes]":
+    folder.mkdir(exist_ok=True)
+    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    # No compiler can be found, and nothing compiled earlier either.
+    environment |= {"PATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    if world_size > 1:
+        rendezvous = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {name: str(value) for name, value in rendezvous.items()}
+    with (folder / f"log{rank}.txt").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(Path(worker.__file__)), str(model), str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Run]]:
+    """By number of ranks."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = {
+        world_size: [start(root / str(world_size), tied_model, rank, world_size, port) for rank in range(world_size)]
+        for world_size in (1, 2)
+    }
+    try:
+        for world_size, processes in started.items():
+            for rank, process in enumerate(processes):
+                code = process.wait(timeout=100)
+                assert code == 0, (root / str(world_size) / f"log{rank}.txt").read_text()
+    finally:
+        for process in (process for processes in started.values() for process in processes):
+            process.kill()
+            process.wait()
+    yield {
+        world_size: Run(
+            folder=root / str(world_size),
+            records=[
+                torch.load(root / str(world_size) / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)
+            ],
+            output="".join((root / str(world_size) / f"log{rank}.txt").read_text() for rank in range(world_size)),
+        )
+        for world_size in (1, 2)
+    }
+
+
+def whole(run: Run, case: str, column: str) -> Tensor:
+    """What the ranks evaluated, put together."""
+    return torch.cat([record[case][column] for record in run.records])
+
+
+class Plain(NamedTuple):
+    metrics: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    before: Tensor
+    after: Tensor
+
+
+@pytest.fixture(scope="module")
+def plain(tied_model: Path) -> Plain:
+    """The same training written out with torch alone: one process, one padded batch per step, no micro-batches."""
+    model = load_policy(tied_model)
+    evaluated = Batch.concat(worker.evaluated())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": worker.WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=worker.BETAS, eps=worker.EPS)
+    before = worker.logprobs(model, evaluated).detach()
+    metrics = []
+    # 4 steps in all, linear decay without warm-up
+    for share, batch in zip((1.0, 0.75, 0.5), worker.minibatches(), strict=True):
+        loss = -token_logprobs(model, batch).logprob_N[batch["loss_mask"]].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), worker.MAX_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = worker.LEARNING_RATE * share
+        optimizer.step()
+        metrics.append({"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": worker.LEARNING_RATE * share})
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Plain(metrics, weights, before, worker.logprobs(model, evaluated).detach())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", [*(f"fp32-{stage}" for stage in STAGES), "large_micro_batches", "offload"])
+def test_training_equals_plain_torch(runs: dict[int, Run], plain: Plain, world_size: int, case: str) -> None:
+    """Whatever the stage, the number of ranks, and the size of micro-batches."""
+    run = runs[world_size]
+    for found, expected in zip(run.records[0][case]["metrics"], plain.metrics, strict=True):
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5)
+    found_weights = run.records[0][case]["weights"]
+    assert found_weights.keys() == plain.weights.keys()
+    for name, expected in plain.weights.items():
+        torch.testing.assert_close(found_weights[name], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(whole(run, case, "before"), plain.before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(whole(run, case, "after"), plain.after, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bf16_training_follows_float32(runs: dict[int, Run], plain: Plain, world_size: int, stage: int) -> None:
+    record = runs[world_size].records[0][f"bf16-{stage}"]
+    for found, expected in zip(record["metrics"], plain.metrics, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    assert {tensor.dtype for tensor in record["weights"].values()} == {torch.bfloat16}
+    for name, expected in plain.weights.items():
+        # Two bfloat16 neighbours below 1 are at most 0.0039 apart.
+        torch.testing.assert_close(record["weights"][name].float(), expected, atol=0.01, rtol=0.01)
+
+
+def test_metrics_are_sums_over_micro_batches_and_ranks_and_equal_on_all_ranks(runs: dict[int, Run]) -> None:
+    for run in runs.values():
+        for case in ("fp32-0", "fp32-3", "bf16-2"):
+            for metrics in run.records[0][case]["metrics"]:
+                # Shares of the micro-batches in the whole step: together 1, passes that only keep time not counted.
+                assert metrics["token_share"] == pytest.approx(1.0, abs=1e-6)
+                assert metrics["sequence_share"] == pytest.approx(1.0, abs=1e-6)
+            assert all(record[case]["metrics"] == run.records[0][case]["metrics"] for record in run.records)
+            assert run.records[0][case]["step_count"] == worker.STEPS
+
+
+def test_forward_keeps_the_order_of_the_batch(runs: dict[int, Run], tied_model: Path) -> None:
+    batch, model = Batch.concat(worker.evaluated()), load_policy(tied_model)
+    with torch.no_grad():
+        alone_N = torch.cat([token_logprobs(model, batch.select([i])).logprob_N for i in range(len(batch))])
+    for run in runs.values():
+        for stage in STAGES:
+            torch.testing.assert_close(whole(run, f"fp32-{stage}", "before"), alone_N, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_learning_rate_0_changes_nothing(runs: dict[int, Run], stage: int) -> None:
+    for run in runs.values():
+        record = run.records[0][f"learning_rate_0-{stage}"]
+        assert record["metrics"][0]["grad_norm"] > 0
+        for name, start_weight in record["start"].items():
+            assert torch.equal(record["weights"][name], start_weight)
+
+
+def test_only_rank_0_gets_parameters(runs: dict[int, Run]) -> None:
+    assert [len(record["fp32-3"]["weights"]) for record in runs[2].records] == [26, 0]
+    assert [len(record["fp32-1"]["weights"]) for record in runs[2].records] == [26, 0]
+
+
+def test_a_loss_that_is_nan_on_one_rank_stops_all_before_the_step(runs: dict[int, Run]) -> None:
+    for run in runs.values():
+        for record in run.records:
+            assert "the loss of optimizer step 0 is nan" in record["nan"]["message"]
+            assert record["nan"]["unchanged"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_not_finite_is_an_error(runs: dict[int, Run], stage: int) -> None:
+    for run in runs.values():
+        for record in run.records:
+            assert "finite, but its gradient is not" in record[f"infinite_gradient-{stage}"]["message"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_saved_folder_loads_with_from_pretrained(runs: dict[int, Run], world_size: int) -> None:
+    folder = runs[world_size].folder / "hf"
+    model = load_policy(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, runs[world_size].records[0]["fp32-3"]["weights"][name])
+    assert model.generation_config is not None
+    assert model.generation_config.eos_token_id == 1
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "$"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_partitioned_weights_reach_the_rollout_engine(runs: dict[int, Run], tied_model: Path, world_size: int) -> None:
+    engine = HFRolloutEngine(tied_model)
+    engine.receive(runs[world_size].records[0]["handle"])
+    batch = Batch.concat(worker.evaluated())
+    with torch.no_grad():
+        engine_N = token_logprobs(engine.model, batch).logprob_N
+    torch.testing.assert_close(engine_N, whole(runs[world_size], "fp32-3", "after"), atol=1e-4, rtol=0)
+    prompts = batch.only("tokens").with_sequences(
+        prompt_id=torch.arange(7), sample_id=torch.zeros(7, dtype=torch.int64)
+    )
+    assert engine.generate(prompts, SamplingConfig(max_new_tokens=2))["weight_version"].tolist() == [1] * 7
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_value_model_trains_and_is_saved(runs: dict[int, Run], world_size: int) -> None:
+    run = runs[world_size]
+    record = run.records[0]["value"]
+    for found, expected in zip(record["metrics"], runs[1].records[0]["value"]["metrics"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    model = load_value_model(run.folder / "value")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, record["weights"][name])
+    value_N = token_values(model, Batch.concat(worker.evaluated()))
+    torch.testing.assert_close(value_N, whole(run, "value", "after"), atol=1e-4, rtol=0)
+
+
+def test_a_process_group_of_another_size_is_an_error(runs: dict[int, Run]) -> None:
+    assert "already in a group of 1, but WORLD_SIZE=5" in runs[1].records[0]["group"]
+    assert "already in a group of 2, but WORLD_SIZE=5" in runs[2].records[1]["group"]
+
+
+def test_a_world_without_a_meeting_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT in the environment"):
+        init_process_group()
+
+
+def test_nothing_was_compiled(runs: dict[int, Run]) -> None:
+    for run in runs.values():
+        assert not (run.folder / "extensions").exists()
+
+
+def test_nothing_was_printed(runs: dict[int, Run]) -> None:
+    assert {world_size: run.output for world_size, run in runs.items()} == {1: "", 2: ""}
+
+
+def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> None:
+    from components.engines.deepspeed_engine import _totals
+
+    batch = Batch.from_rows({"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[False, True, True], [False, True]]})
+    batch = batch.with_tokens(loss_mask=batch["loss_mask"].bool())
+    assert _totals(batch) == Totals(tokens=3, sequences=2)
+    actions_N = torch.tensor([False, False, True, False, False])
+    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=2)
+    assert _totals(batch.only("tokens")) == Totals(tokens=5, sequences=2)
+    with pytest.raises(ValueError, match="loss_mask is False for all 5 tokens"):
+        _totals(batch.with_tokens(loss_mask=torch.zeros(5, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="the minibatch is empty"):
+        _totals(batch.select([]))
+
+
+def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
+    def rates(scheduler: str) -> list[float]:
+        config = DeepSpeedConfig(
+            learning_rate=1.0, lr_scheduler=scheduler, lr_warmup_ratio=0.2, min_lr_ratio=0.1, total_steps=10
+        )
+        return [config.learning_rate_at(step) for step in range(12)]
+
+    # 2 warm-up steps, then 8 of decay; min 0.1, half-way (0.1 + 1) / 2 = 0.55; a quarter: 1 - 0.9 / 4 = 0.775
+    assert rates("constant") == [0.5] + [1.0] * 11
+    assert [rates("linear")[step] for step in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx(
+        [0.5, 1.0, 1.0, 0.775, 0.55, 0.1, 0.1]
+    )
+    # (1 + cos(45 degrees)) / 2 = 0.853553, 0.1 + 0.9 * 0.853553 = 0.868198
+    assert [rates("cosine_with_min_lr")[step] for step in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx(
+        [0.5, 1.0, 1.0, 0.868198, 0.55, 0.1, 0.1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4 is not possible; use 0, 1, 2 or 3"),
+        ({"precision": "fp16"}, "precision='fp16' is not possible"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler='cosine' is not possible; use"),
+        ({"lr_scheduler": "linear"}, "set total_steps"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"adam_offload": True}, "set zero_stage to 1, 2 or 3"),
+    ],
+)
+def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedConfig(**settings)

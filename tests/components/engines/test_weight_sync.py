@@ -1,0 +1,147 @@
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.engines.weight_sync import WeightHandle, WeightPublisher, read_weights, weight_shapes
+
+
+def some_weights(scale: float = 1.0) -> dict[str, Tensor]:
+    return {
+        "a.weight": torch.arange(6.0).view(2, 3) * scale,
+        "b.weight": (torch.arange(4.0) * scale).bfloat16(),
+        "c.weight": torch.full((5,), scale),
+    }
+
+
+def folders(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_read_is_what_was_published(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several files
+    handle = publisher.publish(1, some_weights().items())
+    arrived = dict(read_weights(handle))
+    assert arrived.keys() == some_weights().keys() == weight_shapes(handle).keys()
+    for name, tensor in some_weights().items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name], tensor)
+    # 6 float32, 4 bfloat16, 5 float32
+    assert handle.nbytes == 24 + 8 + 20
+    assert len(list(Path(handle.path).iterdir())) == 3
+    assert pickle.loads(pickle.dumps(handle)) == handle
+
+
+def test_views_of_one_flat_buffer_are_published_each_with_its_own_part(tmp_path: Path) -> None:
+    flat = torch.arange(10.0)
+    handle = WeightPublisher(tmp_path / "w").publish(1, [("a", flat[:4]), ("b", flat[4:].view(2, 3))])
+    arrived = dict(read_weights(handle))
+    assert arrived["a"].tolist() == [0, 1, 2, 3]
+    assert arrived["b"].tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert handle.nbytes == 40
+
+
+def test_publishing_unlinks_the_older_version(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w")
+    first = publisher.publish(1, some_weights().items())
+    second = publisher.publish(2, some_weights().items())
+    assert folders(tmp_path / "w") == [Path(second.path).name]
+    with pytest.raises(FileNotFoundError, match=r"version 1 .* unlinked .* receive the newest"):
+        next(read_weights(first))
+
+
+def test_keep_2_leaves_the_two_newest_versions(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", keep=2)
+    handles = [publisher.publish(version, some_weights().items()) for version in (1, 5, 9)]
+    assert folders(tmp_path / "w") == [Path(handle.path).name for handle in handles[1:]]
+
+
+def test_a_reader_that_has_begun_survives_the_unlinking(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)
+    reader = read_weights(publisher.publish(1, some_weights().items()))
+    arrived = dict([next(reader)])
+    publisher.publish(2, some_weights(scale=9.0).items())
+    arrived |= dict(reader)
+    assert arrived["c.weight"].tolist() == [1.0] * 5
+
+
+def test_a_publication_that_fails_halfway_leaves_nothing_and_keeps_the_last_one(tmp_path: Path) -> None:
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield from some_weights().items()
+        raise RuntimeError("a rank died")
+
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)
+    first = publisher.publish(1, some_weights().items())
+    with pytest.raises(RuntimeError, match="a rank died"):
+        publisher.publish(2, failing())
+    assert folders(tmp_path / "w") == [Path(first.path).name]
+    assert publisher.publish(2, some_weights().items()).version == 2
+
+
+def test_versions_must_rise(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w")
+    publisher.publish(3, some_weights().items())
+    with pytest.raises(ValueError, match=r"version 3 was published after version 3"):
+        publisher.publish(3, some_weights().items())
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 1024])
+def test_a_name_that_comes_twice_is_an_error(tmp_path: Path, bucket_bytes: int) -> None:
+    twice = [("a", torch.zeros(4)), ("b", torch.zeros(4)), ("a", torch.zeros(4))]
+    with pytest.raises(ValueError, match=r"'a'.* twice"):
+        WeightPublisher(tmp_path / "w", bucket_bytes=bucket_bytes).publish(1, twice)
+    assert folders(tmp_path / "w") == []
+
+
+def test_a_publisher_removes_the_versions_of_a_killed_predecessor_and_nothing_else(tmp_path: Path) -> None:
+    WeightPublisher(tmp_path).publish(7, some_weights().items())
+    (tmp_path / "weights-00000008.partial").mkdir()
+    (tmp_path / "of_another_program").mkdir()
+    successor = WeightPublisher(tmp_path)
+    assert folders(tmp_path) == ["of_another_program"]
+    successor.publish(1, some_weights().items())
+    successor.close()
+    assert folders(tmp_path) == ["of_another_program"]
+
+
+def test_close_leaves_nothing(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", fallback_directory=tmp_path / "f")
+    publisher.publish(1, some_weights().items())
+    publisher.close()
+    assert folders(tmp_path) == []
+
+
+def test_without_room_anywhere_the_error_says_what_to_set(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", headroom_bytes=2**60)
+    with pytest.raises(OSError, match=r"no room .*fallback_directory.*shm-size"):
+        publisher.publish(1, some_weights().items())
+    assert folders(tmp_path / "w") == []
+
+
+def test_a_version_that_does_not_fit_goes_to_the_fallback_as_a_whole(tmp_path: Path) -> None:
+    """Two file systems with different room; the headroom lies between the two, so that only the larger one fits."""
+    shared_memory = Path("/dev/shm") / f"troupe-test-{os.getpid()}"
+    shared_memory.mkdir()
+    try:
+        free = {place: os.statvfs(place) for place in (shared_memory, tmp_path)}
+        room = {place: stat.f_bavail * stat.f_frsize for place, stat in free.items()}
+        small, large = sorted(room, key=lambda place: room[place])
+        publisher = WeightPublisher(
+            small / "w", fallback_directory=large / "f", headroom_bytes=(room[small] + room[large]) // 2
+        )
+        handle = publisher.publish(1, some_weights().items())
+        assert Path(handle.path).parent == large / "f"
+        assert folders(small / "w") == []
+        assert dict(read_weights(handle))["c.weight"].tolist() == [1.0] * 5
+        publisher.close()
+    finally:
+        shared_memory.rmdir()
+
+
+def test_a_handle_to_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="version 4 of the weights is not at"):
+        weight_shapes(WeightHandle(version=4, path=str(tmp_path / "nowhere"), nbytes=0))

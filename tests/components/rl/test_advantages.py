@@ -1,0 +1,151 @@
+"""Generalised advantage estimation, whitening."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.rl.advantages import gae, whiten
+
+Token = tuple[bool, float, float]  # acts, reward, value
+# Exact in float32, so that the mean of equal numbers is that number.
+eighths = st.integers(-40, 40).map(lambda n: n / 8)
+sequences = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2)), max_size=8), max_size=6)
+
+
+def slow_gae(batch: list[list[Token]], gamma: float, lambd: float) -> tuple[list[float], list[float]]:
+    advantages, returns = [], []
+    for tokens in batch:
+        advantage, next_value = 0.0, 0.0
+        part: list[tuple[float, float]] = []
+        for acts, reward, value in reversed(tokens):
+            if not acts:
+                part.append((0.0, 0.0))
+                continue
+            advantage = reward + gamma * next_value - value + gamma * lambd * advantage
+            next_value = value
+            part.append((advantage, advantage + value))
+        advantages += [a for a, _ in reversed(part)]
+        returns += [r for _, r in reversed(part)]
+    return advantages, returns
+
+
+def columns(batch: list[list[Token]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = [token for part in batch for token in part]
+    return (
+        torch.tensor([reward for _, reward, _ in tokens]),
+        torch.tensor([value for _, _, value in tokens]),
+        torch.tensor([acts for acts, _, _ in tokens], dtype=torch.bool),
+        torch.tensor([len(part) for part in batch], dtype=torch.int64),
+    )
+
+
+def test_two_sequences_by_hand() -> None:
+    # gamma = lambda = 1/2, so gamma * lambda = 1/4. First sequence, after its prompt token:
+    #   t=2: delta = 2 - 4 = -2,             A = -2
+    #   t=1: delta = 1 + 4 / 2 - 2 = 1,      A = 1 - 2 / 4 = 0.5
+    # Second: one action token, delta = 3 - 1 = 2.
+    advantage_N, return_N = gae(
+        torch.tensor([0.0, 1.0, 2.0, 3.0]),
+        torch.tensor([0.0, 2.0, 4.0, 1.0]),
+        torch.tensor([False, True, True, True]),
+        torch.tensor([3, 1]),
+        0.5,
+        0.5,
+    )
+    assert advantage_N.tolist() == [0.0, 0.5, -2.0, 2.0]
+    assert return_N.tolist() == [0.0, 2.5, 2.0, 3.0]
+
+
+def test_what_the_environment_writes_takes_no_time() -> None:
+    # Reward 1 at the end, gamma 1, lambda 0.95, from the last action back:
+    #   A = 1 - 0.4 = 0.6;  A = 0.4 - 0.3 + 0.95 * 0.6 = 0.67;
+    #   A = 0.3 - 0.2 + 0.95 * 0.67 = 0.7365;  A = 0.2 - 0.1 + 0.95 * 0.7365 = 0.799675.
+    value_N = torch.tensor([0.1, 0.2, 7.0, 7.0, 0.3, 0.4])
+    mask_N = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)
+    reward_N = torch.tensor([0.0, 0.0, 5.0, 5.0, 0.0, 1.0])
+    advantage_N, return_N = gae(reward_N, value_N, mask_N, torch.tensor([6]), 1.0, 0.95)
+    assert advantage_N.tolist() == pytest.approx([0.799675, 0.7365, 0.0, 0.0, 0.67, 0.6])
+    assert return_N.tolist() == pytest.approx([0.899675, 0.9365, 0.0, 0.0, 0.97, 1.0])
+
+
+def test_with_lambda_one_the_return_is_the_discounted_sum_of_rewards() -> None:
+    # 1 + 0.5 * (2 + 0.5 * 4) = 3, whatever the values are.
+    _, return_N = gae(
+        torch.tensor([1.0, 2.0, 4.0]), torch.tensor([9.0, -3.0, 0.5]), torch.ones(3).bool(), torch.tensor([3]), 0.5, 1.0
+    )
+    assert return_N.tolist() == [3.0, 4.0, 4.0]
+
+
+def test_what_is_masked_may_be_nan() -> None:
+    nan = float("nan")
+    advantage_N, return_N = gae(
+        torch.tensor([nan, 1.0]), torch.tensor([nan, 0.5]), torch.tensor([False, True]), torch.tensor([2]), 1.0, 1.0
+    )
+    assert advantage_N.tolist() == [0.0, 0.5]
+    assert return_N.tolist() == [0.0, 1.0]
+
+
+def test_sequences_without_actions_and_empty_batches_are_fine() -> None:
+    advantage_N, _ = gae(torch.ones(2), torch.ones(2), torch.zeros(2).bool(), torch.tensor([0, 2, 0]), 1.0, 1.0)
+    assert advantage_N.tolist() == [0.0, 0.0]
+    none = torch.zeros(0)
+    assert gae(none, none, none.bool(), none.long(), 1.0, 1.0)[1].tolist() == []
+
+
+def test_no_gradient_flows_into_advantages() -> None:
+    value_N = torch.ones(2, requires_grad=True)
+    advantage_N, return_N = gae(torch.ones(2), value_N, torch.ones(2).bool(), torch.tensor([2]), 1.0, 1.0)
+    assert not advantage_N.requires_grad
+    assert not return_N.requires_grad
+
+
+@given(sequences, st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_gae_agrees_with_a_scalar_loop(batch: list[list[Token]], gamma: float, lambd: float) -> None:
+    reward_N, value_N, mask_N, lengths_B = columns(batch)
+    advantage_N, return_N = gae(reward_N, value_N, mask_N, lengths_B, gamma, lambd)
+    slow_advantages, slow_returns = slow_gae(batch, gamma, lambd)
+    assert advantage_N.tolist() == pytest.approx(slow_advantages, rel=1e-4, abs=1e-4)
+    assert return_N.tolist() == pytest.approx(slow_returns, rel=1e-4, abs=1e-4)
+
+
+def test_gae_refuses_what_cannot_be() -> None:
+    one, mask_N, lengths_B = torch.ones(2), torch.ones(2).bool(), torch.tensor([2])
+    with pytest.raises(ValueError, match=r"gamma=1\.5; it must be between 0 and 1"):
+        gae(one, one, mask_N, lengths_B, 1.5, 1.0)
+    with pytest.raises(ValueError, match=r"lambd=-1\.0"):
+        gae(one, one, mask_N, lengths_B, 1.0, -1.0)
+    with pytest.raises(ValueError, match="sum to 3 tokens, but the columns have 2"):
+        gae(one, one, mask_N, torch.tensor([3]), 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"value_N has shape \[2, 1\]"):
+        gae(one, one.unsqueeze(1), mask_N, lengths_B, 1.0, 1.0)
+
+
+def test_whitening_reads_only_what_is_masked() -> None:
+    # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
+    x_N = torch.tensor([1.0, float("nan"), 3.0, 5.0, 1000.0, 7.0])
+    mask_N = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    a, b = 3 / math.sqrt(5), 1 / math.sqrt(5)
+    assert whiten(x_N, mask_N).tolist() == pytest.approx([-a, 0.0, -b, b, 0.0, a])
+    assert whiten(x_N, mask_N, shift_mean=False).tolist() == pytest.approx([4 - a, 0.0, 4 - b, 4 + b, 0.0, 4 + a])
+    assert whiten(x_N, mask_N, scale=False).tolist() == [-3.0, 0.0, -1.0, 1.0, 0.0, 3.0]
+
+
+def test_tokens_all_alike_become_zero() -> None:
+    assert whiten(torch.full((3,), 0.7), torch.ones(3).bool()).tolist() == pytest.approx([0.0] * 3, abs=1e-3)
+    assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
+    assert whiten(torch.tensor([5.0]), torch.tensor([False])).tolist() == [0.0]
+
+
+@given(st.lists(st.tuples(st.booleans(), eighths), min_size=1, max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_whitening_agrees_with_a_scalar_loop(tokens: list[tuple[bool, float]]) -> None:
+    chosen = [x for keep, x in tokens if keep]
+    mean = sum(chosen) / max(1, len(chosen))
+    variance = sum((x - mean) ** 2 for x in chosen) / max(1, len(chosen))
+    slow = [(x - mean) / math.sqrt(max(variance, 1e-8)) if keep else 0.0 for keep, x in tokens]
+    found = whiten(torch.tensor([x for _, x in tokens]), torch.tensor([keep for keep, _ in tokens]))
+    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)

@@ -1,0 +1,188 @@
+"""Warm starts: made once, found by content, whole or absent."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from components import warm_start
+from components.data.prompts import PromptSource, load_rows
+from components.data.tasks import SortTask
+from components.warm_start import (
+    WarmStartSettings,
+    cache_root,
+    ensure_warm_start,
+    main,
+    make_warm_start,
+    resolve_model,
+    source_files,
+    warm_start_path,
+)
+
+PROJECT = Path(__file__).parents[2]
+SHORT = WarmStartSettings(steps=3, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A short warm start, asked for by a process that looks like a rank of a job, and its progress."""
+    cache, lines = tmp_path_factory.mktemp("cache"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("RANK", "1")
+        return ensure_warm_start(SHORT, cache, lines.append), lines
+
+
+def test_a_warm_start_loads_with_its_tokenizer_and_is_one_of_the_task(made: tuple[Path, list[str]]) -> None:
+    folder, lines = made
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("dbcaf>abcdf<eos>")["input_ids"]) == "dbcaf>abcdf<eos>"
+    assert tokenizer.chat_template
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(lines) == 1
+    assert lines[0].startswith("warm start of sort: step 3/3 loss=")
+    note = json.loads((folder / "warm_start.json").read_text())
+    # Three small steps hardly move it from guessing among 20 tokens: ln 20 = 3.0.
+    assert 2.0 < note["loss"] < 3.2
+
+
+def test_what_is_there_is_found_without_training(made: tuple[Path, list[str]]) -> None:
+    folder, _ = made
+    cache = folder.parents[1]
+    lines: list[str] = []
+    assert warm_start_path(SHORT, cache) == folder
+    assert ensure_warm_start(SHORT, cache, lines.append) == folder
+    assert make_warm_start(SHORT, cache, lines.append) == folder
+    assert lines == []
+    assert warm_start_path(WarmStartSettings(steps=3, batch_size=8, seed=1), cache) is None
+
+
+def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, _ = made
+    # What a killed process may have left.
+    leftover = tmp_path / "warm_start" / f"{folder.name}.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "junk").write_text("")
+    command = [sys.executable, "-m", "components.warm_start", "--task", "sort", "--steps", "3", "--batch_size", "8"]
+    env = {**os.environ, "TROUPE_CACHE": str(tmp_path)}
+    result = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    *progress, last = result.stdout.splitlines()
+    assert [line.split(" loss")[0] for line in progress] == ["warm start of sort: step 3/3"]
+    assert Path(last) == tmp_path / "warm_start" / folder.name
+    assert sorted(path.name for path in Path(last).iterdir()) == sorted(path.name for path in folder.iterdir())
+    weights = "model.safetensors"
+    assert (Path(last) / weights).read_bytes() == (folder / weights).read_bytes()
+    assert not leftover.exists()
+
+
+def test_who_comes_second_waits_and_takes_what_the_first_has_made(tmp_path: Path) -> None:
+    folder = warm_start._folder(SHORT, tmp_path)
+    folder.mkdir(parents=True)
+    lines: list[str] = []
+    waiting = threading.Event()
+    result: list[Path] = []
+
+    def progress(line: str) -> None:
+        lines.append(line)
+        waiting.set()
+
+    second = threading.Thread(target=lambda: result.append(make_warm_start(SHORT, tmp_path, progress)))
+    with warm_start._locked(folder.with_name(f"{folder.name}.lock"), progress):
+        second.start()
+        assert waiting.wait(timeout=30)
+        (folder / "warm_start.json").write_text("{}")
+    second.join(timeout=30)
+    assert result == [folder]
+    assert len(lines) == 1
+    assert lines[0].startswith("waiting for another process that makes the same warm start")
+
+
+def test_a_failure_in_the_training_process_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"failed with exit code 1:(.|\n)*NotADirectoryError"):
+        ensure_warm_start(SHORT, tmp_path / "file")
+
+
+def test_settings_that_cannot_work_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--task", "sorting"]) == 2
+    assert "there is no task 'sorting'; set it to one of: sort" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="steps=0 is too small; set it to at least 1"):
+        WarmStartSettings(steps=0)
+    with pytest.raises(ValueError, match="learning_rate=0 learns nothing"):
+        WarmStartSettings(learning_rate=0)
+
+
+def test_the_hash_covers_every_file_that_shapes_the_model() -> None:
+    names = {str(path.relative_to(PROJECT / "components")) for path in source_files()}
+    assert {
+        "batch.py",
+        "data/supervised.py",
+        "data/tasks.py",
+        "data/tiny_model.py",
+        "engines/causal.py",
+        "engines/deepspeed_engine.py",
+        "rl/supervised.py",
+        "warm_start.py",
+    } <= names
+    assert not {"tracking.py", "checkpoint.py", "engines/hf_engine.py", "data/scorers.py"} & names
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUPE_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_root() == Path("/a")
+    monkeypatch.delenv("TROUPE_CACHE")
+    assert cache_root() == Path("/b/troupe")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/c")
+    assert cache_root() == Path("/c/.cache/troupe")
+
+
+def test_a_model_name_that_is_no_warm_start_stays_as_it_is() -> None:
+    assert resolve_model("some/model") == "some/model"
+    with pytest.raises(ValueError, match="there is no task 'sorting'"):
+        resolve_model("warm_start:sorting")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path: Path, seed: int) -> None:
+    from components.engines.config import SamplingConfig
+    from components.engines.hf_engine import HFRolloutEngine
+
+    count = 2048
+    folder = ensure_warm_start(WarmStartSettings(seed=seed), tmp_path)
+    tokenizer, task = AutoTokenizer.from_pretrained(folder), SortTask()
+    rows = load_rows("task:sort", split="heldout", max_rows=count)
+    prompts = PromptSource(rows, tokenizer, 0, shuffle=False).take(count)
+    prompts = prompts.with_sequences(sample_id=torch.zeros(count, dtype=torch.int64))
+    engine = HFRolloutEngine(folder)
+
+    def scores(temperature: float) -> tuple[float, float]:
+        sampling = SamplingConfig(temperature=temperature, max_new_tokens=task.max_response_tokens)
+        batch = engine.generate(prompts, sampling)
+        ids = [batch.row(i, "tokens")[batch.row(i, "action_mask")].tolist() for i in range(count)]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        right = sum(task.score(text, row["label"]) for text, row in zip(texts, rows, strict=True))
+        reversed_ = sum(task.score(text[::-1], row["label"]) for text, row in zip(texts, rows, strict=True))
+        return right / count, reversed_ / count
+
+    sampled, sampled_reversed = scores(1.0)
+    greedy, greedy_reversed = scores(0.0)
+    print(f"seed {seed}: sampled {sampled:.3f} ({sampled_reversed:.3f} reversed), greedy {greedy:.3f}")
+    assert 0.13 < sampled < 0.25
+    assert greedy < 0.15
+    assert sampled_reversed > 0.5
+    assert greedy_reversed > 0.85

@@ -1,0 +1,431 @@
+"""The floors, sizes and rooms of the house, held for the whole tree.
+
+Each check is a function from a tree to the list of its faults, so that the second half of this file can show that
+it finds them in a tree that has them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MAY_IMPORT = {
+    "core": {"core"},
+    "components": {"components"},
+    "agents": {"agents", "components"},
+    "recipes": {"core", "agents", "components"},
+    "scripts": {"core", "agents", "components", "recipes"},
+    "tests": {"core", "agents", "components", "recipes", "tests"},
+}
+"""Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports."""
+FLOORS = ("core", "components", "agents", "recipes", "scripts")
+CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
+ENGINE_LIBRARIES = {"deepspeed", "vllm"}
+"""Only files of components/engines import these."""
+TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
+"""Files of a recipe that plan a job, or name its calls, before any torch is needed."""
+
+FUNCTION_LINES = 60
+FILE_LINES = 400
+FLOOR_LINES = {"core": 2400, "components": 6000, "agents": 1500}
+RECIPE_LINES = 900
+LARGE_RECIPE_LINES = {"openrlhf_ppo": 1500, "verl_ppo": 1500}
+"""Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
+
+RECIPE_ROOMS = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
+IMPORT_CORE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, resolved to where it stands in the tree."""
+
+    name: str
+    line: int
+    relative: bool
+    for_types_only: bool
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def sources(root: Path, *folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(p for p in (root / folder).rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def where(path: Path, root: Path, line: int) -> str:
+    return f"{path.relative_to(root)}:{line}"
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def names_in(node: ast.stmt | ast.expr, package: tuple[str, ...]) -> list[tuple[str, bool]]:
+    """The absolute names that one node imports, each with whether it was written relatively."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, False) for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base: list[str] = []
+        if node.level:
+            # Above the root there is nothing of ours; "" makes the name one that no rule allows.
+            depth = len(package) - (node.level - 1)
+            base = list(package[:depth]) if depth > 0 else [""]
+        prefix = base + ([node.module] if node.module else [])
+        return [(".".join([*prefix, alias.name]), node.level > 0) for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in {"import_module", "__import__"}:
+        target = node.args[0] if node.args else None
+        if isinstance(target, ast.Constant) and isinstance(target.value, str) and target.value[:1] != ".":
+            return [(target.value, False)]
+    return []
+
+
+def imports_of(path: Path, root: Path) -> list[Import]:
+    """Every import of a file, wherever it stands in it."""
+    package = path.relative_to(root).parent.parts
+    found: list[Import] = []
+
+    def visit(node: ast.AST, for_types_only: bool) -> None:
+        if isinstance(node, ast.stmt | ast.expr):
+            found.extend(Import(n, node.lineno, rel, for_types_only) for n, rel in names_in(node, package))
+        guarded = node.body if isinstance(node, ast.If) and is_type_checking(node.test) else []
+        for child in ast.iter_child_nodes(node):
+            visit(child, for_types_only or child in guarded)
+
+    visit(ast.parse(path.read_text()), False)
+    return found
+
+
+def import_fault(found: Import, parts: tuple[str, ...]) -> str:
+    """Why a file at `parts` may not import this; empty when it may."""
+    floor = parts[0]
+    if found.top in MAY_IMPORT:
+        if found.relative and found.top == floor and floor != "recipes":
+            return ""
+        if floor == "recipes" and found.top == "recipes":
+            own = found.relative and found.name.split(".")[1:2] == [*parts[1:2]]
+            return "" if own else f"a recipe imports only itself, and that relatively, but here: {found.name}"
+        return "" if found.top in MAY_IMPORT[floor] else f"{floor} may not import {found.name}"
+    if found.top == "":
+        return "a relative import that leaves the tree"
+    if floor == "core" and found.top not in CORE_MAY_IMPORT | sys.stdlib_module_names:
+        return f"core may not import {found.name}, only {', '.join(sorted(CORE_MAY_IMPORT))} and Python's own"
+    if floor == "components" and found.top == "ray":
+        return "components work without ray"
+    if floor in {"components", "agents"} and found.top in ENGINE_LIBRARIES and "engines" not in parts:
+        return f"only components/engines may import {found.top}"
+    return ""
+
+
+def import_faults(root: Path) -> list[str]:
+    """Imports that do not go down."""
+    return [
+        f"{where(path, root, found.line)}: {fault}"
+        for path in sources(root, *FLOORS, "tests")
+        for found in imports_of(path, root)
+        if (fault := import_fault(found, path.relative_to(root).parts))
+    ]
+
+
+def torch_faults(root: Path) -> list[str]:
+    """Imports of torch in the files of a recipe that run before any torch is needed."""
+    return [
+        f"{where(path, root, found.line)}: {path.name} of a recipe works without torch"
+        for path in sources(root, "recipes")
+        if path.name in TORCH_FREE_FILES and path.parent.parent == root / "recipes"
+        for found in imports_of(path, root)
+        if found.top == "torch" and not found.for_types_only
+    ]
+
+
+def code_lines(text: str) -> set[int]:
+    """Numbers of the lines that hold code: no blanks, no comments, no docstrings (those of fields included)."""
+    beside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in beside:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def function_size_faults(root: Path) -> list[str]:
+    """Functions that are too long."""
+    faults = []
+    for path in sources(root, *FLOORS, "tests"):
+        lines = code_lines(path.read_text())
+        for function in functions_of(path.read_text()):
+            count = len(lines & set(range(function.lineno, (function.end_lineno or 0) + 1)))
+            if count > FUNCTION_LINES:
+                place = where(path, root, function.lineno)
+                faults.append(f"{place}: {function.name} has {count} lines of code, over {FUNCTION_LINES}")
+    return faults
+
+
+def file_size_faults(root: Path) -> list[str]:
+    """Files that are too long; schemas in a config.py may be."""
+    faults = []
+    for path in sources(root, *FLOORS, "tests"):
+        count = len(code_lines(path.read_text()))
+        if count > FILE_LINES and path.name != "config.py":
+            faults.append(f"{path.relative_to(root)} has {count} lines of code, over {FILE_LINES}")
+    return faults
+
+
+def recipes_of(root: Path) -> list[Path]:
+    folders = (p for p in (root / "recipes").glob("*") if p.is_dir() and p.name[0] not in "._")
+    return sorted(p for p in folders if any(child.is_file() for child in p.iterdir()))
+
+
+def floor_size_faults(root: Path) -> list[str]:
+    """Floors and recipes that are too large."""
+    limits = {floor: limit for floor, limit in FLOOR_LINES.items() if (root / floor).is_dir()}
+    for recipe in recipes_of(root):
+        limits[f"recipes/{recipe.name}"] = LARGE_RECIPE_LINES.get(recipe.name, RECIPE_LINES)
+    counts = {f: sum(len(code_lines(p.read_text())) for p in sources(root, f)) for f in limits}
+    return [f"{f} has {counts[f]} lines of code, over {limits[f]}" for f in limits if counts[f] > limits[f]]
+
+
+def annotation_faults(root: Path) -> list[str]:
+    """Arguments and results without a type."""
+    faults = []
+    for path in sources(root, *FLOORS, "tests"):
+        for function in functions_of(path.read_text()):
+            spec = function.args
+            arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+            bare = [a.arg for a in arguments if a and a.annotation is None and a.arg not in {"self", "cls"}]
+            if function.returns is None:
+                bare.append("the result")
+            if bare:
+                place = where(path, root, function.lineno)
+                faults.append(f"{place}: {function.name} gives no type for {', '.join(bare)}")
+    return faults
+
+
+def recipe_faults(root: Path) -> list[str]:
+    """Rooms and tests that a recipe lacks."""
+    faults = []
+    for recipe in recipes_of(root):
+        faults += [f"recipes/{recipe.name} has no {room}" for room in RECIPE_ROOMS if not (recipe / room).is_file()]
+        if not any(p.name != "__init__.py" for p in (recipe / "roles").glob("*.py")):
+            faults.append(f"recipes/{recipe.name} has no role in roles/")
+        tests = root / "tests" / "recipes"
+        if not any([*tests.glob(f"test_{recipe.name}*.py"), *(tests / recipe.name).glob("**/test_*.py")]):
+            faults.append(f"recipes/{recipe.name} has no tests; write tests/recipes/test_{recipe.name}.py")
+    return faults
+
+
+def run_python(code: str, *arguments: str, root: Path = ROOT) -> str:
+    """What a fresh Python prints that sees the tree and nothing else of ours."""
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    result = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def heavy_import_faults(root: Path, modules: list[str], forbidden: list[str]) -> list[str]:
+    """Modules whose import brings a forbidden library with it, directly or not."""
+    code = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1].split():\n"
+        "    importlib.import_module(module)\n"
+        "    for name in sys.argv[2].split():\n"
+        "        if name in sys.modules:\n"
+        "            print(f'import {module} brings {name}')\n"
+        "            sys.exit()\n"
+    )
+    return run_python(code, " ".join(modules), " ".join(forbidden), root=root).splitlines()
+
+
+def missing_library_faults(root: Path) -> list[str]:
+    """Modules of components that cannot be imported without ray, vllm and deepspeed, beside the engines of these."""
+    modules = [
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources(root, "components")
+        if path.name != "__main__.py" and not any(i.top in ENGINE_LIBRARIES for i in imports_of(path, root))
+    ]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules.update(dict.fromkeys(['ray', 'vllm', 'deepspeed']))\n"
+        "for module in sys.argv[1].split():\n"
+        "    try:\n"
+        "        importlib.import_module(module)\n"
+        "    except ImportError as error:\n"
+        "        print(f'{module}: {error}')\n"
+    )
+    return run_python(code, " ".join(modules), root=root).splitlines()
+
+
+STATIC_CHECKS = (
+    import_faults,
+    torch_faults,
+    function_size_faults,
+    file_size_faults,
+    floor_size_faults,
+    annotation_faults,
+    recipe_faults,
+)
+
+
+@pytest.mark.parametrize("check", STATIC_CHECKS, ids=lambda check: check.__name__)
+def test_the_house_has_no(check: Callable[[Path], list[str]]) -> None:
+    faults = check(ROOT)
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_import_core_is_quick() -> None:
+    # CPU seconds: what an idle machine takes, measured on one that need not be idle.
+    code = "import time; t = time.process_time(); import core; print(time.process_time() - t)"
+    assert statistics.median(float(run_python(code)) for _ in range(3)) < IMPORT_CORE_S
+
+
+def test_import_core_brings_neither_torch_nor_ray() -> None:
+    assert heavy_import_faults(ROOT, ["core"], ["torch", "ray"]) == []
+
+
+def test_planning_a_recipe_brings_no_torch() -> None:
+    recipes = recipes_of(ROOT)
+    assert recipes
+    modules = [f"recipes.{r.name}.{Path(file).stem}" for r in recipes for file in sorted(TORCH_FREE_FILES)]
+    assert heavy_import_faults(ROOT, modules, ["torch"]) == []
+
+
+def test_components_import_without_ray_vllm_and_deepspeed() -> None:
+    assert missing_library_faults(ROOT) == []
+
+
+# The same checks on small trees with faults in them.
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+GOOD_IMPORTS = {
+    "core/job.py": "import json\nimport pydantic\nimport ray.actor\nfrom core.roles import Role\nfrom . import config",
+    "components/rl/kl.py": "import torch\nfrom components.batch import Batch\nfrom ..batch import Batch as B",
+    "components/engines/zero.py": "import deepspeed",
+    "agents/executor.py": "from components.batch import Batch",
+    "recipes/a/roles/actor.py": "import core\nimport agents\nfrom components import batch\nfrom ..config import C",
+    "recipes/a/main.py": "from .config import C\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+    "scripts/report.py": "import core, recipes.a.main",
+}
+
+
+def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
+    root = tree(tmp_path, GOOD_IMPORTS)
+    assert import_faults(root) == []
+    assert torch_faults(root) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("core/a.py", "def f():\n    import torch", "core/a.py:2: core may not import torch"),
+        ("core/a.py", "import numpy as np", "core may not import numpy"),
+        ("core/a.py", "from components.batch import Batch", "core may not import components.batch.Batch"),
+        ("core/b/a.py", "from ...components import batch", "a relative import that leaves the tree"),
+        ("core/b/a.py", "import importlib\nimportlib.import_module('agents.x')", "core may not import agents.x"),
+        ("components/a.py", "import core", "components may not import core"),
+        ("components/a.py", "if TYPE_CHECKING:\n    from core import Role", "components may not import core.Role"),
+        ("components/a.py", "import ray", "components work without ray"),
+        ("components/a.py", "from vllm import LLM", "only components/engines may import vllm"),
+        ("agents/a.py", "import core", "agents may not import core"),
+        ("agents/a.py", "from recipes.x import y", "agents may not import recipes.x.y"),
+        ("recipes/a/t.py", "from recipes.a import config", "a recipe imports only itself, and that relatively"),
+        ("recipes/a/t.py", "from ..b import config", "here: recipes.b.config"),
+        ("recipes/a/t.py", "from recipes import b", "here: recipes.b"),
+        ("recipes/a/t.py", "import scripts.doctor", "recipes may not import scripts.doctor"),
+        ("scripts/a.py", "from scripts import b", "scripts may not import scripts.b"),
+        ("tests/a.py", "import scripts", "tests may not import scripts"),
+    ],
+)
+def test_an_import_that_does_not_go_down_is_found(tmp_path: Path, file: str, text: str, fault: str) -> None:
+    (found,) = import_faults(tree(tmp_path, {file: text}))
+    assert fault in found
+
+
+def test_torch_in_a_planning_file_is_found_and_elsewhere_is_not(tmp_path: Path) -> None:
+    files = {f"recipes/a/{name}": "from torch import Tensor" for name in (*TORCH_FREE_FILES, "trainer.py")}
+    assert len(torch_faults(tree(tmp_path, files))) == len(TORCH_FREE_FILES) == 3
+
+
+def test_torch_that_comes_by_a_detour_is_found(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"plan.py": "import detour", "detour.py": "import wave"})
+    assert heavy_import_faults(root, ["plan"], ["wave"]) == ["import plan brings wave"]
+    assert heavy_import_faults(root, ["plan"], ["chunk_of_nothing"]) == []
+
+
+def test_a_component_that_needs_ray_is_found_and_an_engine_of_deepspeed_is_not(tmp_path: Path) -> None:
+    files = {"components/a.py": "import ray", "components/b.py": "", "components/engines/c.py": "import deepspeed"}
+    (fault,) = missing_library_faults(tree(tmp_path, files))
+    assert fault.startswith("components.a: ")
+
+
+def test_blanks_comments_and_docstrings_are_no_lines_of_code() -> None:
+    text = '"""Module.\n\nTwo."""\n\n# why\nx = 1\n"""Of x."""\ndef f(\n    a: int,\n) -> str:\n    """Doc."""\n'
+    text += '    return """one\ntwo"""  # why\n'
+    assert code_lines(text) == {6, 8, 9, 10, 12, 13}
+
+
+def test_a_function_of_61_lines_is_found_and_one_of_60_is_not(tmp_path: Path) -> None:
+    def function(name: str, lines: int) -> str:
+        return f"def {name}() -> None:\n" + "    # why\n\n    pass\n" * (lines - 1)
+
+    root = tree(tmp_path, {"agents/a.py": function("short", 60) + function("long", 61)})
+    (fault,) = function_size_faults(root)
+    assert fault == "agents/a.py:179: long has 61 lines of code, over 60"
+
+
+def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> None:
+    files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "core/config.py": "x = 1\n" * 401}
+    assert file_size_faults(tree(tmp_path, files)) == ["core/b.py has 401 lines of code, over 400"]
+
+
+def test_a_floor_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
+    files = {f"core/{i}.py": "x = 1\n" * 343 for i in range(7)}
+    files |= {f"recipes/{name}/config.py": "x = 1\n" * 901 for name in ("grpo", "openrlhf_ppo")}
+    assert floor_size_faults(tree(tmp_path, files)) == [
+        "core has 2401 lines of code, over 2400",
+        "recipes/grpo has 901 lines of code, over 900",
+    ]
+
+
+def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> None:
+    text = "class A:\n    def f(self, a: int, *b, c, **d): ...\n    def g(self, *a: int) -> None: ...\n"
+    (fault,) = annotation_faults(tree(tmp_path, {"core/a.py": text}))
+    assert fault == "core/a.py:2: f gives no type for c, b, d, the result"
+
+
+def test_a_recipe_without_its_rooms_and_tests_is_found(tmp_path: Path) -> None:
+    rooms = {f"recipes/{name}/{room}": "" for name in ("a", "b", "c") for room in (*RECIPE_ROOMS, "roles/actor.py")}
+    tests = {"tests/recipes/test_a_learns.py": "", "tests/recipes/b/test_b.py": ""}
+    root = tree(tmp_path, {**rooms, **tests, "recipes/_shared/x.py": "", "recipes/__init__.py": ""})
+    assert recipe_faults(root) == ["recipes/c has no tests; write tests/recipes/test_c.py"]
+    (root / "recipes/a/run.sh").unlink()
+    (root / "recipes/b/roles/actor.py").rename(root / "recipes/b/roles/__init__.py")
+    assert recipe_faults(root)[:2] == ["recipes/a has no run.sh", "recipes/b has no role in roles/"]

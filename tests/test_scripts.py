@@ -1,0 +1,163 @@
+"""run.sh, run_recipe.sh and setup.sh on a small project of that name, and the verdict of prove.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_SH = ROOT / "recipes" / "sft" / "run.sh"
+MAIN = (
+    "import os, sys\n"
+    "from . import config\n"
+    "print([__package__, os.getcwd(), sys.argv[1:], os.environ['TROUPE_HOME']])\n"
+    "sys.exit(7 if 'fail' in sys.argv else 0)\n"
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project called troupe in a folder with a space, with one recipe that prints how it was called."""
+    home = tmp_path / "my house"
+    shutil.copytree(ROOT / "scripts", home / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "pyproject.toml").write_text('[project]\nname = "troupe"\n')
+    (home / "core").mkdir()
+    (home / "core" / "__init__.py").touch()
+    make_recipe(home / "recipes" / "toy")
+    return home
+
+
+def make_recipe(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.py").touch()
+    (folder / "main.py").write_text(MAIN)
+    shutil.copy(RUN_SH, folder / "run.sh")
+    return folder
+
+
+def bash(script: Path, *arguments: str, cwd: Path | str = "/", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with nothing of ours in the environment but what is given."""
+    bare = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TROUPE_PYTHON": sys.executable}
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=bare | env, capture_output=True, text=True, timeout=60)
+
+
+def test_run_sh_runs_its_folder_from_any_other_with_the_arguments_as_they_are(project: Path, tmp_path: Path) -> None:
+    # A folder with a module of its own called core must not get in the way.
+    (tmp_path / "core.py").write_text("raise SystemExit('the wrong core')")
+    done = bash(project / "recipes" / "toy" / "run.sh", "a b", "--x", "$c", "", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{['recipes.toy', str(tmp_path), ['a b', '--x', '$c', ''], str(project)]}\n"
+
+
+def test_run_sh_ends_with_the_exit_code_of_the_recipe(project: Path) -> None:
+    assert bash(project / "recipes" / "toy" / "run.sh", "fail").returncode == 7
+
+
+def test_a_recipe_elsewhere_is_imported_by_its_own_name_with_the_project_that_troupe_home_names(
+    project: Path, tmp_path: Path
+) -> None:
+    run_sh = make_recipe(tmp_path / "her work" / "algo") / "run.sh"
+    done = bash(run_sh, TROUPE_HOME=os.path.relpath(project, tmp_path), cwd=tmp_path)
+    assert done.stdout == f"{['algo', str(tmp_path), [], str(project)]}\n", done.stderr
+
+
+def test_a_recipe_elsewhere_takes_the_project_whose_core_the_python_imports(project: Path, tmp_path: Path) -> None:
+    run_sh = make_recipe(tmp_path / "algo") / "run.sh"
+    done = bash(run_sh, PYTHONPATH=str(project))
+    assert done.stdout == f"{['algo', '/', [], str(project)]}\n", done.stderr
+
+
+def test_troupe_home_that_is_no_project_is_refused(tmp_path: Path) -> None:
+    done = bash(make_recipe(tmp_path / "algo") / "run.sh", TROUPE_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert f"no troupe project at {tmp_path}; set TROUPE_HOME" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("recipes/my-algo", '"my-algo" is no Python name'),
+        ("recipes/2nd", '"2nd" is no Python name'),
+        ("recipes/lambda", "recipes.lambda is a word of the Python language"),
+        ("other/json", "json is also the name of a module"),
+        ("other/core", "core is also the name of a module"),
+    ],
+)
+def test_a_folder_that_python_cannot_import_by_its_name_is_refused(project: Path, place: str, reason: str) -> None:
+    done = bash(make_recipe(project / place) / "run.sh")
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_set_up_without_a_python_says_what_to_install_and_makes_nothing(project: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "cat", "dirname", "flock", "sed", "sha256sum", "timeout"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    done = bash(project / "scripts" / "setup.sh", PATH=str(tools), HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "no Python 3.11 or 3.12 found" in done.stderr
+    assert "apt install python3.11" in done.stderr
+    assert not (project / ".venv").exists()
+
+
+def test_set_up_names_the_extras_there_are_when_it_is_asked_for_another(project: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", project)
+    done = bash(project / "scripts" / "setup.sh", "--python", sys.executable, "vision")
+    assert done.returncode == 2
+    assert "'vision'" in done.stderr
+    assert "train wandb recipes dev all" in done.stderr
+    assert not (project / ".venv").exists()
+
+
+def prove(folder: Path, ends: dict[str, float], control_end: float = 0.2) -> subprocess.CompletedProcess[str]:
+    """The verdict on runs that start at 0.2 and end as given, and a control with learning rate 0."""
+    for name, end in {**ends, "lr-0": control_end}.items():
+        score = {"start": 0.2, "end": end, "start_greedy": 0.1, "end_greedy": 0.1, "examples": 2048}
+        summary = {"status": "finished", "score": score, "seconds": {"training": 61.4}, "peak_memory_bytes": 2**31}
+        (folder / name).mkdir()
+        (folder / name / "summary.json").write_text(json.dumps(summary))
+    command = [sys.executable, str(ROOT / "scripts" / "prove_table.py"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
+    done = prove(tmp_path, {"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.78})
+    assert done.returncode == 0, done.stdout
+    assert "seed-1 finished 0.200 0.720 0.520 0.100 0.100 61 2.0" in " ".join(done.stdout.split())
+    assert done.stdout.count("\npass ") == 5
+
+
+@pytest.mark.parametrize(
+    ("ends", "control_end", "failed"),
+    [
+        ({"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.75}, 0.2, ["mean score at the end 0.740"]),
+        ({"seed-1": 0.71, "seed-2": 0.9, "seed-3": 0.9}, 0.2, ["the lowest of them 0.710"]),
+        ({"seed-1": 0.59}, 0.2, ["mean score", "the lowest", "mean rise 0.390"]),
+        ({"seed-1": 0.8}, 0.203, ["with learning rate 0 the score moves by +0.0030"]),
+    ],
+)
+def test_a_bar_that_is_missed_is_named(
+    tmp_path: Path, ends: dict[str, float], control_end: float, failed: list[str]
+) -> None:
+    done = prove(tmp_path, ends, control_end)
+    assert done.returncode == 1
+    misses = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert len(misses) == len(failed)
+    assert all(start in line for start, line in zip(failed, misses))
+
+
+def test_a_run_without_a_summary_is_no_proof(tmp_path: Path) -> None:
+    (tmp_path / "seed-2").mkdir()
+    done = prove(tmp_path, {"seed-1": 0.8})
+    assert done.returncode == 1
+    assert "FAIL every run finished, with its scores" in done.stdout
+    assert "seed-2  no summary.json" in done.stdout
