@@ -165,6 +165,10 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
         if isinstance(entry, Export) and inspect.isfunction(function) and function.__module__ == cls.__module__:
             candidates.append((entry, function))
     for entry, function in [*candidates, *_exported_functions]:
+        if entry.spec is not None and entry.name in RESERVED_NAMES:
+            raise ValueError(
+                f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"
+            )
         known = found.get(entry.name)
         if known is not None and known[1] != function:
             raise ValueError(
@@ -174,6 +178,10 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
         _check_stub(entry, function, cls)
         found[entry.name] = (entry, function)
     return found
+
+
+RESERVED_NAMES = frozenset({"call", "call_rank0", "call_batch"})
+"""Names that a role group has for itself, so that no method of a worker could be reached by them."""
 
 
 def _check_stub(entry: Export, function: Callable[..., Any], cls: type) -> None:

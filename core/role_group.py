@@ -1,6 +1,6 @@
 """RoleGroup: all workers of a role, seen as one. The one place that splits a call, sends it, and gathers answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from core.context import Member, RoleEntry, WorkloadContext, current
@@ -13,8 +13,10 @@ _SHARE_ABOVE_BYTES = 100_000
 """Arguments above this size are stored once instead of once per receiver; below, Ray sends them within the call."""
 
 
-class RoleGroup(Sequence[Member]):
+class RoleGroup:
     """The workers of one role of the job that is running.
+
+    It has a length, members, and iterates over them; every other name is a method of the workers.
 
     - `group.update(batch)`: as the method's `@trainer_invocation` says.
     - `group.call(stub, ...)`: to all, whole; `group.call_rank0(...)`: to the first;

@@ -33,6 +33,12 @@ def test_arrays_are_split_along_their_first_axis_and_scalars_are_not(actors: Rol
     assert [number for _, _, number in answer] == [1.5, 1.5, 1.5]
 
 
+def test_a_method_may_have_the_name_of_a_method_of_lists(actors: RoleGroup) -> None:
+    assert actors.count([1, 2, 3, 4]) == [2, 1, 1]
+    assert [member.name for member in actors] == ["ACTOR-0", "ACTOR-1", "ACTOR-2"]
+    assert (len(actors), actors[-1].rank) == (3, 2)
+
+
 def test_replicate_sends_a_list_whole(actors: RoleGroup) -> None:
     assert actors.echo(replicate([1, 2])) == [(rank, [1, 2]) for rank in range(3)]
 

@@ -87,6 +87,15 @@ def test_two_methods_of_one_name_are_refused() -> None:
         exports_of(Twice())
 
 
+def test_a_name_that_a_role_group_has_for_itself_is_refused() -> None:
+    class Shadowed:
+        @trainer_invocation
+        def call(self) -> None: ...
+
+    with pytest.raises(ValueError, match="have a call of their own"):
+        exports_of(Shadowed())
+
+
 def test_chunks_are_contiguous_and_join_to_what_was_split() -> None:
     assert chunk_sizes(5, 3) == [2, 2, 1]
     assert split([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]

@@ -31,6 +31,10 @@ class Echo(BaseWorkload):
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (self.rank, *args, *kwargs.values())
 
+    @trainer_invocation
+    def count(self, values: list[int]) -> int:
+        return len(values)
+
     @trainer_invocation(target="RANK0")
     def echo_rank0(self, value: Any) -> Any:
         return value

@@ -1,5 +1,7 @@
 """The frozen policy that the KL is measured to."""
 
+from typing import Any
+
 import torch
 
 from components.batch import Batch
@@ -19,8 +21,9 @@ class Reference(BaseWorkload):
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
         has_gpu = torch.cuda.is_available()
-        model = load_policy(model_path, dtype=self.config.rollout_engine(has_gpu).dtype)
-        self.model = model.to("cuda" if has_gpu else "cpu").eval().requires_grad_(False)
+        self.device = "cuda" if has_gpu else "cpu"
+        self.model: Any = load_policy(model_path, dtype=self.config.rollout_engine(has_gpu).dtype)
+        self.model.to(self.device).eval().requires_grad_(False)
 
     @rpc(remote_call.reference_forward)
     def forward(self, samples: Batch) -> Batch:
@@ -28,7 +31,7 @@ class Reference(BaseWorkload):
         logprob_N = evaluate(
             samples,
             self.config.max_tokens_per_gpu,
-            self.model.device,
+            self.device,
             lambda micro: token_logprobs(self.model, micro, self.config.temperature).logprob_N,
         )
         return Batch(samples.lengths, {"reference_logprob": logprob_N})
