@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,28 @@ class FolderBudgets:
 def pytest_configure(config: pytest.Config) -> None:
     """Start counting."""
     config.pluginmanager.register(FolderBudgets(config.rootpath, FOLDER_BUDGET_S))
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """The one local Ray of a session, for every test that may share it: a process has one, and a start costs 5 s.
+
+    It has more logical CPUs than the machine has cores: most of what the tests start waits most of the time.
+    """
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        object_store_memory=300 * 2**20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_address: str) -> None:
+    """The same, for tests that need no address."""

@@ -4,6 +4,7 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column speaks about token t.
 """
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,6 @@ def minibatches(experience: Batch, config: PPOConfig, step: int) -> list[Tensor]
     """Indices of each optimizer step of one rollout step, in order: epochs shuffled by (seed, step, epoch)."""
     order: list[Tensor] = []
     for epoch in range(config.max_epochs):
-        generator = torch.Generator().manual_seed(hash((config.seed, step, epoch)) % 2**63)
-        order += torch.randperm(len(experience), generator=generator).split(config.train_batch_size)
+        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(len(experience))
+        order += torch.from_numpy(shuffled).split(config.train_batch_size)
     return order

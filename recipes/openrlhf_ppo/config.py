@@ -172,6 +172,8 @@ class PPOConfig:
     """W&B run. Default: the run folder's name."""
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}; set it to 0 or more")
         if not self.pretrain:
             raise ConfigError("pretrain is empty; set pretrain=FOLDER, or pretrain=warm_start:sort for a demonstration")
         if not self.prompt_data:

@@ -120,14 +120,13 @@ class PPOTrainer(BaseTrainer):
         step, config = self.stream.step, self.config
         self.tokens_seen += experience.num_tokens
         metrics = describe(experience, config) | metrics
-        metrics["perf/tokens_per_second"] = experience.num_tokens / sum(
-            value for name, value in metrics.items() if name.startswith("timing_s/")
-        )
+        metrics["timing_s/step"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
+        metrics["perf/tokens_per_second"] = experience.num_tokens / metrics["timing_s/step"]
         if config.eval_steps > 0 and step % config.eval_steps == 0:
             metrics |= self.evaluate()
         self.tracker.log(step, metrics)
         self.tracker.rollouts(step, experience)
-        self.say(console_line(step, {name: metrics[name] for name in SHOWN if name in metrics}))
+        self.say(console_line(step, {label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
         self.tracker.update_summary(steps=step)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
@@ -215,19 +214,16 @@ class PPOTrainer(BaseTrainer):
             )
 
 
-SHOWN = (
-    "reward/score",
-    "eval/score",
-    "rollout/response_length",
-    "actor/loss",
-    "actor/approx_kl",
-    "actor/entropy",
-    "critic/loss",
-    "timing_s/generate",
-    "timing_s/experience",
-    "timing_s/train",
-)
-"""What the console line of a step shows."""
+SHOWN = {
+    "reward/score": "score",
+    "eval/score": "heldout_score",
+    "rollout/response_length": "length",
+    "actor/approx_kl": "kl",
+    "actor/entropy": "entropy",
+    "critic/loss": "value_loss",
+    "timing_s/step": "seconds",
+}
+"""What the console line of a step shows, and under which name."""
 
 
 def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:

@@ -79,6 +79,8 @@ class SFTConfig:
     """A second place for the trained model; it is always in the run folder's checkpoints."""
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}; set it to 0 or more")
         if not self.pretrain:
             raise ConfigError("pretrain is empty; set pretrain=FOLDER, or pretrain=new:sort for a tiny model")
         if not self.dataset:
