@@ -127,7 +127,8 @@ class Host:
 
     def prepare(self) -> HostReport:
         """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
-        print(f"{self._spec.name}: process {os.getpid()} on {self._ip}", flush=True)
+        run_id = self._spec.workers[0].identity.run_id
+        print(f"{self._spec.name}: process {os.getpid()} on {self._ip} in run {run_id}", flush=True)
         report = HostReport(self._ip, os.getpid(), self._control.address)
         for worker in self._spec.workers:
             load_object(worker.entrypoint)

@@ -1,6 +1,5 @@
 """One Ray cluster and one running group of workers for all tests of core that only call."""
 
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,24 +11,7 @@ from core import JobBuilder, RoleGroup
 sys.path.insert(0, str(Path(__file__).parent))  # so that workers can import `workers`, as a user's module
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A local Ray with more logical CPUs than the machine has cores: the workers of these tests mostly wait."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=12,
-        include_dashboard=False,
-        object_store_memory=300 * 2**20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def three_workers(ray_cluster: None) -> Iterator[None]:
     """ACTOR: three independent echoes. CRITIC: two ranks that rendezvous. SOLO: one."""
     builder = JobBuilder().device_type("CPU").config({"answer": 42}).global_env({"COLOUR": "red"})

@@ -51,6 +51,19 @@ class Run:
             if "process " in log.read_text()
         }
 
+    def left_behind(self) -> list[str]:
+        """What of the run is still there: processes, shared memory, actors, placement groups."""
+        import ray
+        from ray.util import placement_group_table
+
+        run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split("in run ")[1].split()[0]
+        found = [name for name, pid in self.pids().items() if is_alive(pid)]
+        found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
+        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        found += [actor["name"] for actor in actors if run_id in actor["name"]]
+        groups = placement_group_table().values()
+        return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
+
     def wait_for_step(self, step: int, timeout: float = 60) -> None:
         """Until that many steps are written down."""
         deadline = time.monotonic() + timeout

@@ -149,8 +149,7 @@ def test_a_killed_process_ends_the_run_with_one_line_and_leaves_nothing(
     assert line.startswith(f"openrlhf_ppo: failed: {victim.upper()} (process {pids[victim]} on ")
     assert run.summary["status"] == "failed"
     assert victim.upper() in run.summary["error"]
-    assert [name for name, pid in pids.items() if is_alive(pid)] == []
-    assert list(Path("/dev/shm").glob("troupe-*")) == []
+    assert run.left_behind() == []
 
 
 def test_when_the_driver_is_killed_everything_ends_within_ten_seconds(
@@ -172,12 +171,11 @@ def test_ctrl_c_stops_the_run_with_130_and_leaves_nothing(ray_address: str, poli
     options = [*SMALL, "max_samples=16000", "max_eval_samples=8"]
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
     run.wait_for_step(1)
-    pids = run.pids()
     run.process.send_signal(signal.SIGINT)
     run.wait(30)
     assert run.code == 130
     assert run.summary["status"] == "stopped"
-    assert [name for name, pid in pids.items() if is_alive(pid)] == []
+    assert run.left_behind() == []
 
 
 @pytest.mark.parametrize(
