@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -74,6 +75,8 @@ class Host:
         self._ip = ip
         self._doing = ("starting", time.time())
         self._control = ControlServer(ip, spec.key, self._status)
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger().addHandler(_ToTerminal(self._control.say))
         self._workers: dict[tuple[Role, int], _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
         config = pickle.loads(spec.config)
@@ -218,6 +221,18 @@ class Host:
         finally:
             self._doing = ("idle", time.time())
             self._observers.tell(replace(event, seconds=time.monotonic() - clock, failed=failed))
+
+
+class _ToTerminal(logging.Handler):
+    """Shows the user the warnings of the project's and the user's own code; libraries only write to the log."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
+            self._say(f"warning: {record.getMessage()}")
 
 
 def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any:

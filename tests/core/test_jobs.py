@@ -111,6 +111,14 @@ def test_a_plain_class_with_run_is_a_workload(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.count("plain ran") == 2
 
 
+def test_a_warning_of_the_users_code_reaches_the_terminal_and_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(lambda trainer: trainer.RG_ACTOR.warn("the disk is full"), log_dir=tmp_path).status == "finished"
+    assert "warning: the disk is full\n" in capsys.readouterr().out
+    assert "WARNING my.code: the disk is full" in (tmp_path / "actor-0.log").read_text()
+
+
 def test_two_jobs_run_one_after_the_other_under_the_same_name() -> None:
     first, second = run(lambda trainer: None), run(lambda trainer: None)
     assert (first.status, second.status) == ("finished", "finished")

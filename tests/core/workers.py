@@ -1,5 +1,6 @@
 """Workloads for the tests of core: small enough to read, real enough to start."""
 
+import logging
 import os
 import signal
 import threading
@@ -30,6 +31,11 @@ class Echo(BaseWorkload):
     @trainer_invocation
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (self.rank, *args, *kwargs.values())
+
+    @trainer_invocation(target="RANK0")
+    def warn(self, text: str) -> None:
+        logging.getLogger("my.code").warning(text)
+        logging.getLogger("my.code").info("not for the terminal")
 
     @trainer_invocation
     def count(self, values: list[int]) -> int:
