@@ -5,9 +5,9 @@ from core.context import Identity, Member, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied
 from core.futures import Future, FutureSequence
 from core.invocation import replicate, rpc, trainer_invocation
-from core.job import Job, JobBuilder, JobResult, RLJobBuilder
+from core.job import Job, JobBuilder, RLJobBuilder
 from core.observers import CallEvent, Observer
-from core.plan import Resource, RoleSpec
+from core.plan import JobResult, Resource, RoleSpec
 from core.role_group import RoleGroup
 from core.roles import Role
 from core.trainer import BaseTrainer

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, field_serializer
 from core.context import Kind
 from core.errors import JobError
 from core.placement import detect_devices, plan
-from core.plan import Placement, Resource, RoleSpec
+from core.plan import JobResult, Placement, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
@@ -53,7 +53,7 @@ class Job(BaseModel):
 
     def submit(
         self, name: str, *, log_dir: Path | None = None, address: str | None = None, began: float | None = None
-    ) -> "JobResult":
+    ) -> JobResult:
         """Run the job to its end on Ray.
 
         Args:
@@ -80,25 +80,6 @@ class Job(BaseModel):
 
         with Master(self, name, log_dir, address).running():
             yield
-
-
-class JobResult(BaseModel):
-    """How a run of a job ended."""
-
-    run_id: str
-    status: Literal["finished", "failed", "stopped"]
-    error: str = ""
-    traceback: str = ""
-    attempt: int = 1
-    elapsed: float = 0.0
-    """Seconds from submission to the end."""
-    peak_memory_bytes: int = 0
-    """Largest sum over time of the proportional set sizes of the job's processes."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 finished, 1 failed, 130 stopped by the user."""
-        return {"finished": 0, "failed": 1, "stopped": 130}[self.status]
 
 
 class JobBuilder:

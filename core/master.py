@@ -13,16 +13,18 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.backends.ray import RayBackend, python_path
 from core.context import Directory, Identity, Member, RoleEntry, WorkloadContext, entered
 from core.control import ControlLink, memory_bytes
 from core.errors import WorkerDied, with_note
 from core.host import HostReport, HostSpec, WorkerSpec
-from core.job import Job, JobResult
-from core.plan import HostPlan
+from core.plan import HostPlan, JobResult
 from core.roles import Role
+
+if TYPE_CHECKING:
+    from core.job import Job
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 2.0
@@ -44,7 +46,7 @@ class Master:
 
     def __init__(
         self,
-        job: Job,
+        job: "Job",
         name: str,
         log_dir: Path | None = None,
         address: str | None = None,

@@ -1,4 +1,6 @@
-"""The plan of a job as data: roles, what each worker is given, and which process holds which worker."""
+"""A job as data: its roles, what each worker is given, which process holds which worker, and how a run ended."""
+
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -74,3 +76,22 @@ class Placement(BaseModel):
 
     bundles: list[BundlePlan]
     hosts: list[HostPlan]
+
+
+class JobResult(BaseModel):
+    """How a run of a job ended."""
+
+    run_id: str
+    status: Literal["finished", "failed", "stopped"]
+    error: str = ""
+    traceback: str = ""
+    attempt: int = 1
+    elapsed: float = 0.0
+    """Seconds from submission to the end."""
+    peak_memory_bytes: int = 0
+    """Largest sum over time of the proportional set sizes of the job's processes."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 finished, 1 failed, 130 stopped by the user."""
+        return {"finished": 0, "failed": 1, "stopped": 130}[self.status]
