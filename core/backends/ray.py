@@ -4,6 +4,7 @@ import importlib
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,6 +138,9 @@ class RayBackend:
             options["memory"] = plan.memory * 2**20
         if env:
             options["runtime_env"] = {"env_vars": dict(env)}
+            if (quoted := shlex.quote(sys.executable)) != sys.executable:
+                # Ray starts such workers through a shell, and hands it the path of Python as it is.
+                options["runtime_env"]["py_executable"] = quoted
         return ray.remote(RayHost).options(**options).remote(spec)
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:

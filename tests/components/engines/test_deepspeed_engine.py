@@ -19,6 +19,9 @@ from components.engines.deepspeed_engine import DeepSpeedConfig, Totals, init_pr
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
 from tests.components.engines import deepspeed_worker as worker
 
+# The first test waits for three processes that import DeepSpeed, which may be slow on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[3]
 STAGES = (0, 1, 2, 3)
 
@@ -62,7 +65,7 @@ def runs(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     try:
         for world_size, processes in started.items():
             for rank, process in enumerate(processes):
-                code = process.wait(timeout=100)
+                code = process.wait(timeout=240)
                 assert code == 0, (root / str(world_size) / f"log{rank}.txt").read_text()
     finally:
         for process in (process for processes in started.values() for process in processes):
