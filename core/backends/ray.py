@@ -137,10 +137,10 @@ class RayBackend:
         if plan.memory:
             options["memory"] = plan.memory * 2**20
         if env:
-            options["runtime_env"] = {"env_vars": dict(env)}
-            if (quoted := shlex.quote(sys.executable)) != sys.executable:
-                # Ray starts such workers through a shell, and hands it the path of Python as it is.
-                options["runtime_env"]["py_executable"] = quoted
+            # Ray starts such workers through a shell, and hands it the path of Python as it is.
+            quoted = shlex.quote(sys.executable)
+            python = {} if quoted == sys.executable else {"py_executable": quoted}
+            options["runtime_env"] = {"env_vars": dict(env), **python}
         return ray.remote(RayHost).options(**options).remote(spec)
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
