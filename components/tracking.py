@@ -196,6 +196,17 @@ def write_environment(run_dir: Path) -> None:
 # -- the summary --------------------------------------------------------------------------------------------
 
 
+def check_unused(run_dir: str | Path) -> None:
+    """Refuse a run folder that holds the steps of an earlier run, which a new one would write over.
+
+    Raises:
+        ValueError: it does; the message names another way.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if path.is_file() and path.stat().st_size:
+        raise ValueError(f"run_dir={run_dir} holds a run already; name another folder, or remove that one")
+
+
 def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
     """Give the summary of a run that has done nothing yet."""
     return {

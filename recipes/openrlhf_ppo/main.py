@@ -5,9 +5,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.tracking import finish_summary, redact
+from components.tracking import check_unused, finish_summary, redact
 from components.warm_start import resolve_model
-from core import ConfigError, Job, JobError, RLJobBuilder, Role, load_config, parse_arguments
+from core import Job, RLJobBuilder, Role, load_config, parse_arguments
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(plan)
             return 0
         check_inputs(config)
-    except (ConfigError, JobError) as error:
+        check_unused(config.run_dir)
+    except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
     run_dir = Path(config.run_dir).resolve()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from components.data.prompts import read_records
 from components.data.tasks import get_task
-from components.tracking import finish_summary, redact
-from core import ConfigError, Job, JobBuilder, JobError, Role, load_config, parse_arguments
+from components.tracking import check_unused, finish_summary, redact
+from core import ConfigError, Job, JobBuilder, Role, load_config, parse_arguments
 
 from .config import RECIPE, SFTConfig
 
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(plan)
             return 0
         check_inputs(config)
-    except (ConfigError, JobError) as error:
+        check_unused(config.run_dir)
+    except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
     run_dir = Path(config.run_dir).resolve()

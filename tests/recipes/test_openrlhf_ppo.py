@@ -60,6 +60,15 @@ def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
     assert {"tokens", "action_mask", "logprob", "rollout_logprob", "advantage", "reward"} <= set(table.column_names)
 
 
+def test_a_run_folder_is_never_written_over(one_rank: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipes.openrlhf_ppo.main import main
+
+    before = (one_rank.run_dir / "metrics.jsonl").read_bytes()
+    assert main([f"run_dir={one_rank.run_dir}"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert (one_rank.run_dir / "metrics.jsonl").read_bytes() == before
+
+
 def test_the_first_update_of_each_batch_starts_at_ratio_one(one_rank: Run) -> None:
     for entry in one_rank.metrics:
         assert entry["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -200,6 +209,41 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "devices"),
+    [
+        ("0,1,2,3", [], {"ACTOR": 1, "CRITIC": 1, "ROLLOUT": 1, "REWARD": 0, "REFERENCE": 1}),
+        ("0,1,2", ["--colocate_actor_ref"], {"ACTOR": 0.5, "CRITIC": 1, "ROLLOUT": 1, "REWARD": 0, "REFERENCE": 0.5}),
+        (
+            "0,1,2,3",
+            ["--colocate_critic_reward"],
+            {"ACTOR": 1, "CRITIC": 0.5, "ROLLOUT": 1, "REWARD": 0.5, "REFERENCE": 1},
+        ),
+        ("0", ["--colocate_all_models"], dict.fromkeys(("ACTOR", "CRITIC", "ROLLOUT", "REWARD", "REFERENCE"), 0.2)),
+    ],
+)
+def test_the_plan_for_a_machine_with_gpus_gives_each_role_its_share(
+    gpus: str, options: list[str], devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes.openrlhf_ppo.main import build_job, read_config
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    placement = build_job(read_config(["init_kl_coef=0.1", *options])).placement
+    assert placement.devices == devices | {"TRAINER": 0}
+    shared = [host.bundle for host in placement.hosts if host.name in ("ACTOR-0", "REFERENCE-0")]
+    assert (len(set(shared)) == 1) == (devices["ACTOR"] < 1)
+
+
+def test_too_few_gpus_are_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.openrlhf_ppo.main import main
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main(["--dry_run"]) == 2
+    assert "need 3 devices, but 1 node(s) of 1 have 1" in capsys.readouterr().err
 
 
 def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:
