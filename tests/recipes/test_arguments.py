@@ -1,0 +1,23 @@
+"""What arrives in a role is shared memory: nobody may write into it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from recipe_runs import ROOT
+
+
+def test_no_method_of_a_ppo_role_changes_its_arguments(policy: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("role_arguments.py")), str(policy), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.endswith(" kept")]) == 17, done.stdout
+    assert not [line for line in lines if line.endswith("changed")]
+    assert [line for line in lines if "untested" in line and not line.endswith("[]")] == []
