@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,12 @@ class ControlServer:
                     self._connection.send(("say", text))
 
     def _serve(self) -> None:
-        connection = self._listener.accept()
+        connection = None
+        while connection is None:
+            # Somebody else may knock at the port; only who knows the key is let in, and no knock ends the channel.
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                connection = self._listener.accept()
+        self._listener.close()
         with self._lock:
             self._connection = connection
             for text in self._waiting:

@@ -1,9 +1,13 @@
 """The side channel between a process and its master."""
 
+import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import AuthenticationError
+
+import pytest
 
 from core.control import ControlLink, ControlServer, Status, memory_bytes
 
@@ -24,6 +28,20 @@ def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
         lines += link.poll()
         time.sleep(0.01)
     assert lines == ["early", "late"]
+
+
+def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() -> None:
+    server = ControlServer("127.0.0.1", KEY, lambda: Status("sorting", 5.0, 7))
+    with socket.create_connection(server.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(AuthenticationError):
+        ControlLink("X-0", server.address, b"wrong" * 8)
+    link = ControlLink("X-0", server.address, KEY)
+    link.ask_status()
+    deadline = time.monotonic() + 5
+    while link.status.doing != "sorting" and time.monotonic() < deadline:
+        link.poll()
+    assert link.status.doing == "sorting"
 
 
 def test_the_status_is_answered_while_the_main_thread_is_busy() -> None:

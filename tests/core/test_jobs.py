@@ -125,6 +125,19 @@ def test_two_jobs_run_one_after_the_other_under_the_same_name() -> None:
     assert first.run_id != second.run_id
 
 
+def test_two_jobs_of_one_name_run_side_by_side_without_meeting() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
+    job = builder.build()
+    with job.running("same"):
+        first = RoleGroup("ACTOR").identity()
+        with job.running("same"):
+            second = RoleGroup("ACTOR").identity()
+        assert RoleGroup("ACTOR").echo([1, 2]) == [(0, [1]), (1, [2])]
+    ports = [worker[4] for worker in (*first, *second)]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
 def test_observers_hear_when_each_call_begins_and_ends(tmp_path: Path) -> None:
     builder = JobBuilder().device_type("CPU").global_env({SEEN_BY_OBSERVER: str(tmp_path / "events")})
     builder.observer("observing:to_file")
