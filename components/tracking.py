@@ -196,15 +196,21 @@ def write_environment(run_dir: Path) -> None:
 # -- the summary --------------------------------------------------------------------------------------------
 
 
-def check_unused(run_dir: str | Path) -> None:
-    """Refuse a run folder that holds the steps of an earlier run, which a new one would write over.
+def open_run_folder(run_dir: str | Path) -> Path:
+    """Make the folder of a new run; returns its absolute path.
 
     Raises:
-        ValueError: it does; the message names another way.
+        ValueError: it cannot be made, or it holds the steps of an earlier run, which a new one would write over.
     """
-    path = Path(run_dir) / "metrics.jsonl"
-    if path.is_file() and path.stat().st_size:
+    folder = Path(run_dir).expanduser().resolve()
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size:
         raise ValueError(f"run_dir={run_dir} holds a run already; name another folder, or remove that one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir={run_dir} cannot be made ({error.strerror}); name another folder") from error
+    return folder
 
 
 def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:

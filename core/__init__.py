@@ -1,6 +1,6 @@
 """Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it."""
 
-from core.config import load_config, parse_arguments
+from core.config import describe_options, load_config, parse_arguments
 from core.context import Identity, Member, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied
 from core.futures import Future, FutureSequence
@@ -34,6 +34,7 @@ __all__ = [
     "RoleSpec",
     "WorkerDied",
     "WorkloadContext",
+    "describe_options",
     "load_config",
     "parse_arguments",
     "replicate",

@@ -4,8 +4,12 @@ Written as `key=value`, `--key=value` or `--key value`. How many values a `--key
 none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
 """
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +52,46 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def describe_options(schema: type) -> str:
+    """Every option with its kind, default and meaning: the text of `--help`."""
+    defaults, meanings = _defaults(schema), _meanings(schema)
+    lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
+    for key, kind in _fields(schema):
+        shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
+        lines.append(f"--{key}  ({shown}, default {defaults[key]!r})")
+        lines += textwrap.wrap(meanings.get(key, ""), 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _defaults(schema: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        kind = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(kind):
+            found |= _defaults(kind, f"{prefix}{field.name}.")
+        else:
+            made = field.default_factory is not dataclasses.MISSING
+            found[f"{prefix}{field.name}"] = field.default_factory() if made else field.default
+    return found
+
+
+def _meanings(schema: Any, prefix: str = "") -> dict[str, str]:
+    """The string under each field of a dataclass, which Python itself does not keep."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for pair in itertools.pairwise(definition.body):
+        match pair:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                found[f"{prefix}{name}"] = " ".join(text.split())
+    for field in dataclasses.fields(schema):
+        kind = _without_none(get_type_hints(schema)[field.name])
+        if dataclasses.is_dataclass(kind):
+            found |= _meanings(kind, f"{prefix}{field.name}.")
+    return found
 
 
 def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:

@@ -179,7 +179,8 @@ class PPOConfig:
         if not self.prompt_data:
             raise ConfigError("prompt_data is empty; set prompt_data=FILE, or prompt_data=task:sort")
         if (self.remote_rm_url is None) == (self.scorer is None):
-            raise ConfigError("set exactly one of remote_rm_url=FILE.py and scorer=NAME")
+            given = f"remote_rm_url={self.remote_rm_url} and scorer={self.scorer}"
+            raise ConfigError(f"{given}: set exactly one of remote_rm_url=FILE.py and scorer=NAME, the other to null")
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             raise ConfigError(
@@ -191,6 +192,10 @@ class PPOConfig:
         for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "num_episodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        # The engines' own checks, before any engine starts.
+        for learning_rate in (self.actor_learning_rate, self.critic_learning_rate):
+            self.engine(learning_rate, steps=1, has_gpu=False)
+        self.sampling(step=0)
         if self.colocate_all_models and (self.colocate_actor_ref or self.colocate_critic_reward):
             raise ConfigError("colocate_all_models includes the other two; set it alone")
 

@@ -5,9 +5,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.tracking import check_unused, finish_summary, redact
+from components.tracking import finish_summary, open_run_folder, redact
 from components.warm_start import resolve_model
-from core import Job, RLJobBuilder, Role, load_config, parse_arguments
+from core import Job, RLJobBuilder, Role, describe_options, load_config, parse_arguments
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
@@ -49,20 +49,22 @@ def build_job(config: PPOConfig) -> Job:
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(describe_options(PPOConfig))
+        return 0
     try:
-        config = read_config(sys.argv[1:] if arguments is None else arguments)
+        config = read_config(arguments)
         job = build_job(config)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
             print(plan)
             return 0
         check_inputs(config)
-        check_unused(config.run_dir)
+        run_dir = open_run_folder(config.run_dir)
     except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    run_dir = Path(config.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
     job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
     warm_start = time.time() - began
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")

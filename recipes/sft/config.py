@@ -88,6 +88,7 @@ class SFTConfig:
         for name in ("train_batch_size", "max_epochs", "max_samples", "max_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        self.engine(total_steps=1, has_gpu=False)  # the engine's own checks, before it starts
 
     def engine(self, total_steps: int, has_gpu: bool) -> DeepSpeedConfig:
         """The training engine."""

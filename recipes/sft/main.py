@@ -7,8 +7,8 @@ from pathlib import Path
 
 from components.data.prompts import read_records
 from components.data.tasks import get_task
-from components.tracking import check_unused, finish_summary, redact
-from core import ConfigError, Job, JobBuilder, Role, load_config, parse_arguments
+from components.tracking import finish_summary, open_run_folder, redact
+from core import ConfigError, Job, JobBuilder, Role, describe_options, load_config, parse_arguments
 
 from .config import RECIPE, SFTConfig
 
@@ -48,20 +48,22 @@ def check_inputs(config: SFTConfig) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(describe_options(SFTConfig))
+        return 0
     try:
-        config = read_config(sys.argv[1:] if arguments is None else arguments)
+        config = read_config(arguments)
         job = build_job(config)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
             print(plan)
             return 0
         check_inputs(config)
-        check_unused(config.run_dir)
+        run_dir = open_run_folder(config.run_dir)
     except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    run_dir = Path(config.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     print(f"{RECIPE}: run folder {run_dir}", flush=True)
     job.config = replace(config, run_dir=str(run_dir))

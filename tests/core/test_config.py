@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from core import ConfigError, load_config
+from core import ConfigError, describe_options, load_config
 
 
 @dataclass(kw_only=True)
@@ -14,6 +14,7 @@ class Optimizer:
     """A group of options."""
 
     learning_rate: float = 1e-3
+    """Step size of the optimizer."""
 
 
 @dataclass(kw_only=True)
@@ -21,6 +22,8 @@ class Options:
     """The schema of these tests."""
 
     steps: int = 3
+    """How
+    many."""
     kind: Literal["gae", "rloo"] = "gae"
     betas: tuple[float, float] = (0.9, 0.95)
     names: list[str] = field(default_factory=list)
@@ -45,6 +48,16 @@ def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
         colocate_all=True, betas=(0.8, 0.9), names=["a", "b"], optimizer=Optimizer(learning_rate=1e-4), path="007"
     )
     assert load_config(Options, ["--colocate_all", "false", "steps=1"]) == Options(steps=1)
+
+
+def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
+    lines = describe_options(Options).splitlines()
+    at = lines.index("--steps  (int, default 3)")
+    assert lines[at + 1] == "    How many."
+    assert "--optimizer.learning_rate  (float, default 0.001)" in lines
+    assert (
+        lines[lines.index("--optimizer.learning_rate  (float, default 0.001)") + 1] == "    Step size of the optimizer."
+    )
 
 
 def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) -> None:

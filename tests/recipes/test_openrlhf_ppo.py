@@ -197,6 +197,9 @@ def test_ctrl_c_stops_the_run_with_130_and_leaves_nothing(ray_address: str, poli
         (["train_batch_size=100"], "64 x 8 = 512 answers, which train_batch_size=100 does not divide"),
         (["rollout_batch_size=10000", "train_batch_size=10000"], "fewer than rollout_batch_size=10000"),
         (["remote_rm_url=x.py"], "exactly one of remote_rm_url=FILE.py and scorer=NAME"),
+        (["actor_learning_rate=-1"], "learning_rate=-1.0 is not possible; use 0 or more"),
+        (["adam_offload=true"], "adam_offload=True works on partitioned optimizer states; set zero_stage"),
+        (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be made"),
         (["temperature=0"], "temperature=0.0; training needs samples"),
     ],
 )
