@@ -73,8 +73,8 @@ def _defaults(schema: Any, prefix: str = "") -> dict[str, Any]:
         if dataclasses.is_dataclass(kind):
             found |= _defaults(kind, f"{prefix}{field.name}.")
         else:
-            made = field.default_factory is not dataclasses.MISSING
-            found[f"{prefix}{field.name}"] = field.default_factory() if made else field.default
+            factory = field.default_factory
+            found[f"{prefix}{field.name}"] = field.default if factory is dataclasses.MISSING else factory()
     return found
 
 

@@ -249,6 +249,16 @@ def test_too_few_gpus_are_refused_with_what_to_do(
     assert "need 3 devices, but 1 node(s) of 1 have 1" in capsys.readouterr().err
 
 
+def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from recipes.openrlhf_ppo.main import main
+
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = [i for i, line in enumerate(lines) if line.startswith("--")]
+    assert len(options) > 50
+    assert [lines[i] for i in options if i + 1 == len(lines) or not lines[i + 1].startswith("    ")] == []
+
+
 def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:
     import resource
     import subprocess
