@@ -5,6 +5,7 @@ Legend: `B` sequences, `N` all tokens of a batch end to end.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -65,6 +66,8 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
                 "library made that group first: make the process group before it is imported"
             )
         return
+    # A group that is still there when the interpreter is torn down has threads that may abort the process.
+    atexit.register(_leave_process_group)
     if torch.cuda.is_available():
         # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -82,6 +85,11 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
             "set them (core does for train roles), or leave WORLD_SIZE out"
         )
     dist.init_process_group(backend, timeout=timeout)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class DeepSpeedEngine:
