@@ -105,7 +105,7 @@ class PPOConfig:
 
     # --- algorithm
     advantage_estimator: Literal["gae"] = "gae"
-    """How credit is given to tokens."""
+    """How credit is given to tokens. Only GAE so far: the field lets commands that name it run, and refuses others."""
     gamma: float = 1.0
     """Discount per action token."""
     lambd: float = 1.0
