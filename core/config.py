@@ -2,6 +2,9 @@
 
 Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
 none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
+
+Two class variables of a schema serve people who come with a command line of another system: `ALIASES`, other names of
+its options, and `REFUSED`, options that it knows but does not take, each with the reason.
 """
 
 import ast
@@ -12,9 +15,9 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +27,24 @@ from core.errors import ConfigError
 T = TypeVar("T")
 
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """An option that users bring along from elsewhere: a schema knows it by name, and does not take it."""
+
+    why: str
+    """Why not, and what to use instead."""
+    kind: Any = bool
+    """The type of its value, as if it were a field: how many words belong to it follows from it."""
+    harmless: str = ""
+    """The value that asks for what happens anyway, and is let through. A switch that is off always is."""
+
+    def lets_through(self, value: Any) -> bool:
+        """Whether the value asks for nothing that is missing here."""
+        text = " ".join(value) if isinstance(value, list) else str(value)
+        off = self.kind is bool and text.lower() in ("false", "no", "off", "0")
+        return off or (self.harmless != "" and text.lower() == self.harmless.lower())
 
 
 def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path] = ()) -> T:
@@ -38,12 +59,8 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
     merged = OmegaConf.structured(schema)
     known = dict(_fields(schema))
     for path in paths:
-        merged = _merge(merged, _read_yaml(path), known, str(path))
-    given: dict[str, Any] = {}
-    for key, value in pairs:
-        if key != "config":
-            _put(given, key, value)
-    merged = _merge(merged, given, known, "the command line")
+        merged = _merge(merged, _translated(schema, _leaves(_read_yaml(path)), f"{path}: "), known, str(path))
+    merged = _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
     try:
         return typing.cast(T, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
@@ -54,15 +71,39 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
         raise ConfigError(str(error)) from error
 
 
-def describe_options(schema: type) -> str:
-    """Every option with its kind, default and meaning: the text of `--help`."""
+def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
+    """The options that a user has named: on the command line, or in a `--config FILE`."""
+    pairs = parse_arguments(schema, arguments)
+    named = [_translated(schema, _leaves(_read_yaml(Path(value)))) for key, value in pairs if key == "config"]
+    return {key for found in (pairs, *named) for key, _ in found}
+
+
+class Option(NamedTuple):
+    """One option of a schema, as people are told about it."""
+
+    name: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+def options_of(schema: type) -> list[Option]:
+    """Every option with its type, default and meaning, in the order of the schema."""
     defaults, meanings = _defaults(schema), _meanings(schema)
+    return [Option(key, _shown(kind), defaults[key], meanings.get(key, "")) for key, kind in _fields(schema)]
+
+
+def describe_options(schema: type) -> str:
+    """The text of `--help`."""
     lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
-    for key, kind in _fields(schema):
-        shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
-        lines.append(f"--{key}  ({shown}, default {defaults[key]!r})")
-        lines += textwrap.wrap(meanings.get(key, ""), 100, initial_indent="    ", subsequent_indent="    ")
+    for option in options_of(schema):
+        lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
+        lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _shown(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
 
 
 def _defaults(schema: Any, prefix: str = "") -> dict[str, Any]:
@@ -98,9 +139,10 @@ def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, A
     """(dotted key, value) of each argument, in order; values are still text, or lists of texts.
 
     Raises:
-        ConfigError: an argument is no option, or has too few values.
+        ConfigError: an argument is no option, has too few values, or is one that the schema refuses; all of these last
+            are named at once.
     """
-    known = dict(_fields(schema)) | {"config": str}
+    known = _known(schema) | {"config": str}
     pairs: list[tuple[str, Any]] = []
     rest = list(arguments)
     while rest:
@@ -112,7 +154,26 @@ def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, A
         if key not in known and not _is_group(key, known):
             raise ConfigError(f"unknown option {word.split('=')[0]!r}{_nearest(key, known)}")
         pairs.append((key, value if equals else _take_values(word, known.get(key, str), rest)))
-    return pairs
+    return _translated(schema, pairs)
+
+
+def _known(schema: Any) -> dict[str, Any]:
+    """Every name that can be written, with the type of its value: fields, their other names, and what is refused."""
+    fields = dict(_fields(schema))
+    aliases = {name: fields[field] for name, field in getattr(schema, "ALIASES", {}).items()}
+    return fields | aliases | {name: refused.kind for name, refused in getattr(schema, "REFUSED", {}).items()}
+
+
+def _translated(schema: Any, pairs: Iterable[tuple[str, Any]], where: str = "") -> list[tuple[str, Any]]:
+    """The same under the fields' own names, without what is refused."""
+    aliases: Mapping[str, str] = getattr(schema, "ALIASES", {})
+    refused: Mapping[str, Refused] = getattr(schema, "REFUSED", {})
+    faults = [
+        f"{key}: {refused[key].why}" for key, value in pairs if key in refused and not refused[key].lets_through(value)
+    ]
+    if faults:
+        raise ConfigError(f"{where}not available here: {'; '.join(dict.fromkeys(faults))}")
+    return [(aliases.get(key, key), value) for key, value in pairs if key not in refused]
 
 
 def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
@@ -160,10 +221,12 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
     return f"; did you mean {found[0]!r}?" if found else f"; the options are {', '.join(sorted(known))}"
 
 
-def _merge(base: Any, given: Mapping[str, Any], known: Mapping[str, Any], source: str) -> Any:
-    for key in _leaves(given):
+def _merge(base: Any, pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], source: str) -> Any:
+    given: dict[str, Any] = {}
+    for key, value in pairs:
         if key not in known and not _is_group(key, known):
             raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, known)}")
+        _put(given, key, value)
     try:
         return OmegaConf.merge(base, OmegaConf.create(_typed(given, known)))
     except OmegaConfBaseException as error:
@@ -171,12 +234,14 @@ def _merge(base: Any, given: Mapping[str, Any], known: Mapping[str, Any], source
         raise ConfigError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
 
 
-def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _leaves(given: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of everything in a tree that is no group."""
+    found: list[tuple[str, Any]] = []
     for key, value in given.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+        found += (
+            _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [(f"{prefix}{key}", value)]
+        )
+    return found
 
 
 def _typed(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

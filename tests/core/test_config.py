@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
-from core import ConfigError, describe_options, load_config
+from core import ConfigError, Refused, describe_options, load_config
 
 
 @dataclass(kw_only=True)
@@ -103,3 +103,53 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("optimizer: {lr: 0.5}\n")
     with pytest.raises(ConfigError, match=r"a\.yaml: unknown option 'optimizer.lr'"):
         load_config(Options, ["--config", str(tmp_path / "a.yaml")])
+
+
+@dataclass(kw_only=True)
+class Newcomers:
+    """A schema for people who come from elsewhere."""
+
+    ALIASES: ClassVar = {"algo.kl.init_coef": "kl_coef"}
+    REFUSED: ClassVar = {
+        "packing": Refused("not yet; leave it out"),
+        "tp_size": Refused("one device per engine; leave it out", int, harmless="1"),
+        "range": Refused("use clip", tuple[float, float]),
+    }
+
+    kl_coef: float = 0.01
+    seed: int = 1
+
+
+@pytest.mark.parametrize("words", [["--algo.kl.init_coef", "0.5"], ["algo.kl.init_coef=0.5"]])
+def test_another_name_sets_the_same_field(words: list[str]) -> None:
+    assert load_config(Newcomers, words) == Newcomers(kl_coef=0.5)
+
+
+def test_another_name_is_known_in_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("algo: {kl: {init_coef: 0.5}}\n")
+    assert load_config(Newcomers, [f"config={tmp_path}/a.yaml"]) == Newcomers(kl_coef=0.5)
+
+
+def test_refused_options_are_all_named_at_once_with_their_reasons() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Newcomers, ["--packing", "--range", "0", "1", "--seed", "2", "--tp_size", "2"])
+    assert str(caught.value) == (
+        "not available here: packing: not yet; leave it out; range: use clip; "
+        "tp_size: one device per engine; leave it out"
+    )
+
+
+def test_a_refused_option_in_a_file_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("packing: true\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml: not available here: packing: not yet"):
+        load_config(Newcomers, [f"config={tmp_path}/a.yaml"])
+
+
+@pytest.mark.parametrize("words", [["--packing", "false"], ["packing=no"], ["--tp_size", "1"], ["tp_size=1"]])
+def test_a_refused_option_that_asks_for_what_is_so_anyway_is_let_through(words: list[str]) -> None:
+    assert load_config(Newcomers, [*words, "--seed", "2"]) == Newcomers(seed=2)
+
+
+def test_a_misspelt_option_is_told_the_nearest_of_all_names() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'packing'"):
+        load_config(Newcomers, ["--pakcing"])
