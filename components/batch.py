@@ -413,13 +413,14 @@ class Batch:
 
     # --- sharing the work ---------------------------------------------------------------------------------------
 
-    def micro_batch_indices(self, max_tokens: int) -> list[Tensor]:
+    def micro_batch_indices(self, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
         """Positions for micro-batches that fit a budget when padded; together they are every sequence once.
 
         Sequences are sorted by length, so that little is padded, and cut so that rows times the longest row is at
-        most `max_tokens`. A sequence longer than the budget stands alone.
+        most `max_tokens`, and rows at most `max_sequences` (0: no limit). A sequence longer than the budget stands
+        alone.
         """
-        return ragged.micro_batch_indices(self.lengths, max_tokens)
+        return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences)
 
     def balanced_shares(self, n: int) -> list[Tensor]:
         """Positions for n ranks, such that each has about as many tokens and, to within one, as many sequences.

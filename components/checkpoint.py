@@ -2,6 +2,7 @@
 
 <run_dir>/checkpoints/step_12/hf/    a model that from_pretrained loads
 <run_dir>/checkpoints/latest         the text "step_12"
+<run_dir>/checkpoints/best           the text "step_9", where a run marks its best step
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LATEST = "latest"
+BEST = "best"
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -45,16 +47,15 @@ def export_step(run_dir: str | Path, step: int, write: Callable[[Path], object])
         _replace_folder(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    _write_latest(root, folder.name)
+    _write_name(root, LATEST, folder.name)
     return folder / "hf"
 
 
 def latest_step(run_dir: str | Path) -> Path | None:
     """Find the step folder that `latest` names; None when nothing was exported yet."""
     root = Path(run_dir) / "checkpoints"
-    try:
-        name = (root / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    name = _read_name(root, LATEST)
+    if name is None:
         return None
     folder = root / name
     if not _STEP.fullmatch(name) or not folder.is_dir():
@@ -63,6 +64,26 @@ def latest_step(run_dir: str | Path) -> Path | None:
             "remove it to start anew"
         )
     return folder
+
+
+def mark_best(run_dir: str | Path, step: int) -> None:
+    """Let `best` name this step, and remove the folder of the step that was best before, unless it is the latest.
+
+    Whenever this process dies, `best` names a whole folder: the old one goes after the new one has the name.
+
+    Raises:
+        ValueError: the step was not exported.
+    """
+    root = Path(run_dir) / "checkpoints"
+    name = f"step_{step}"
+    if not (root / name).is_dir():
+        raise ValueError(
+            f"{root} has no {name} to mark as the best, only {_steps(root)}; export the step before it is marked"
+        )
+    before = _read_name(root, BEST)
+    _write_name(root, BEST, name)
+    if before is not None and _STEP.fullmatch(before) and before not in (name, _read_name(root, LATEST)):
+        _remove_folder(root / before)
 
 
 def step_of(folder: Path) -> int:
@@ -77,22 +98,39 @@ def _replace_folder(source: Path, target: Path) -> None:
         source.rename(target)
         return
     # A folder cannot be renamed over a full one. Between these two lines the step is missing, never half.
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
+    old = _set_aside(target)
     source.rename(target)
     shutil.rmtree(old)
 
 
-def _write_latest(root: Path, name: str) -> None:
-    aside = root / f".{LATEST}.partial"
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(root / LATEST)
+def _remove_folder(folder: Path) -> None:
+    if folder.is_dir():
+        # Under its own name it would be seen by halves while it goes.
+        shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    return folder.rename(old)
+
+
+def _read_name(root: Path, file: str) -> str | None:
+    try:
+        return (root / file).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _write_name(root: Path, file: str, name: str) -> None:
+    aside = root / f".{file}.partial"
+    with aside.open("w", encoding="utf-8") as stream:
+        stream.write(name + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(root / file)
 
 
 def _steps(root: Path) -> list[str]:
-    names = [path.name for path in root.iterdir() if _STEP.fullmatch(path.name)]
+    names = [path.name for path in root.glob("step_*") if _STEP.fullmatch(path.name)]
     return sorted(names, key=lambda name: step_of(Path(name)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from components.batch import Batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Logits in float32 are the largest thing in memory; beyond this many elements they are handled in pieces.
 _CHUNK_ELEMENTS = 2**26
@@ -36,18 +37,26 @@ class TokenOutput:
     """[N] float32, in nats, of the distribution the token was drawn from; None unless asked for."""
 
 
-def load_policy(path: str | Path, dtype: str = "float32", gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load_policy(
+    path: str | Path,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
     """A causal language model from a folder or a hub name.
 
     Args:
         path: what `from_pretrained` takes.
         dtype: of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        attn_implementation: as transformers names it, such as "sdpa" or "flash_attention_2"; None: its own choice.
     """
     from transformers import AutoModelForCausalLM
 
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=_torch_dtype(dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation
+        )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -56,10 +65,29 @@ def load_policy(path: str | Path, dtype: str = "float32", gradient_checkpointing
 class ValueModel(nn.Module):
     """A transformer with one number per state instead of a distribution over the next token."""
 
-    def __init__(self, backbone: PreTrainedModel, seed: int = 0) -> None:
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        seed: int = 0,
+        value_head_prefix: str = "score",
+        mean: float | None = None,
+        std: float | None = None,
+    ) -> None:
+        """
+        Args:
+            backbone: the transformer without its head.
+            seed: of the first weights of the head.
+            value_head_prefix: the head's weights are saved as `<prefix>.weight`.
+            mean: with `std`, the values are (score - mean) / std; both None: the scores themselves.
+            std: positive.
+        """
         super().__init__()
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean={mean} and std={std}: values are normalised by both; give both, or neither")
         self.backbone = backbone
-        hidden = backbone.config.hidden_size
+        self.value_head_prefix = value_head_prefix
+        self.mean, self.std = mean, std
+        hidden = _state_size(backbone.config)
         self.score = nn.Linear(hidden, 1, bias=False, dtype=backbone.dtype)
         # Small, so that the first values are near 0 and advantages are the rewards; the same on all ranks.
         generator = torch.Generator().manual_seed(seed)
@@ -68,10 +96,16 @@ class ValueModel(nn.Module):
 
     def forward(self, **inputs: Any) -> Tensor:
         """[B, T] float32 values of the states after each input token."""
-        return self.score(self.backbone(**inputs).last_hidden_state).squeeze(-1).float()
+        score_BT = self.score(self.backbone(**inputs).last_hidden_state).squeeze(-1).float()
+        if self.mean is None or self.std is None:
+            return score_BT
+        return (score_BT - self.mean) / self.std
 
     def save_pretrained(self, path: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder that `load_value_model` and transformers' `...ForSequenceClassification` load.
+        """Write the folder that `load_value_model` loads, with the same prefix of the head and the same `normalize`.
+
+        With the prefix "score" transformers' `...ForSequenceClassification` loads it too, to give the scores before
+        they are normalised.
 
         Args:
             path: folder, made when missing.
@@ -80,22 +114,36 @@ class ValueModel(nn.Module):
         from safetensors.torch import save_file
         from transformers import AutoModelForSequenceClassification
 
-        prefix = self.backbone.base_model_prefix
-        weights = {
-            name.replace("backbone.", f"{prefix}.", 1): tensor.detach().cpu().contiguous()
-            for name, tensor in (state_dict or dict(self.named_parameters())).items()
-        }
+        prefixes = {"backbone": self.backbone.base_model_prefix, "score": self.value_head_prefix}
+        weights: dict[str, Tensor] = {}
+        for name, tensor in (state_dict or dict(self.named_parameters())).items():
+            part, _, rest = name.partition(".")
+            weights[f"{prefixes[part]}.{rest}"] = tensor.detach().cpu().contiguous()
         config = copy.deepcopy(self.backbone.config)
         config.num_labels = 1
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
-        config.architectures = [classifier.__name__] if classifier else None
+        # Under another name it would not find the head, and make up a random one.
+        config.architectures = [classifier.__name__] if classifier and self.value_head_prefix == "score" else None
+        for name, number in (("mean", self.mean), ("std", self.std)):
+            if number is not None:
+                setattr(config, name, number)
+            elif hasattr(config, name):
+                # Of the reward model that this one started from: it says nothing about these scores.
+                delattr(config, name)
         Path(path).mkdir(parents=True, exist_ok=True)
         config.save_pretrained(path)
         save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_value_model(
-    path: str | Path, dtype: str = "float32", gradient_checkpointing: bool = False, seed: int = 0
+    path: str | Path,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    value_head_prefix: str = "score",
+    normalize: bool = False,
+    needs_head: bool = False,
 ) -> ValueModel:
     """A value model from a value model's folder, a reward model's, or any policy's.
 
@@ -104,21 +152,44 @@ def load_value_model(
         dtype: of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: as in `load_policy`.
         seed: of the value head, where the folder has none.
-    """
-    from transformers import AutoModel
+        attn_implementation: as in `load_policy`.
+        value_head_prefix: the folder keeps the head as `<prefix>.weight`.
+        normalize: subtract the `mean` and divide by the `std` that a reward model has in its config.json.
+        needs_head: no random head where the folder has none.
 
+    Raises:
+        ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    # All that is small is checked before the weights are read, which may take minutes.
+    config = AutoConfig.from_pretrained(path)
+    mean, std = _score_statistics(config, path) if normalize else (None, None)
+    head_1H = _stored_head(path, value_head_prefix)
+    if head_1H is None and needs_head:
+        raise ValueError(
+            f"{path} has no {value_head_prefix}.weight in its safetensors files, so it is no reward model, or its head "
+            "has another name; set value_head_prefix to what stands before .weight there"
+        )
+    if head_1H is not None and list(head_1H.shape) != [1, _state_size(config)]:
+        raise ValueError(
+            f"{value_head_prefix}.weight of {path} has shape {list(head_1H.shape)}, not {[1, _state_size(config)]}: "
+            "it scores several classes; use a model with num_labels=1"
+        )
     with without_progress_bars():
-        backbone = AutoModel.from_pretrained(path, dtype=_torch_dtype(dtype))
+        backbone, found = AutoModel.from_pretrained(
+            path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation, output_loading_info=True
+        )
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise ValueError(
+            f"{path} lacks {len(missing)} weights of {type(backbone).__name__}, {missing[0]} among them, which would "
+            "be random; give a folder that save_pretrained wrote whole"
+        )
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = ValueModel(backbone, seed=seed)
-    head_1H = _stored_head(path)
+    model = ValueModel(backbone, seed, value_head_prefix, mean, std)
     if head_1H is not None:
-        if head_1H.shape != model.score.weight.shape:
-            raise ValueError(
-                f"score.weight of {path} has shape {list(head_1H.shape)}, not {list(model.score.weight.shape)}: "
-                "it scores several classes; use a model with num_labels=1"
-            )
         with torch.no_grad():
             model.score.weight.copy_(head_1H)
     return model
@@ -161,7 +232,18 @@ def token_values(model: nn.Module, batch: Batch) -> Tensor:
     return _scatter(value_BT.flatten()[state_M], follower_M, batch.num_tokens)
 
 
-def evaluate(batch: Batch, max_tokens: int, device: torch.device | str, compute: Callable[[Batch], Tensor]) -> Tensor:
+def state_values(model: nn.Module, batch: Batch) -> Tensor:
+    """[N] float32: value of the state after each token."""
+    return batch.unpad(_forward(model, batch.padded("tokens", 0)), batch.lengths)
+
+
+def evaluate(
+    batch: Batch,
+    max_tokens: int,
+    device: torch.device | str,
+    compute: Callable[[Batch], Tensor],
+    max_sequences: int = 0,
+) -> Tensor:
     """Apply `compute` to a batch in micro-batches, without gradients.
 
     Args:
@@ -169,11 +251,12 @@ def evaluate(batch: Batch, max_tokens: int, device: torch.device | str, compute:
         max_tokens: of a micro-batch, its padding included.
         device: where `compute` wants its micro-batch.
         compute: micro-batch of n tokens -> [n].
+        max_sequences: of a micro-batch; 0 sets no limit.
 
     Returns:
         [N] on the CPU, in the order of `batch`.
     """
-    plan = batch.micro_batch_indices(max_tokens)
+    plan = batch.micro_batch_indices(max_tokens, max_sequences)
     if not plan:
         return torch.zeros(0)
     with torch.no_grad():
@@ -238,15 +321,43 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def _stored_head(path: str | Path) -> Tensor | None:
+def _state_size(config: PretrainedConfig) -> int:
+    """Numbers in the state that a backbone gives per token; OPT may project it to the size of its embeddings."""
+    text: Any = config.get_text_config()
+    return getattr(text, "word_embed_proj_dim", None) or text.hidden_size
+
+
+def _score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float, float]:
+    """Mean and standard deviation of the scores, as the training of the reward model wrote them down."""
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    if not isinstance(mean, int | float) or not isinstance(std, int | float):
+        raise ValueError(
+            f"config.json of {path} has mean={mean} and std={std}, but normalize needs the numbers that a reward "
+            "model's training writes there; set them, or normalize=False"
+        )
+    if not math.isfinite(mean) or not 0 < std < math.inf:
+        raise ValueError(
+            f"config.json of {path} has mean={mean} and std={std}; set a finite mean and a positive std, or "
+            "normalize=False"
+        )
+    return float(mean), float(std)
+
+
+def _stored_head(path: str | Path, prefix: str) -> Tensor | None:
     """The value head of a saved value or reward model, [1, H]; None when there is none."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
-    # A hub name: its files are in the cache by now, because the backbone was loaded from them.
+    # A hub name: the backbone is loaded from the same files afterwards.
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors"]))
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            if "score.weight" in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
-                return weights.get_tensor("score.weight")
+            names = set(weights.keys())
+            if f"{prefix}.bias" in names:
+                raise ValueError(
+                    f"{path} has a {prefix}.bias: a head of another kind, whose scores would be wrong here; use "
+                    "a model that AutoModelForSequenceClassification of a causal architecture wrote"
+                )
+            if f"{prefix}.weight" in names:
+                return weights.get_tensor(f"{prefix}.weight")
     return None

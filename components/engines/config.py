@@ -36,6 +36,12 @@ class DeepSpeedConfig:
     """Optimizer steps of the whole run, where the schedule ends. 0 = unknown: no warm-up, no decay."""
     max_tokens: int = 16384
     """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
+    max_sequences: int = 0
+    """Sequences of a micro-batch, at most; 0 sets no limit. Changes no results."""
+    forward_max_tokens: int = 0
+    """`max_tokens` of passes without gradients, which need less memory. 0: as in training."""
+    forward_max_sequences: int = 0
+    """`max_sequences` of passes without gradients. 0: as in training."""
     adam_offload: bool = False
     """Keep the optimizer states in host memory. Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
@@ -58,6 +64,10 @@ class DeepSpeedConfig:
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share in [0, 1]")
         _require(self.total_steps >= 0, "total_steps", self.total_steps, "use 0 or more")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
+        _require(self.max_sequences >= 0, "max_sequences", self.max_sequences, "use 0 (no limit) or more")
+        for field in ("forward_max_tokens", "forward_max_sequences"):
+            value = getattr(self, field)
+            _require(value >= 0, field, value, "use 0 (as in training) or more")
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
             raise ValueError(
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "

@@ -143,7 +143,9 @@ class DeepSpeedEngine:
         Returns:
             [N] on the CPU, in the order of `batch`.
         """
-        own = len(batch.micro_batch_indices(self.config.max_tokens))
+        max_tokens = self.config.forward_max_tokens or self.config.max_tokens
+        max_sequences = self.config.forward_max_sequences or self.config.max_sequences
+        own = len(batch.micro_batch_indices(max_tokens, max_sequences))
         extra = self._collective_forwards(own) - own
         if extra and not len(batch):
             raise ValueError(
@@ -151,7 +153,9 @@ class DeepSpeedEngine:
                 "together; send at least one sequence to every rank"
             )
         model = self.model.eval()
-        result_N = evaluate(batch, self.config.max_tokens, self.device, lambda micro_batch: compute(model, micro_batch))
+        result_N = evaluate(
+            batch, max_tokens, self.device, lambda micro_batch: compute(model, micro_batch), max_sequences
+        )
         with torch.no_grad():
             for _ in range(extra):
                 compute(model, batch.select(_shortest(batch)).to(self.device))
@@ -179,11 +183,11 @@ class DeepSpeedEngine:
 
         Raises:
             ValueError: `minibatch` is empty or trains on no token.
-            FloatingPointError: the loss is not finite, or the gradient. On all ranks; a bad loss is found before the
-                weights change. The engine cannot go on after it.
+            FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
+                The engine cannot go on after it.
         """
         totals = _totals(minibatch)
-        plans = _plan(minibatch, self.world_size, self.config.max_tokens)
+        plans = _plan(minibatch, self.world_size, self.config)
         own = plans[self.rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
@@ -211,18 +215,22 @@ class DeepSpeedEngine:
         if self._stage == 0:
             # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm or math.inf))
+            self._check_gradient(norm)
             self._engine.step()
         else:
+            # It leaves out a step whose norm is inf or nan, and calls that norm inf.
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
-        # DeepSpeed says -1 for a norm that is inf or nan.
-        if norm < 0 or not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the loss of optimizer step {self.step_count} is finite, but its gradient is not, and the weights are "
-                "lost; go on from a checkpoint, with a lower learning rate or without the batch's extreme values"
-            )
+            self._check_gradient(norm)
         self.step_count += 1
         return norm
+
+    def _check_gradient(self, norm: float) -> None:
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the loss of optimizer step {self.step_count} is finite, but its gradient is not: grad_norm={norm}; "
+                "the weights were left as they are. Look for extreme values in the batch, or lower the learning rate"
+            )
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(sums)
@@ -232,15 +240,13 @@ class DeepSpeedEngine:
         return dict(zip(names, values.tolist(), strict=True))
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        loss = metrics["loss"]
-        if math.isfinite(loss):
+        if math.isfinite(metrics["loss"]):
             return
-        others = {name: value for name, value in metrics.items() if name != "loss" and not math.isfinite(value)}
+        odd = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
         raise FloatingPointError(
-            f"the loss of optimizer step {self.step_count} is {loss} "
-            f"(also not finite: {others or 'nothing'}); "
-            "the weights were left as they are. Look at the rewards, advantages and log-probabilities of the "
-            "batch for inf and nan, or lower the learning rate"
+            f"the loss of optimizer step {self.step_count} is not finite: {odd}; the weights were left as they are. "
+            "Look at the rewards, advantages and log-probabilities of the batch for inf and nan, or lower the learning "
+            "rate"
         )
 
     def gathered_parameters(self, max_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
@@ -351,12 +357,13 @@ def _totals(minibatch: Batch) -> Totals:
     return Totals(tokens=tokens, sequences=len(minibatch))
 
 
-def _plan(minibatch: Batch, world_size: int, max_tokens: int) -> list[list[Tensor]]:
+def _plan(minibatch: Batch, world_size: int, config: DeepSpeedConfig) -> list[list[Tensor]]:
     """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
     plans = []
     for share in minibatch.balanced_shares(world_size):
         own = Batch(minibatch.lengths[share], {})
-        plans.append([share[index] for index in own.micro_batch_indices(max_tokens)])
+        cuts = own.micro_batch_indices(config.max_tokens, config.max_sequences)
+        plans.append([share[index] for index in cuts])
     return plans
 
 

@@ -370,6 +370,27 @@ def test_micro_batches_take_every_sequence_once_and_as_many_as_fit(lengths: list
         assert (len(cut) + 1) * lengths[following[0]] > max_tokens
 
 
+def test_micro_batches_have_at_most_the_sequences_asked_for() -> None:
+    # Sorted lengths 1 2 2 3 9: two by two, of which 2 rows of 3 still fit into 6 tokens, and 9 stands alone.
+    batch = batch_of([2, 9, 1, 3, 2])
+    assert [index.tolist() for index in batch.micro_batch_indices(6, 2)] == [[2, 0], [4, 3], [1]]
+    assert [index.tolist() for index in batch.micro_batch_indices(100, 3)] == [[2, 0, 4], [3, 1]]
+    assert [len(index) for index in batch.micro_batch_indices(100, 0)] == [5]
+    with pytest.raises(ValueError, match="max_sequences = -1: set at least 1, or 0 for no limit"):
+        batch.micro_batch_indices(6, -1)
+
+
+@given(ragged_lengths, st.integers(1, 12), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_limit_of_sequences_holds_beside_that_of_tokens(lengths: list[int], max_tokens: int, most: int) -> None:
+    cuts = [index.tolist() for index in batch_of(lengths).micro_batch_indices(max_tokens, most)]
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
+    for cut in cuts:
+        assert len(cut) == 1 or (len(cut) <= most and len(cut) * max(lengths[i] for i in cut) <= max_tokens)
+    for cut, following in pairwise(cuts):
+        assert len(cut) == most or (len(cut) + 1) * lengths[following[0]] > max_tokens
+
+
 def test_shares_balance_tokens_and_counts() -> None:
     # 9 -> rank 0, 7 -> 1, 6 -> 1 (7 < 9), 5 -> 0: that is 14 and 13 tokens, of two sequences each.
     shares = batch_of([5, 9, 7, 6]).balanced_shares(2)

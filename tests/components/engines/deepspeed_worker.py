@@ -83,7 +83,10 @@ def squared_error(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
 def nan_in_the_longest(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
     output = nll(model, batch, totals)
     spoilt = int(batch.lengths.max()) == int(minibatches()[0].lengths.max())
-    return LossOutput(loss=output.loss * (float("nan") if spoilt else 1.0), metrics=output.metrics)
+    spoilt_share = output.metrics["token_share"] * (float("inf") if spoilt else 1.0)
+    return LossOutput(
+        loss=output.loss * (float("nan") if spoilt else 1.0), metrics=output.metrics | {"token_share": spoilt_share}
+    )
 
 
 def infinite_gradient(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -116,13 +119,36 @@ def train(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput] = nll) -> 
 
 
 def failure(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput]) -> dict[str, Any]:
+    # After a good step, whose norm is not to be taken for that of the bad one.
+    engine.train_step(minibatches()[1], nll)
     before, message = weights(engine), "no error"
     try:
         engine.train_step(minibatches()[0], loss_fn)
     except FloatingPointError as error:
         message = str(error)
     after = weights(engine)
-    return {"message": message, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+    return {
+        "message": message,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "step_count": engine.step_count,
+    }
+
+
+def counted_forwards(engine: DeepSpeedEngine) -> dict[str, list[int]]:
+    """Sequences of each micro-batch, without gradients and with them."""
+    sizes: dict[str, list[int]] = {"forward": [], "training": []}
+
+    def compute(model: nn.Module, batch: Batch) -> Tensor:
+        sizes["forward"].append(len(batch))
+        return logprobs(model, batch)
+
+    def loss(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+        sizes["training"].append(len(batch))
+        return nll(model, batch, totals)
+
+    engine.forward(own_part(engine), compute)
+    engine.train_step(minibatches()[1], loss)
+    return sizes
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -149,13 +175,17 @@ def main(model_folder: str, output: Path) -> None:
         record["handle"] = WeightPublisher(output / "weights").publish(1, published)
     assert not list(published)  # exhausts it on the other ranks, since gathering is collective
     record["large_micro_batches"] = train(engine(max_tokens=10**6))
+    # Training cuts 7, 5 and 1 sequences by two, evaluation takes one at a time.
+    record["few_sequences"] = train(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1))
+    record["forward_tokens"] = counted_forwards(engine(forward_max_tokens=1, max_sequences=2))
     for stage in (0, 3):
         still = engine(zero_stage=stage, learning_rate=0.0)
         record[f"learning_rate_0-{stage}"] = {"start": weights(still), **train(still)}
     record["offload"] = train(engine(zero_stage=2, adam_offload=True))
     record["nan"] = failure(engine(zero_stage=2), nan_in_the_longest)
-    for stage in (0, 2):
+    for stage in (0, 1, 2, 3):
         record[f"infinite_gradient-{stage}"] = failure(engine(zero_stage=stage), infinite_gradient)
+    record["infinite_gradient-bf16"] = failure(engine(precision="bf16"), infinite_gradient)
     value = DeepSpeedEngine(load_value_model(model_folder), config(zero_stage=3))
     record["value"] = train(value, squared_error)
     value.save_hf(output / "value")

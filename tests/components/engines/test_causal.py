@@ -1,11 +1,14 @@
 """B sequences, N all tokens of a batch end to end, V vocabulary."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -117,6 +120,10 @@ def test_evaluation_in_micro_batches_keeps_the_order(tied_model: Path, batch: Ba
     # By length 1, 2, 5, 8: of 8 tokens, padding included, only the first two fit together.
     assert sizes == {1: [1, 1, 1, 1], 8: [2, 1, 1], 10**6: [4]}[max_tokens]
     assert evaluate(batch.select([]), max_tokens, "cpu", compute).tolist() == []
+    sizes.clear()
+    few_N = evaluate(batch, max_tokens, "cpu", compute, max_sequences=3)
+    torch.testing.assert_close(few_N, logprob_N, atol=1e-5, rtol=0)
+    assert sizes == {1: [1, 1, 1, 1], 8: [2, 1, 1], 10**6: [3, 1]}[max_tokens]
 
 
 def test_the_value_of_a_token_is_that_of_the_state_before_it(tied_model: Path, batch: Batch) -> None:
@@ -153,6 +160,101 @@ def test_a_classifier_of_several_classes_is_no_value_model(untied_model: Path, t
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"score.weight .* has shape \[2, 64\], not \[1, 64\]"):
         load_value_model(tmp_path)
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_head_of_another_name_is_found_under_its_name_only(untied_model: Path, batch: Batch, tmp_path: Path) -> None:
+    model = load_value_model(untied_model, seed=5, value_head_prefix="value_head")
+    model.save_pretrained(tmp_path)
+    again = load_value_model(tmp_path, seed=6, value_head_prefix="value_head")
+    assert torch.equal(token_values(again, batch), token_values(model, batch))
+    assert "value_head.weight" in load_file(tmp_path / "model.safetensors")
+    assert not torch.equal(load_value_model(tmp_path, seed=6).score.weight, model.score.weight)
+    # transformers would make up a head for it, so the folder does not claim to be its classifier.
+    assert json.loads((tmp_path / "config.json").read_text()).get("architectures") is None
+
+
+def test_normalised_values_are_the_scores_minus_the_mean_by_the_deviation(
+    untied_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    load_value_model(untied_model, seed=5).save_pretrained(tmp_path / "reward")
+    write_config(tmp_path / "reward", mean=0.25, std=2)
+    plain_N = token_values(load_value_model(tmp_path / "reward"), batch)
+    model = load_value_model(tmp_path / "reward", normalize=True)
+    normal_N = token_values(model, batch)
+    torch.testing.assert_close(normal_N[1:5], (plain_N[1:5] - 0.25) / 2)
+    assert normal_N[0].item() == 0.0
+    model.save_pretrained(tmp_path / "critic")
+    assert torch.equal(token_values(load_value_model(tmp_path / "critic", normalize=True), batch), normal_N)
+    assert torch.equal(token_values(load_value_model(tmp_path / "critic"), batch), plain_N)
+
+
+def test_a_critic_that_does_not_normalise_forgets_the_statistics_it_started_from(
+    untied_model: Path, tmp_path: Path
+) -> None:
+    load_value_model(untied_model).save_pretrained(tmp_path / "reward")
+    write_config(tmp_path / "reward", mean=0.25, std=2.0)
+    load_value_model(tmp_path / "reward").save_pretrained(tmp_path / "critic")
+    with pytest.raises(ValueError, match=r"critic has mean=None and std=None, .* or normalize=False"):
+        load_value_model(tmp_path / "critic", normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "message"),
+    [
+        ({"mean": 1.0}, "has mean=1.0 and std=None, but normalize needs"),
+        ({"mean": "high", "std": 1.0}, "has mean=high and std=1.0, but normalize needs"),
+        ({"mean": 0.0, "std": 0.0}, "has mean=0.0 and std=0.0; set a finite mean and a positive std"),
+        ({"mean": 0.0, "std": -1.0}, "positive std, or normalize=False"),
+        ({"mean": float("nan"), "std": 1.0}, "set a finite mean"),
+    ],
+)
+def test_statistics_that_normalise_nothing_are_refused(
+    untied_model: Path, tmp_path: Path, statistics: dict[str, Any], message: str
+) -> None:
+    load_value_model(untied_model).save_pretrained(tmp_path)
+    write_config(tmp_path, **statistics)
+    with pytest.raises(ValueError, match=message):
+        load_value_model(tmp_path, normalize=True)
+
+
+def test_half_of_mean_and_deviation_is_refused(untied_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"mean=1\.0 and std=None: .* give both, or neither"):
+        causal.ValueModel(load_value_model(untied_model).backbone, mean=1.0)
+
+
+def test_a_head_with_a_bias_is_refused(untied_model: Path, tmp_path: Path) -> None:
+    load_value_model(untied_model).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has a score\.bias: a head of another kind"):
+        load_value_model(tmp_path)
+
+
+def test_a_backbone_that_is_not_whole_is_refused(untied_model: Path, tmp_path: Path) -> None:
+    load_value_model(untied_model).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of Qwen2Model, norm\.weight among them"):
+        load_value_model(tmp_path)
+
+
+def test_the_attention_that_was_asked_for_is_used_and_gives_the_same_numbers(tied_model: Path, batch: Batch) -> None:
+    eager = load_policy(tied_model, attn_implementation="eager")
+    assert eager.config._attn_implementation == "eager"
+    assert load_policy(tied_model).config._attn_implementation == "sdpa"  # what transformers chooses
+    torch.testing.assert_close(
+        token_logprobs(eager, batch).logprob_N, token_logprobs(load_policy(tied_model), batch).logprob_N
+    )
+    critic = load_value_model(tied_model, attn_implementation="eager")
+    assert critic.backbone.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="nonsense"):
+        load_policy(tied_model, attn_implementation="nonsense")
 
 
 def test_an_unknown_dtype_is_named(tied_model: Path) -> None:

@@ -122,7 +122,9 @@ def plain(tied_model: Path) -> Plain:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", [*(f"fp32-{stage}" for stage in STAGES), "large_micro_batches", "offload"])
+@pytest.mark.parametrize(
+    "case", [*(f"fp32-{stage}" for stage in STAGES), "large_micro_batches", "few_sequences", "offload"]
+)
 def test_training_equals_plain_torch(runs: dict[int, Run], plain: Plain, world_size: int, case: str) -> None:
     """Whatever the stage, the number of ranks, and the size of micro-batches."""
     run = runs[world_size]
@@ -186,15 +188,31 @@ def test_only_rank_0_gets_parameters(runs: dict[int, Run]) -> None:
 def test_a_loss_that_is_nan_on_one_rank_stops_all_before_the_step(runs: dict[int, Run]) -> None:
     for run in runs.values():
         for record in run.records:
-            assert "the loss of optimizer step 0 is nan" in record["nan"]["message"]
+            message = record["nan"]["message"]
+            assert message.startswith(
+                "the loss of optimizer step 1 is not finite: loss=nan, token_share=inf; the weights"
+            )
+            assert "\n" not in message
             assert record["nan"]["unchanged"]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_gradient_that_is_not_finite_is_an_error(runs: dict[int, Run], stage: int) -> None:
+@pytest.mark.parametrize("case", [*(str(stage) for stage in STAGES), "bf16"])
+def test_a_gradient_that_is_not_finite_stops_all_before_the_step(runs: dict[int, Run], case: str) -> None:
     for run in runs.values():
         for record in run.records:
-            assert "finite, but its gradient is not" in record[f"infinite_gradient-{stage}"]["message"]
+            failed = record[f"infinite_gradient-{case}"]
+            assert "step 1 is finite, but its gradient is not: grad_norm=" in failed["message"]
+            assert failed["message"].split("grad_norm=")[1][:4] in {"nan;", "inf;"}
+            assert failed["unchanged"]
+            assert failed["step_count"] == 1
+
+
+def test_passes_without_gradients_have_limits_of_their_own(runs: dict[int, Run]) -> None:
+    # Alone: 7 sequences of at least 2 tokens, of which with a budget of 1 each stands alone; 5 to train on, by two.
+    assert runs[1].records[0]["forward_tokens"]["forward"] == [1] * 7
+    assert max(runs[1].records[0]["forward_tokens"]["training"]) == 2
+    assert sum(runs[1].records[0]["forward_tokens"]["training"]) == 5
+    assert [record["forward_tokens"]["forward"] for record in runs[2].records] == [[1] * 6, [1]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -300,6 +318,9 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
         ({"lr_scheduler": "cosine"}, "lr_scheduler='cosine' is not possible; use"),
         ({"lr_scheduler": "linear"}, "set total_steps"),
         ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_sequences": -1}, r"max_sequences=-1 is not possible; use 0 \(no limit\) or more"),
+        ({"forward_max_tokens": -1}, r"forward_max_tokens=-1 is not possible; use 0 \(as in training\) or more"),
+        ({"forward_max_sequences": -2}, "forward_max_sequences=-2"),
         ({"adam_offload": True}, "set zero_stage to 1, 2 or 3"),
     ],
 )

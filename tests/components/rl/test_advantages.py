@@ -1,18 +1,41 @@
-"""Generalised advantage estimation, whitening."""
+"""Generalised advantage estimation, returns, baselines from groups, whitening. B sequences, N tokens end to end."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.advantages import gae, whiten
+from components.rl.advantages import (
+    discounted_returns,
+    gae,
+    group_mean_baseline,
+    group_norm,
+    leave_one_out,
+    whiten,
+)
 
 Token = tuple[bool, float, float]  # acts, reward, value
 # Exact in float32, so that the mean of equal numbers is that number.
 eighths = st.integers(-40, 40).map(lambda n: n / 8)
 sequences = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2)), max_size=8), max_size=6)
+long_sequences = st.lists(
+    st.lists(st.tuples(st.booleans(), st.floats(-2, 2, width=32)), min_size=1, max_size=40), max_size=5
+)
+# Few different rewards and groups, so that equal rewards, large groups and single answers all occur.
+answers = st.lists(
+    st.tuples(st.sampled_from([-(10**12), -1, 0, 3, 2**40]), st.sampled_from([-1.5, 0.0, 0.1, 0.3, 1.0, 1000.1])),
+    max_size=40,
+)
+
+Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ESTIMATORS: dict[str, Estimator] = {
+    "group_mean_baseline": group_mean_baseline,
+    "leave_one_out": leave_one_out,
+    "group_norm": group_norm,
+}
 
 
 def slow_gae(batch: list[list[Token]], gamma: float, lambd: float) -> tuple[list[float], list[float]]:
@@ -122,6 +145,135 @@ def test_gae_refuses_what_cannot_be() -> None:
         gae(one, one, mask_N, torch.tensor([3]), 1.0, 1.0)
     with pytest.raises(ValueError, match=r"value_N has shape \[2, 1\]"):
         gae(one, one.unsqueeze(1), mask_N, lengths_B, 1.0, 1.0)
+
+
+def test_returns_of_two_sequences_by_hand() -> None:
+    # gamma 1/2. First: 1 + (2 + 4 / 2) / 2 = 3, 2 + 4 / 2 = 4, 4. Second: the environment writes in between.
+    #   8 + 6 / 2 = 11 for the action before the gap, 6 for that after it.
+    reward_N = torch.tensor([99.0, 1.0, 2.0, 4.0, 8.0, 99.0, 99.0, 6.0, 99.0])
+    mask_N = torch.tensor([0, 1, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
+    return_N = discounted_returns(reward_N, mask_N, torch.tensor([4, 5]), 0.5)
+    assert return_N.tolist() == [0.0, 3.0, 4.0, 4.0, 11.0, 0.0, 0.0, 6.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"), [(1.0, [7.0, 6.0, 4.0]), (0.0, [1.0, 2.0, 4.0]), (0.5, [3.0, 4.0, 4.0])]
+)
+def test_returns_by_discount(gamma: float, expected: list[float]) -> None:
+    reward_N = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    return_N = discounted_returns(reward_N, torch.ones(3).bool(), torch.tensor([3]), gamma)
+    assert return_N.tolist() == expected
+    assert not return_N.requires_grad
+
+
+def test_a_reward_that_is_masked_may_be_nan_and_no_tokens_have_no_returns() -> None:
+    mask_N = torch.tensor([False, True])
+    assert discounted_returns(torch.tensor([math.nan, 1.0]), mask_N, torch.tensor([2]), 1.0).tolist() == [0.0, 1.0]
+    none = torch.zeros(0)
+    assert discounted_returns(none, none.bool(), none.long(), 1.0).tolist() == []
+
+
+@given(long_sequences, st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_returns_agree_with_a_scalar_loop(batch: list[list[tuple[bool, float]]], gamma: float) -> None:
+    slow: list[float] = []
+    for tokens in batch:
+        later, part = 0.0, []
+        for acts, reward in reversed(tokens):
+            if acts:
+                later = reward + gamma * later
+            part.append(later if acts else 0.0)
+        slow += reversed(part)
+    reward_N, _, mask_N, lengths_B = columns([[(acts, reward, 0.0) for acts, reward in part] for part in batch])
+    found = discounted_returns(reward_N, mask_N, lengths_B, gamma)
+    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    # With values of 0 and lambda 1 the advantage is the return.
+    assert torch.equal(found, gae(reward_N, torch.zeros_like(reward_N), mask_N, lengths_B, gamma, 1.0)[0])
+
+
+def test_returns_refuse_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"gamma=-0\.1; it must be between 0 and 1"):
+        discounted_returns(torch.ones(2), torch.ones(2).bool(), torch.tensor([2]), -0.1)
+    with pytest.raises(ValueError, match="sum to 3 tokens, but the columns have 2"):
+        discounted_returns(torch.ones(2), torch.ones(2).bool(), torch.tensor([3]), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "mean_baseline", "left_out", "normed"),
+    [
+        # Mean 3. Others' means 4 and 2, 1 - 4 = -3. Deviation of 1, 3, 5: sqrt((4 + 0 + 4) / 2) = 2.
+        ([1, 3, 5], [7, 7, 7], [-2, 0, 2], [-3, 0, 3], [-1, 0, 1]),
+        # Groups lie across each other: 4 and 0 (mean 2, deviation sqrt(8)) in group 9, 1 and 1 in group -2.
+        ([4, 1, 0, 1], [9, -2, 9, -2], [2, 0, -2, 0], [4, 0, -4, 0], [0.5**0.5, 0, -(0.5**0.5), 0]),
+        # Of different sizes: 1, 0, 0, 0 (mean 1/4, deviation sqrt((9 + 3) / 16 / 3) = 1/2) and one alone.
+        (
+            [1, 8, 0, 0, 0],
+            [0, 1, 0, 0, 0],
+            [0.75, 0, -0.25, -0.25, -0.25],
+            [1, 0] + [-1 / 3] * 3,
+            [1.5, 0] + [-0.5] * 3,
+        ),
+        ([-5], [3], [0], [0], [0]),
+        ([2, 2, 2], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]),
+        ([], [], [], [], []),
+    ],
+)
+def test_baselines_from_groups_by_hand(
+    rewards: list[float], groups: list[int], mean_baseline: list[float], left_out: list[float], normed: list[float]
+) -> None:
+    reward_B, group_B = torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
+    assert group_mean_baseline(reward_B, group_B).tolist() == pytest.approx(mean_baseline)
+    assert leave_one_out(reward_B, group_B).tolist() == pytest.approx(left_out)
+    assert group_norm(reward_B, group_B).tolist() == pytest.approx(normed, abs=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, 7.7e30, -1000.1])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
+    # The sum of seven float32 numbers 0.1, divided by 7, is not that number; the difference over 1e-9 is no advantage.
+    for size in (1, 2, 3, 7, 49):
+        reward_B = torch.full((size + 2,), reward)
+        reward_B[-2:] = torch.tensor([0.0, 1.0])
+        group_B = torch.tensor([4] * size + [5, 5])
+        assert ESTIMATORS[name](reward_B, group_B)[:size].tolist() == [0.0] * size
+
+
+def slow_estimate(name: str, reward: float, group: list[float]) -> float:
+    n = len(group)
+    if n == 1 or len(set(group)) == 1:
+        return 0.0
+    mean = sum(group) / n
+    if name == "group_mean_baseline":
+        return reward - mean
+    if name == "leave_one_out":
+        return reward - (sum(group) - reward) / (n - 1)
+    return (reward - mean) / (math.sqrt(sum((x - mean) ** 2 for x in group) / (n - 1)) + 1e-9)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(batch=answers)
+@settings(max_examples=100, deadline=None)
+def test_baselines_agree_with_a_scalar_loop(name: str, batch: list[tuple[int, float]]) -> None:
+    reward_B = torch.tensor([reward for _, reward in batch], dtype=torch.float32)
+    group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
+    found_B = ESTIMATORS[name](reward_B, group_B)
+    rewards, groups = reward_B.tolist(), group_B.tolist()
+    for i, group in enumerate(groups):
+        own = [reward for reward, other in zip(rewards, groups, strict=True) if other == group]
+        assert found_B[i].item() == pytest.approx(slow_estimate(name, rewards[i], own), rel=1e-5, abs=1e-5)
+    assert found_B.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_baselines_carry_no_gradient_and_refuse_what_cannot_be(name: str) -> None:
+    reward_B = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert not ESTIMATORS[name](reward_B, torch.tensor([0, 0])).requires_grad
+    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], group_B \[3\]; both must be \[B\]"):
+        ESTIMATORS[name](reward_B, torch.tensor([0, 0, 0]))
+    with pytest.raises(ValueError, match=r"reward_B has shape \[2, 1\]"):
+        ESTIMATORS[name](reward_B[:, None], torch.tensor([[0], [0]]))
+    with pytest.raises(ValueError, match=r"group_B is torch\.float32; give each sequence the integer id"):
+        ESTIMATORS[name](reward_B, torch.zeros(2))
 
 
 def test_whitening_reads_only_what_is_masked() -> None:

@@ -1,0 +1,103 @@
+"""What answers to held-out prompts say about a policy, and which of these numbers decides what is best.
+
+B answers. Nothing here needs torch: tensors are only read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def heldout_metrics(
+    score_B: Tensor, prompt_B: Tensor, sources: Sequence[str], response_length_B: Tensor, truncated_B: Tensor
+) -> dict[str, float]:
+    """Scores and lengths of n answers to each held-out prompt, by the source of the prompt and over all.
+
+    Args:
+        score_B: [B] score of each answer.
+        prompt_B: [B] integers, equal for the answers to one prompt of a source, in any order.
+        sources: of length B, the source of each answer's prompt.
+        response_length_B: [B] tokens of each answer.
+        truncated_B: [B] bool, True where an answer was cut off.
+
+    Returns:
+        For each source s, in the order of their names: `{s}_pass1`, the mean score; for n > 1 `{s}_pass{n}`, the mean
+        over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`. Over all:
+        `response_length_mean`, `truncated_rate` and `num_samples`, B.
+
+    Raises:
+        ValueError: there is no answer, the columns differ in length, or prompts in their number of answers.
+    """
+    columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
+    for name, x_B in columns.items():
+        if score_B.dim() != 1 or x_B.shape != score_B.shape:
+            raise ValueError(f"score_B has shape {list(score_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
+    if len(sources) != len(score_B):
+        raise ValueError(f"{len(sources)} sources for {len(score_B)} answers; name the source of each answer's prompt")
+    if not len(score_B):
+        raise ValueError("no answers to evaluate; give at least one held-out prompt, or turn the evaluation off")
+    scores, lengths = score_B.tolist(), response_length_B.tolist()
+    truncated = [float(cut) for cut in truncated_B.tolist()]
+    by_prompt: dict[tuple[str, int], list[float]] = defaultdict(list)
+    by_source: dict[str, list[int]] = defaultdict(list)
+    for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
+        by_prompt[source, prompt].append(scores[i])
+        by_source[source].append(i)
+    n = _answers_per_prompt(by_prompt)
+    metrics: dict[str, float] = {}
+    for source in sorted(by_source):
+        rows = by_source[source]
+        metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
+        if n > 1:
+            best = (max(answers) for (of, _), answers in by_prompt.items() if of == source)
+            metrics[f"{source}_pass{n}"] = fmean(best)
+        metrics[f"{source}_response_length_mean"] = fmean(lengths[i] for i in rows)
+        metrics[f"{source}_truncated_rate"] = fmean(truncated[i] for i in rows)
+    over_all = {"response_length_mean": fmean(lengths), "truncated_rate": fmean(truncated)}
+    return metrics | over_all | {"num_samples": float(len(scores))}
+
+
+def _answers_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
+    (_, first), n = next((key, len(answers)) for key, answers in by_prompt.items())
+    for (source, prompt), answers in by_prompt.items():
+        if len(answers) != n:
+            raise ValueError(
+                f"prompt {prompt} of {source!r} has {len(answers)} answers, but prompt {first} has {n}; sample every "
+                "held-out prompt equally often"
+            )
+    return n
+
+
+def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | None:
+    """Name and value of the metric that decides which step is the best.
+
+    Args:
+        metrics: of `heldout_metrics`.
+        key: a name, which may start with "eval/" or "eval_"; "": the first name in order that ends in `_pass1`;
+            "none": no step is the best.
+
+    Returns:
+        None for "none".
+
+    Raises:
+        ValueError: there is no such metric.
+    """
+    if key == "none":
+        return None
+    if key == "":
+        name = min((name for name in metrics if name.endswith("_pass1")), default="")
+    else:
+        plain = key.removeprefix("eval/").removeprefix("eval_")
+        name = key if key in metrics else plain
+    if name not in metrics:
+        raise ValueError(
+            f"no metric {key or '*_pass1'!r} to tell the best step by; set one of {sorted(metrics)}, '' for the first "
+            "that ends in _pass1, or 'none'"
+        )
+    return name, metrics[name]

@@ -1,0 +1,77 @@
+"""A reward model: one score for a whole sequence.
+
+Legend: `B` sequences, `N` all tokens of the batch end to end, `T` longest sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.batch import Batch
+from components.engines.causal import evaluate, load_value_model, state_values
+
+
+class RewardModel:
+    """A classifier with one label over a causal transformer, on the GPU when there is one."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        normalize: bool = False,
+        value_head_prefix: str = "score",
+        attn_implementation: str | None = None,
+        max_tokens: int = 16384,
+        max_sequences: int = 0,
+    ) -> None:
+        """
+        Args:
+            path: a folder or hub name that `AutoModelForSequenceClassification` with num_labels=1 wrote.
+            dtype: of the parameters, "float32" or "bfloat16"; scores are float32.
+            normalize: scores minus the `mean`, by the `std`, that are in the model's config.json.
+            value_head_prefix: the head's weights are called `<prefix>.weight`.
+            attn_implementation: as transformers names it; None: its own choice.
+            max_tokens: of a micro-batch with its padding; a longer sequence stands alone.
+            max_sequences: of a micro-batch; 0 sets no limit.
+
+        Raises:
+            ValueError: the folder has no such head, or one of several labels, or no mean and std to normalise with.
+        """
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_value_model(
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            value_head_prefix=value_head_prefix,
+            normalize=normalize,
+            needs_head=True,
+        )
+        self._model = model.to(self._device).eval()
+        self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
+
+    def score(self, batch: Batch) -> Tensor:
+        """[B] float32 on the CPU: what the head says after the last token of each sequence.
+
+        The last token is where the sequence ends, also when it is the padding token or the end token comes twice.
+
+        Raises:
+            ValueError: a sequence has no token.
+        """
+        empty = (batch.lengths == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"sequence {empty[0]} of {len(batch)} has no token, so nothing can be scored; leave it out"
+            )
+        score_N = evaluate(
+            batch.only("tokens"),
+            self._max_tokens,
+            self._device,
+            lambda micro_batch: state_values(self._model, micro_batch),
+            self._max_sequences,
+        )
+        return score_N[batch.offsets[1:] - 1]
