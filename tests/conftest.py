@@ -17,7 +17,7 @@ FOLDER_BUDGET_S: dict[str, float] = {
     "core": 120,
     "components": 180,
     "agents": 90,
-    "recipes": 420,
+    "recipes": 600,
     "contracts": 120,
     TOP_LEVEL: 150,
 }

@@ -1,4 +1,4 @@
-"""Rows of prompts with labels, and the source that hands them out, shuffled, as token batches.
+"""Rows of prompts with labels, blended from any number of sources, handed out, shuffled, as token batches.
 
 P prompts, N all tokens of a batch end to end. Loading and checking rows needs no torch: a recipe's `main.py`
 does it before anything heavy starts.
@@ -7,14 +7,15 @@ does it before anything heavy starts.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from components.data.records import kind_of, read_records
 from components.data.tasks import Split, get_task
+from components.data.text import TextEncoder, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,32 +25,8 @@ if TYPE_CHECKING:
 TASK_PREFIX = "task:"
 DEFAULT_TASK_ROWS = 10_000
 """Prompts drawn from a task when the caller names no number."""
-
-FILE_TYPES = (".json", ".jsonl", ".parquet")
-
-
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Read a list of objects from a .json, .jsonl or .parquet file."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise ValueError(f"data file {str(path)!r} does not exist; give a {', '.join(FILE_TYPES)} file or task:<name>")
-    if path.suffix == ".jsonl":
-        records = [_parse_json(line, f"{path}, line {n}") for n, line in enumerate(_lines(path), 1) if line.strip()]
-    elif path.suffix == ".json":
-        records = _parse_json(path.read_text(encoding="utf-8"), str(path))
-    elif path.suffix == ".parquet":
-        # Most runs read no parquet; pyarrow is the slowest import on the way to an error message.
-        import pyarrow.parquet
-
-        records = pyarrow.parquet.read_table(path).to_pylist()
-    else:
-        raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
-    if not isinstance(records, list) or not records:
-        raise ValueError(f"data file {str(path)!r} must hold a list of at least one object; it holds {_kind(records)}")
-    for number, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise ValueError(f"data file {str(path)!r}, row {number}: expected an object, found {_kind(record)}")
-    return records
+DEFAULT_DATASOURCE = "default"
+"""What the rows of data are said to come from when they do not say it themselves."""
 
 
 def load_rows(
@@ -57,102 +34,58 @@ def load_rows(
     input_key: str = "input",
     label_key: str | None = None,
     *,
-    split: Split = "train",
+    split: str | None = None,
+    heldout: bool = False,
     max_rows: int | None = None,
     seed: int = 0,
+    probs: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Load prompts as rows of `{"input", "label"}`.
+    """Load prompts as rows of `{"input", "label", "datasource"}`.
+
+    `datasource` says where a row came from: the task's name, the row's own field `datasource`, or "default".
 
     Args:
-        source: `task:<name>`, or a .json, .jsonl or .parquet file.
+        source: parts with commas between them; each is `task:<name>` or what `read_records` takes.
         input_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
         label_key: the field handed to the scorer as the label; None means that every label is "".
-        split: which prompts of a task; a file has only one split.
-        max_rows: the first so many rows of a file, or how many to draw from a task.
-        seed: for the drawing of a task's rows.
+        split: of every part; None is "train", and "heldout" of a task where `heldout` is set.
+        heldout: the rows are for evaluation.
+        max_rows: the first so many rows in all; a task that is the only part draws exactly so many.
+        seed: for the drawing of a task's rows and for blending.
+        probs: with which probability the next row comes from which part: a positive number for each, with commas
+            between them, 1 in all. They go on until every row of every part was used, so those of small parts come
+            more than once. None lays the parts end to end.
     """
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows={max_rows} leaves no data; set it to at least 1, or leave it unset")
-    if source.startswith(TASK_PREFIX):
-        count = DEFAULT_TASK_ROWS if max_rows is None else max_rows
-        return [dict(row) for row in get_task(source.removeprefix(TASK_PREFIX)).rows(split, count, seed)]
-    rows = []
-    for number, record in enumerate(read_records(source)[:max_rows]):
-        for key in (input_key, label_key):
-            if key is not None and key not in record:
-                raise ValueError(
-                    f"{source}, row {number}: there is no field {key!r}, only {', '.join(map(repr, record))}; "
-                    "set input_key and label_key to fields that every row has"
-                )
-        _check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
-        rows.append({"input": record[input_key], "label": "" if label_key is None else record[label_key]})
-    return rows
-
-
-class TextEncoder:
-    """Turns text into token ids, and refuses characters that a character tokenizer would silently lose."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self._alphabet = _alphabet(tokenizer)
-        # A slow property, and this class is called once per text.
-        self._special_tokens = list(tokenizer.all_special_tokens)
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Give the ids of `text`; special tokens written in the text count as such."""
-        if self._alphabet is not None:
-            plain = text
-            for token in self._special_tokens:
-                plain = plain.replace(token, "")
-            lost = "".join(sorted(set(plain) - self._alphabet))
-            if lost:
-                raise ValueError(
-                    f"the tokenizer has no token for the characters {lost!r} of {text!r}; it knows "
-                    f"{''.join(sorted(self._alphabet))!r}: use a model that was made for this data"
-                )
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-
-def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Wrap a string as one user turn; chat messages stay as they are."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]
-
-
-def render_prompt(
-    prompt: str | Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    apply_chat_template: bool = False,
-    input_template: str | None = None,
-) -> str:
-    """Write out the text that the policy reads.
-
-    Args:
-        prompt: a string, or chat messages (these always go through the chat template).
-        tokenizer: the owner of the chat template.
-        apply_chat_template: treat a string as a user's turn and end with the start of the assistant's.
-        input_template: text with one `{}` for a string prompt; not together with the chat template.
-    """
-    if apply_chat_template or not isinstance(prompt, str):
-        if input_template is not None:
-            raise ValueError("input_template and the chat template exclude each other; unset one of them")
-        if not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
-            )
-        text = tokenizer.apply_chat_template(as_messages(prompt), tokenize=False, add_generation_prompt=True)
-        assert isinstance(text, str)
-        return text
-    # Not str.format: prompts of code and maths are full of braces of their own.
-    return prompt if input_template is None else input_template.replace("{}", prompt, 1)
+    names = [name.strip() for name in source.split(",")]
+    if not all(names):
+        raise ValueError(f"the data source {source!r} has an empty part; write names with one comma between two")
+    probabilities = None if probs is None else _parse_probabilities(probs, names)
+    parts: list[list[dict[str, Any]]] = []
+    for name in names:
+        if name.startswith(TASK_PREFIX):
+            task_split = split or ("heldout" if heldout else "train")
+            count = DEFAULT_TASK_ROWS if max_rows is None else max_rows
+            if len(names) > 1:
+                count = min(count, DEFAULT_TASK_ROWS)
+            task = get_task(name.removeprefix(TASK_PREFIX))
+            rows = task.rows(cast(Split, task_split), count, seed)
+            parts.append([{**row, "datasource": task.name} for row in rows])
+        else:
+            # More than the first max_rows of a part are never among the first max_rows of a blend.
+            records = read_records(name, split=split or "train")[:max_rows]
+            parts.append(_rows_of(records, name, input_key, label_key))
+    rows = [row for part in parts for row in part]
+    if probabilities is not None:
+        rows = [rows[i] for i in _interleave([len(part) for part in parts], probabilities, seed)]
+    return rows[:max_rows]
 
 
 class PromptSource:
-    """Hands out prompts without end: each epoch is every row once, in an order of its own.
+    """Hands out prompts without end: each epoch is every row that is short enough once, in an order of its own.
 
-    The order follows from the seed and the epoch, so the state is three numbers.
+    The order follows from the seed and the epoch, so the state is two numbers.
     """
 
     def __init__(
@@ -166,7 +99,7 @@ class PromptSource:
         input_template: str | None = None,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        """Set the source at the start of its first epoch.
+        """Read every prompt once, leave out those that are too long, and stand at the start of the first epoch.
 
         Args:
             rows: as `load_rows` gives them.
@@ -175,7 +108,10 @@ class PromptSource:
             shuffle: False keeps the order of the rows, as evaluation wants it.
             apply_chat_template: see `render_prompt`.
             input_template: see `render_prompt`; must hold `{}`.
-            max_prompt_tokens: longer prompts are passed over and counted in `too_long`; None sets no limit.
+            max_prompt_tokens: longer prompts are left out and counted in `too_long`; None sets no limit.
+
+        Raises:
+            ValueError: a prompt cannot be written out or encoded, with the number of its row; or all are too long.
         """
         if not rows:
             raise ValueError("the prompt source has no rows; give it at least one")
@@ -191,22 +127,23 @@ class PromptSource:
         self.epoch = 0
         """Whole passes over the rows so far."""
         self.position = 0
-        """Rows of this epoch that were already handed out or passed over."""
-        self.too_long = 0
-        """Prompts passed over because they exceed `max_prompt_tokens`, all epochs together."""
+        """Prompts of this epoch that were already handed out."""
         self._encoder = TextEncoder(tokenizer)
+        self._kept = self._find_kept()
+        self.too_long = int((~self._kept).sum())
+        """Rows left out because they exceed `max_prompt_tokens`."""
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
-        """Count the rows of one epoch."""
-        return len(self.rows)
+        """Count the prompts of one epoch."""
+        return len(self.rows) - self.too_long
 
     def take(self, count: int) -> Batch:
         """Give the next `count` prompts, over the end of an epoch if need be.
 
         Returns:
-            A batch of P = count prompts: `tokens` [N]; `prompt_id` [P] int64, which is
-            epoch * len(rows) + row, so it never repeats in a run; `prompt` (the text) and `label` lists.
+            A batch of P = count prompts: `tokens` [N]; `prompt_id` [P] int64, which is epoch * rows + row, counting
+            those left out too, so it never repeats in a run; `prompt` (the text), `label` and `datasource` lists.
         """
         # Not at the top: a plan check loads rows without torch.
         import torch
@@ -215,43 +152,44 @@ class PromptSource:
 
         if count < 1:
             raise ValueError(f"take({count}) asks for no prompts; ask for at least 1")
-        tokens: list[list[int]] = []
+        taken: list[int] = []
         prompt_ids: list[int] = []
-        prompts: list[str] = []
-        labels: list[Any] = []
-        passed_over = 0
-        while len(tokens) < count:
+        for _ in range(count):
             row = self._next_row()
-            prompt, ids = self._encode(row)
-            if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-                self.too_long += 1
-                passed_over += 1
-                if passed_over > len(self.rows):
-                    raise ValueError(
-                        f"all {len(self.rows)} prompts are longer than max_prompt_tokens={self.max_prompt_tokens}; "
-                        f"the last one has {len(ids)}: raise it"
-                    )
-                continue
-            passed_over = 0
-            tokens.append(ids)
+            taken.append(row)
             prompt_ids.append(self.epoch * len(self.rows) + row)
-            prompts.append(prompt)
-            labels.append(self.rows[row]["label"])
+        prompts, tokens = self._encode(taken)
         return Batch.from_rows(
             {"tokens": tokens},
             per_sequence={"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64)},
-            objects={"prompt": prompts, "label": labels},
+            objects={
+                "prompt": prompts,
+                "label": [self.rows[row]["label"] for row in taken],
+                "datasource": [self.rows[row].get("datasource", DEFAULT_DATASOURCE) for row in taken],
+            },
+        )
+
+    def first(self) -> tuple[str, list[int]]:
+        """Give the prompt that `take` will hand out next, as text and as ids, without taking it."""
+        ended = self.position == len(self._order)
+        row = int(self._order_of(self.epoch + 1)[0] if ended else self._order[self.position])
+        prompts, tokens = self._encode([row])
+        return prompts[0], tokens[0]
+
+    def describe_first(self, limit: int = 300) -> str:
+        """Show `first()` in one line: the text, up to so many characters, and the first ids."""
+        text, ids = self.first()
+        most_ids = 32
+        cut = "..." if len(text) > limit else ""
+        more = f", the first {most_ids} of {len(ids)}" if len(ids) > most_ids else ""
+        return (
+            f"first prompt ({len(text)} characters, {len(ids)} tokens): {text[:limit]!r}{cut}; "
+            f"token ids{more}: {ids[:most_ids]}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs to go on with the very next prompt."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "too_long": self.too_long,
-            "seed": self.seed,
-            "rows": self._fingerprint(),
-        }
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "rows": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another source with the same rows and seed stood."""
@@ -260,65 +198,119 @@ class PromptSource:
             if state[key] != value:
                 raise ValueError(
                     f"the saved prompt order has {key}={state[key]!r}, this run has {value!r}; resume with the same "
-                    "data and seed, or start anew"
+                    "data, seed and length limit, or start anew"
                 )
-        self.epoch, self.position, self.too_long = state["epoch"], state["position"], state["too_long"]
+        self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
 
     def _next_row(self) -> int:
-        if self.position == len(self.rows):
+        if self.position == len(self._order):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._order_of(self.epoch)
         row = int(self._order[self.position])
         self.position += 1
         return row
 
-    def _encode(self, row: int) -> tuple[str, list[int]]:
-        source = self.rows[row]["input"]
-        text = render_prompt(
-            source,
-            self.tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            input_template=self.input_template,
-        )
-        # A chat template writes the special tokens itself; a second bos in front would be a different prompt.
-        templated = self.apply_chat_template or not isinstance(source, str)
-        ids = self._encoder.encode(text, add_special_tokens=not templated)
-        if not ids:
-            raise ValueError(f"row {row}: the prompt {text!r} has no tokens; the policy needs at least one")
-        return text, ids
+    def _find_kept(self) -> np.ndarray:
+        """Tell for each row whether it is short enough, in one pass that keeps no ids."""
+        lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
+        limit = self.max_prompt_tokens
+        kept = np.ones(len(lengths), dtype=bool) if limit is None else lengths <= limit
+        if not kept.any():
+            raise ValueError(
+                f"all {len(lengths)} prompts are longer than max_prompt_tokens={limit}; the shortest has "
+                f"{lengths.min()} tokens: raise it"
+            )
+        return kept
+
+    def _lengths(self) -> Iterator[int]:
+        # As many as the tokenizer needs to be worth calling, and few enough to hold.
+        chunk = 1024
+        for begin in range(0, len(self.rows), chunk):
+            _, tokens = self._encode(range(begin, min(begin + chunk, len(self.rows))))
+            yield from map(len, tokens)
+
+    def _encode(self, rows: Sequence[int]) -> tuple[list[str], list[list[int]]]:
+        """Write out and encode prompts; an error says which row it is about."""
+        texts: list[str] = []
+        for row in rows:
+            prompt = self.rows[row]["input"]
+            _check_prompt(prompt, f"row {row}")
+            try:
+                text = render_prompt(
+                    prompt,
+                    self.tokenizer,
+                    apply_chat_template=self.apply_chat_template,
+                    input_template=self.input_template,
+                )
+            except ValueError as error:
+                raise ValueError(f"row {row}: {error}") from error
+            texts.append(text)
+        tokens = self._encoder.encode_prompts(texts, rows)
+        for row, text, ids in zip(rows, texts, tokens):
+            if not ids:
+                raise ValueError(f"row {row}: the prompt {text!r} has no tokens; the policy needs at least one")
+        return texts, tokens
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.rows))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        count = len(self.rows)
+        # Of all rows, so that the order of those that stay does not hang on how many are left out.
+        order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
+        return order[self._kept[order]]
 
     def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
             digest.update(repr(row["input"]).encode())
         return f"{len(self.rows)} rows, {digest.hexdigest()}"
 
 
-def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Find the characters of a tokenizer whose every token is one character; None for any other."""
-    largest_character_vocabulary = 256
-    if len(tokenizer) > largest_character_vocabulary:
-        return None
-    special = set(tokenizer.all_special_ids)
-    characters = [str(tokenizer.decode([index])) for index in range(len(tokenizer)) if index not in special]
-    return frozenset(characters) if all(len(character) == 1 for character in characters) else None
+def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
+    rows = []
+    for number, record in enumerate(records):
+        for key in (input_key, label_key):
+            if key is not None and key not in record:
+                raise ValueError(
+                    f"{source}, row {number}: there is no field {key!r}, only {', '.join(map(repr, record))}; "
+                    "set input_key and label_key to fields that every row has"
+                )
+        _check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
+        datasource = record.get("datasource")
+        rows.append(
+            {
+                "input": record[input_key],
+                "label": "" if label_key is None else record[label_key],
+                "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
+            }
+        )
+    return rows
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").split("\n")
-
-
-def _parse_json(text: str, where: str) -> Any:
+def _parse_probabilities(probs: str, names: list[str]) -> list[float]:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+        values = [float(value) for value in probs.split(",")]
+    except ValueError as error:
+        raise ValueError(f"probs={probs!r} must be numbers with commas between them ({error})") from error
+    if len(values) != len(names) or not all(value > 0 for value in values) or not abs(math.fsum(values) - 1) <= 1e-6:
+        raise ValueError(
+            f"probs={probs!r} must be one positive number for each of the {len(names)} parts of the data, and 1 in "
+            f"all; found {len(values)}, {math.fsum(values):g} in all"
+        )
+    return values
+
+
+def _interleave(lengths: list[int], probabilities: list[float], seed: int) -> list[int]:
+    """Give the order of a blend, as indices into the parts laid end to end."""
+    # Only indices go through the library: values would come back with the types of its tables.
+    import datasets
+
+    ends = np.cumsum(lengths)
+    parts = [datasets.Dataset.from_dict({"i": range(end - n, end)}) for end, n in zip(ends.tolist(), lengths)]
+    total = math.fsum(probabilities)
+    blend = datasets.interleave_datasets(
+        parts, probabilities=[p / total for p in probabilities], seed=seed, stopping_strategy="all_exhausted"
+    )
+    return blend[:]["i"]
 
 
 def _check_prompt(prompt: Any, where: str) -> None:
@@ -327,12 +319,6 @@ def _check_prompt(prompt: Any, where: str) -> None:
     messages = list(prompt) if isinstance(prompt, Sequence) else []
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
         raise ValueError(
-            f"{where}: expected a string or a list of {{role, content}} messages, found {_kind(prompt)}; "
+            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
             "set input_key to the field with the prompt"
         )
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, (list, dict, str)):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return f"a {type(value).__name__} ({value!r})"

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
-from components.data.prompts import TextEncoder, as_messages, read_records, render_prompt
+from components.data.records import read_records
+from components.data.text import TextEncoder, as_messages, render_prompt
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class _Example:
 
 
 def load_demonstrations(path: str | Path) -> list[dict[str, Any]]:
-    """Read rows of `{"prompt", "response"}` or `{"messages"}` from a .jsonl, .json or .parquet file."""
+    """Read rows of `{"prompt", "response"}` or `{"messages"}` from what `read_records` takes."""
     rows = read_records(path)
     for number, row in enumerate(rows):
         _check_row(row, f"{path}, row {number}")
@@ -102,7 +103,7 @@ def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: s
     templated = not isinstance(row["prompt"], str)
     text = render_prompt(row["prompt"], tokenizer, input_template=None if templated else input_template)
     # Prompt and response are tokenized apart, as at generation time the prompt's ids are fixed by then.
-    prompt_ids = encoder.encode(text, add_special_tokens=not templated)
+    prompt_ids = encoder.encode_prompt(text)
     response_ids = encoder.encode(row["response"])
     while response_ids and response_ids[-1] == tokenizer.eos_token_id:
         response_ids.pop()
@@ -128,7 +129,11 @@ def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, where
                 f"{where}: the chat template writes the turns before turn {index} differently once it is added "
                 "(some drop earlier reasoning), so no text fits all turns; keep one assistant turn per row"
             )
-        before, answer = encoder.encode(opened[len(done) :]), encoder.encode(closed[len(opened) :])
+        before = encoder.encode(opened[len(done) :]) if done else encoder.encode_prompt(opened)
+        answer = encoder.encode(closed[len(opened) :])
+        if not opened and before == answer[:1]:
+            # Nothing stands before an assistant's first turn but the BOS, which the template writes as well.
+            answer = answer[1:]
         learnt = answer.index(eos) + 1 if eos in answer else len(answer)
         tokens += before + answer
         mask += [False] * len(before) + [True] * learnt + [False] * (len(answer) - learnt)

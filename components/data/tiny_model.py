@@ -20,7 +20,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character of `alphabet`, after pad, bos and eos.
 
     It neither adds nor joins tokens, so decoding gives the text back. Characters outside the alphabet have no
-    token and vanish: `components.data.prompts.encode` refuses them.
+    token and vanish: `components.data.text.TextEncoder` refuses them.
 
     Args:
         alphabet: ASCII characters without repeats; their order is the order of their ids.

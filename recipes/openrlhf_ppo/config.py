@@ -1,22 +1,41 @@
 """Every option of the recipe, under the flat names that OpenRLHF's users know.
 
-`--flag value` and `flag=value` mean the same. The engines' configurations are mapped from these names below.
+`--flag value` and `flag=value` mean the same. The engines' configurations are mapped from these names below; the names
+of newer versions, and the flags that are not taken, are in flags.py.
 """
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from components.data.rewards import RewardSettings
 from components.engines.config import DeepSpeedConfig, HFRolloutConfig, SamplingConfig
 from core import ConfigError
 
+from . import flags
+
 RECIPE = Path(__file__).parent.name
+
+Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
+GROUPED = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+"""Estimators that compare the answers to one prompt with each other."""
+CRITICS_OWN = (
+    *("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node"),
+    *("lambd", "value_clip", "freezing_actor_steps", "colocate_critic_reward", "save_value_network"),
+)
+"""Options that only mean something where there is a critic."""
+UNLIMITED = 2**62
+"""Tokens of a micro-batch that is cut by answers."""
 
 
 @dataclass(kw_only=True)
 class PPOConfig:
-    """PPO on verifiable prompts."""
+    """PPO, REINFORCE++, RLOO and GRPO with OpenRLHF's options."""
+
+    ALIASES: ClassVar = flags.ALIASES
+    REFUSED: ClassVar = flags.REFUSED
 
     # --- the run
     run_dir: str = field(default_factory=lambda: f"runs/{RECIPE}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -33,31 +52,69 @@ class PPOConfig:
     """The policy to start from: a folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which
     makes and keeps a tiny demonstration model."""
     critic_pretrain: str | None = None
-    """The critic's backbone. Default: `pretrain`."""
+    """The critic's start. Default: the first `reward_pretrain`, else `pretrain` with a new head."""
+    value_head_prefix: str = "score"
+    """Name of the head's weights in reward models and critics."""
+    attn_implementation: str = "auto"
+    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. auto: flash_attention_2 where
+    there is a GPU and the package, else sdpa."""
+    tokenizer_chat_template: str | None = None
+    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    pad_token: str | None = None
+    """Token that fills short rows, for a tokenizer that names none; its end token will do."""
 
     # --- data
     prompt_data: str = ""
-    """Training prompts: a json, jsonl or parquet file, or `task:<name>` for a generated task."""
+    """Training prompts: a json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub
+    name (`name@data_dir` for a part of it), or `task:<name>` for a generated task; several with commas between."""
+    prompt_data_probs: str | None = None
+    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
+    prompt_split: str = "train"
+    """Which split of a hub name or folder."""
     input_key: str = "input"
-    """Column of the prompt."""
+    """Column of the prompt: text, or a list of chat messages."""
     label_key: str | None = None
     """Column of the label that the reward sees. A task brings its own."""
     apply_chat_template: bool = False
-    """Wrap each prompt as a user message of the tokenizer's chat template."""
+    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
     input_template: str | None = None
     """Text around each prompt, with `{}` in its place."""
-    max_samples: int = 100_000
-    """Use at most this many training prompts."""
+    max_samples: int | None = None
+    """Use at most this many training prompts. Default: all; of a generated task, which has no end, 10,000."""
     prompt_max_len: int = 1024
     """Longer prompts (in tokens) are left out, and counted."""
     generate_max_len: int = 1024
     """New tokens per answer, at most."""
 
-    # --- reward
+    # --- reward: one of these three
+    reward_pretrain: str | None = None
+    """Reward model: a sequence classifier with one label and the policy's vocabulary; several with commas between."""
     remote_rm_url: str | None = None
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`."""
+    """Reward server's URL, several with commas between, or a Python file with
+    `reward_func(queries, prompts, labels, **kwargs)`."""
     scorer: str | None = None
-    """Or a built-in scorer by name, such as a task's own."""
+    """Built-in scorer: `gsm8k` (the answer after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
+    math-verify), `exact_match`, or a task's own."""
+    reward_weights: list[float] | None = None
+    """Weight of each reward model. Default: 1 each."""
+    normalize_reward: bool = False
+    """Shift and scale a reward model's rewards, and the critic's values, by the mean and std in its config.json."""
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Rewards, after the comparison within groups, are cut to this range."""
+    overlong_buffer_len: int | None = None
+    """Answers lose reward over the last so many tokens before generate_max_len (DAPO)."""
+    overlong_penalty_factor: float = 1.0
+    """How much an answer of full length loses."""
+    stop_properly_penalty_coef: float | None = None
+    """Answers that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
+    reward_workers: int = 1
+    """Processes that run the Python file or the scorer, on each reward instance."""
+    reward_timeout: float = 60.0
+    """Seconds that reward code may take over one answer."""
+    remote_rm_timeout: float = 180.0
+    """Seconds that a reward server may take over one request; a request is tried five times."""
+    remote_rm_batch_size: int = 64
+    """Answers per request to a reward server."""
 
     # --- how much
     rollout_batch_size: int = 1024
@@ -70,8 +127,16 @@ class PPOConfig:
     """Passes over each step's answers."""
     num_episodes: int = 1
     """Passes over the prompts."""
-    max_tokens_per_gpu: int = 16192
-    """Token budget of a micro-batch on one rank. Changes memory and speed, never the result."""
+    micro_train_batch_size: int = 1
+    """Answers in a forward and backward pass on one rank. Changes memory and speed, never the result."""
+    micro_rollout_batch_size: int = 1
+    """Answers in a pass without gradients on one rank. Changes memory and speed, never the result."""
+    use_dynamic_batch: bool = False
+    """Cut micro-batches by tokens instead, with the two budgets below."""
+    train_max_tokens_per_gpu: int = 16192
+    """Tokens in a forward and backward pass on one rank, padding included. A longer answer stands alone."""
+    rollout_max_tokens_per_gpu: int | None = None
+    """Tokens in a pass without gradients. Default: train_max_tokens_per_gpu."""
 
     # --- sampling
     temperature: float = 1.0
@@ -90,6 +155,8 @@ class PPOConfig:
     """Where the decay ends, as a share of the peak."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
+    adam_eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
     l2: float = 0.0
     """Weight decay."""
     max_norm: float = 1.0
@@ -102,10 +169,14 @@ class PPOConfig:
     """Recompute activations in the backward pass instead of keeping them."""
     adam_offload: bool = False
     """Keep Adam's state in host memory."""
+    overlap_comm: bool = False
+    """Reduce gradients while the backward pass still runs."""
 
     # --- algorithm
-    advantage_estimator: Literal["gae"] = "gae"
-    """How credit is given to tokens. Only GAE so far: the field lets commands that name it run, and refuses others."""
+    advantage_estimator: Estimator = "gae"
+    """How credit is given: `gae` with a critic; `reinforce` (REINFORCE++: whitened returns) and, within each prompt's
+    answers, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others), `group_norm` (GRPO)
+    and `dr_grpo` (less their mean; the loss is divided by generate_max_len, not by the tokens) without one."""
     gamma: float = 1.0
     """Discount per action token."""
     lambd: float = 1.0
@@ -114,6 +185,10 @@ class PPOConfig:
     """Whitening only centres the advantages, and leaves their scale."""
     eps_clip: float = 0.2
     """The policy ratio is clipped to 1 +- this."""
+    eps_clip_low_high: tuple[float, float] | None = None
+    """Two bounds instead: 1 - the first to 1 + the second."""
+    entropy_loss_coef: float | None = None
+    """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
     value_clip: float = 0.5
     """The critic may move a value by this much per step."""
     init_kl_coef: float = 0.01
@@ -127,43 +202,56 @@ class PPOConfig:
 
     # --- evaluation
     eval_dataset: str | None = None
-    """Held-out prompts: a file, or `task:<name>` for a task's held-out items."""
+    """Held-out prompts: as prompt_data; `task:<name>` gives a task's held-out items."""
+    eval_split: str | None = None
+    """Which split of it. Default: train, as in OpenRLHF; of a task: heldout."""
     max_eval_samples: int = 2048
     """How many of them."""
     eval_steps: int = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
+    eval_temperature: float = 0.6
+    """Of the answers behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    eval_n_samples_per_prompt: int = 4
+    """N: answers per held-out prompt."""
+    best_eval_metric_key: str = ""
+    """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
+    in _pass1; `none` keeps only the last policy."""
 
     # --- placement
     actor_num_nodes: int = 1
     """Machines that train the policy."""
     actor_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: what the machine has."""
+    """Ranks per machine. Default: its GPUs shared out evenly among the roles; 1 without GPUs."""
     critic_num_nodes: int = 1
     """Machines that train the critic."""
     critic_num_gpus_per_node: int | None = None
-    """Ranks per machine."""
+    """Ranks per machine. Default: as actor_num_gpus_per_node."""
     ref_num_nodes: int = 1
     """Machines that hold the reference."""
     ref_num_gpus_per_node: int | None = None
-    """Ranks per machine."""
+    """Ranks per machine. Default: as actor_num_gpus_per_node."""
     reward_num_nodes: int = 1
     """Machines that score answers."""
     reward_num_gpus_per_node: int | None = None
-    """Instances per machine."""
+    """Instances per machine. They take devices where there is a reward_pretrain, and are one process otherwise."""
     vllm_num_engines: int | None = None
-    """Rollout engines."""
+    """Rollout engines, of one device each. Default: as many as one of the other roles has."""
     colocate_actor_ref: bool = False
     """Actor and reference share devices."""
     colocate_critic_reward: bool = False
     """Critic and reward share devices."""
     colocate_all_models: bool = False
-    """All roles but the trainer share devices."""
+    """All roles with a model share devices."""
 
     # --- output
     save_path: str | None = None
     """A second place for the trained model; it is always in the run folder's checkpoints."""
+    save_value_network: bool = False
+    """Save the critic beside the policy, in checkpoints/step_N/critic."""
     use_wandb: str | None = None
     """Log to W&B: an API key, or `true` to use WANDB_API_KEY. Without a key it stays offline, in the run folder."""
+    wandb_org: str | None = None
+    """W&B user or team that owns the project. Default: the key's."""
     wandb_project: str = "troupe"
     """W&B project."""
     wandb_group: str | None = None
@@ -172,32 +260,147 @@ class PPOConfig:
     """W&B run. Default: the run folder's name."""
 
     def __post_init__(self) -> None:
+        self._check_sources()
+        self._check_batches()
+        self._check_rewards()
+        self._check_algorithm()
+        self._check_evaluation()
+        # The engines' own checks, before any engine starts.
+        for learning_rate in (self.actor_learning_rate, self.critic_learning_rate):
+            self.engine(learning_rate, steps=1)
+        self.sampling(step=0)
+
+    def _check_sources(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}; set it to 0 or more")
         if not self.pretrain:
             raise ConfigError("pretrain is empty; set pretrain=FOLDER, or pretrain=warm_start:sort for a demonstration")
         if not self.prompt_data:
             raise ConfigError("prompt_data is empty; set prompt_data=FILE, or prompt_data=task:sort")
-        if (self.remote_rm_url is None) == (self.scorer is None):
-            given = f"remote_rm_url={self.remote_rm_url} and scorer={self.scorer}"
-            raise ConfigError(f"{given}: set exactly one of remote_rm_url=FILE.py and scorer=NAME, the other to null")
+        if self.input_template is not None and self.apply_chat_template:
+            raise ConfigError("apply_chat_template and input_template exclude each other; unset one of them")
+        if self.input_template is not None and self.input_template.count("{}") != 1:
+            raise ConfigError(f"input_template={self.input_template!r} must hold {{}} once, where the prompt goes")
+        if self.colocate_all_models and (self.colocate_actor_ref or self.colocate_critic_reward):
+            raise ConfigError("colocate_all_models includes the other two; set it alone")
+        if self.colocate_actor_ref and not self.needs_reference:
+            raise ConfigError("colocate_actor_ref=true, but with init_kl_coef=0 there is no reference; unset one")
+        if self.colocate_critic_reward and not self.reward_pretrain:
+            raise ConfigError("colocate_critic_reward=true, but only a reward_pretrain takes a device; unset it")
+        self._at_least_one("actor_num_nodes", "critic_num_nodes", "ref_num_nodes", "reward_num_nodes")
+        self._at_least_one("actor_num_gpus_per_node", "critic_num_gpus_per_node", "ref_num_gpus_per_node")
+        self._at_least_one("reward_num_gpus_per_node", "vllm_num_engines", "max_samples", "prompt_max_len")
+
+    def _check_batches(self) -> None:
+        self._at_least_one("rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs")
+        self._at_least_one("num_episodes", "micro_train_batch_size", "micro_rollout_batch_size")
+        self._at_least_one("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             raise ConfigError(
                 f"a step makes {self.rollout_batch_size} x {self.n_samples_per_prompt} = {samples} answers, which "
                 f"train_batch_size={self.train_batch_size} does not divide; set one that does"
             )
+        ranks = {
+            "actor": self.actor_num_nodes * (self.actor_num_gpus_per_node or 1),
+            "critic": self.critic_num_nodes * (self.critic_num_gpus_per_node or 1),
+        }
+        for role, count in ranks.items():
+            if self.train_batch_size < count:
+                raise ConfigError(
+                    f"train_batch_size={self.train_batch_size} leaves some of the {count} {role} ranks without an "
+                    f"answer; raise it, or lower {role}_num_gpus_per_node"
+                )
+
+    def _check_rewards(self) -> None:
+        given = {name: getattr(self, name) for name in ("reward_pretrain", "remote_rm_url", "scorer")}
+        if sum(value is not None for value in given.values()) != 1:
+            shown = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ConfigError(f"{shown}: set exactly one of the three, the others to null")
+        models = self.reward_models
+        if self.reward_weights is not None and len(self.reward_weights) != len(models):
+            raise ConfigError(f"reward_weights has {len(self.reward_weights)} numbers for {len(models)} reward models")
+        if self.normalize_reward and not models:
+            raise ConfigError(
+                "normalize_reward uses the mean and std of a reward_pretrain; normalise in your own reward code or "
+                "reward server, and leave it out here"
+            )
+        low, high = self.reward_clip_range
+        if not low < high:
+            raise ConfigError(f"reward_clip_range={low} {high}; set the lower bound first")
+        buffer = self.overlong_buffer_len
+        if buffer is not None and not 0 < buffer <= self.generate_max_len:
+            raise ConfigError(f"overlong_buffer_len={buffer}; set 1 to generate_max_len={self.generate_max_len}")
+        if self.overlong_penalty_factor < 0:
+            raise ConfigError(f"overlong_penalty_factor={self.overlong_penalty_factor}; set it to 0 or more")
+        if self.stop_properly_penalty_coef is not None and self.stop_properly_penalty_coef > 1:
+            raise ConfigError(f"stop_properly_penalty_coef={self.stop_properly_penalty_coef}; set it to at most 1")
+        self._at_least_one("reward_workers", "remote_rm_batch_size")
+        for name in ("reward_timeout", "remote_rm_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)}; set it to a number of seconds above 0")
+
+    def _check_algorithm(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature}; training needs samples, so set it above 0")
-        for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "num_episodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
-        # The engines' own checks, before any engine starts.
-        for learning_rate in (self.actor_learning_rate, self.critic_learning_rate):
-            self.engine(learning_rate, steps=1, has_gpu=False)
-        self.sampling(step=0)
-        if self.colocate_all_models and (self.colocate_actor_ref or self.colocate_critic_reward):
-            raise ConfigError("colocate_all_models includes the other two; set it alone")
+        estimator = self.advantage_estimator
+        if estimator in GROUPED and self.n_samples_per_prompt < 2:
+            raise ConfigError(
+                f"advantage_estimator={estimator} compares the answers to one prompt, but n_samples_per_prompt="
+                f"{self.n_samples_per_prompt}; set it to 2 or more"
+            )
+        if estimator in GROUPED and self.gamma != 1.0:
+            raise ConfigError(
+                f"advantage_estimator={estimator} knows no discount, but gamma={self.gamma}; leave it out"
+            )
+        if estimator in ("rloo", "group_norm", "dr_grpo") and self.no_advantage_std_norm:
+            raise ConfigError(f"advantage_estimator={estimator} does not whiten; leave no_advantage_std_norm out")
+        if self.init_kl_coef < 0:
+            raise ConfigError(f"init_kl_coef={self.init_kl_coef}; set it to 0 or more")
+        if self.use_kl_loss and not self.needs_reference:
+            raise ConfigError("use_kl_loss=true, but init_kl_coef=0; set a weight, or leave use_kl_loss out")
+        if self.entropy_loss_coef is not None and self.entropy_loss_coef < 0:
+            raise ConfigError(f"entropy_loss_coef={self.entropy_loss_coef}; set it to 0 or more")
+        for low, high in ((self.eps_clip, self.eps_clip), self.eps_clip_low_high or (0.0, 0.0)):
+            if not 0 <= low <= 1 or high < 0:
+                raise ConfigError(f"the ratio cannot be clipped to 1 - {low} and 1 + {high}; see eps_clip")
+
+    def _check_evaluation(self) -> None:
+        self._at_least_one("max_eval_samples", "eval_n_samples_per_prompt")
+        if self.eval_dataset is None:
+            changed = [
+                name for name in ("eval_split", "eval_steps", "best_eval_metric_key") if not self._is_default(name)
+            ]
+            if changed:
+                raise ConfigError(f"{', '.join(changed)} without eval_dataset; set eval_dataset, or leave them out")
+        if self.eval_steps == 0 or self.eval_steps < -1:
+            raise ConfigError(f"eval_steps={self.eval_steps}; set 1 or more, or -1 for the start and the end only")
+        if self.eval_temperature < 0:
+            raise ConfigError(f"eval_temperature={self.eval_temperature}; set it to 0 or more")
+        if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
+            raise ConfigError("eval_temperature=0 gives the same answer every time; set eval_n_samples_per_prompt=1")
+
+    def check_given(self, given: Collection[str]) -> None:
+        """Refuse options that a user has named and that have no effect beside the others.
+
+        Raises:
+            ConfigError: a critic's option without a critic.
+        """
+        idle = [f"{name}={getattr(self, name)}" for name in CRITICS_OWN if name in given]
+        if idle and not self.needs_critic:
+            raise ConfigError(
+                f"advantage_estimator={self.advantage_estimator} trains no critic, so {', '.join(idle)} would have no "
+                "effect; leave it out, or set advantage_estimator=gae"
+            )
+
+    def _at_least_one(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}; set it to at least 1")
+
+    def _is_default(self, name: str) -> bool:
+        return getattr(self, name) == next(option.default for option in fields(self) if option.name == name)
 
     @property
     def needs_reference(self) -> bool:
@@ -205,14 +408,39 @@ class PPOConfig:
         return self.init_kl_coef != 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether values are learnt."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def frozen_steps(self) -> int:
+        """Up to and including this step the policy waits for the critic."""
+        return self.freezing_actor_steps if self.needs_critic else -1
+
+    @property
+    def reward_models(self) -> list[str]:
+        """The reward models' folders or names; empty where code or a server scores."""
+        return [name.strip() for name in (self.reward_pretrain or "").split(",") if name.strip()]
+
+    @property
+    def critic_start(self) -> str:
+        """What the critic is loaded from."""
+        return self.critic_pretrain or next(iter(self.reward_models), self.pretrain)
+
+    @property
     def kl_in_reward(self) -> float:
         """Weight of the KL inside the reward."""
         return 0.0 if self.use_kl_loss else self.init_kl_coef
 
     @property
-    def reward(self) -> str:
-        """The scorer's name, or the reward file."""
-        return self.scorer or self.remote_rm_url or ""
+    def clip_low_high(self) -> tuple[float, float]:
+        """How far the policy ratio may go below and above 1."""
+        return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+
+    @property
+    def reward_code(self) -> str | None:
+        """The scorer's name, the reward file or the servers' URLs; None where reward models score."""
+        return self.scorer or self.remote_rm_url
 
     def steps(self, num_prompts: int) -> int:
         """Rollout steps of the whole run."""
@@ -232,31 +460,64 @@ class PPOConfig:
             + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
         )
 
-    def engine(self, learning_rate: float, steps: int, has_gpu: bool) -> DeepSpeedConfig:
+    def notes(self) -> list[str]:
+        """What a user should know of before the run starts."""
+        found = []
+        if self.needs_reference and self.use_kl_loss == (self.kl_estimator == "k1"):
+            advice = "k2 or k3 suits a loss" if self.use_kl_loss else "k1 suits a reward"
+            found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
+        return found
+
+    def engine(self, learning_rate: float, steps: int) -> DeepSpeedConfig:
         """The training engine of a role whose rollout steps number `steps`."""
-        bf16 = has_gpu if self.bf16 is None else self.bf16
         return DeepSpeedConfig(
             zero_stage=self.zero_stage,
-            precision="bf16" if bf16 else "fp32",
+            precision="bf16" if self.bf16 else "fp32",
             learning_rate=learning_rate,
             betas=self.adam_betas,
+            eps=self.adam_eps,
             weight_decay=self.l2,
             max_norm=self.max_norm,
             lr_scheduler=self.lr_scheduler,
             lr_warmup_ratio=self.lr_warmup_ratio,
             min_lr_ratio=self.min_lr_ratio,
             total_steps=self.optimizer_steps(steps),
-            max_tokens=self.max_tokens_per_gpu,
+            max_tokens=self.train_max_tokens_per_gpu if self.use_dynamic_batch else UNLIMITED,
+            max_sequences=0 if self.use_dynamic_batch else self.micro_train_batch_size,
+            forward_max_tokens=self.forward_limits[0],
+            forward_max_sequences=self.forward_limits[1],
             adam_offload=self.adam_offload,
+            overlap_comm=self.overlap_comm,
             seed=self.seed,
         )
 
-    def rollout_engine(self, has_gpu: bool) -> HFRolloutConfig:
+    @property
+    def forward_limits(self) -> tuple[int, int]:
+        """Tokens and answers of a pass without gradients; 0 answers sets no limit."""
+        if self.use_dynamic_batch:
+            return self.rollout_max_tokens_per_gpu or self.train_max_tokens_per_gpu, 0
+        return UNLIMITED, self.micro_rollout_batch_size
+
+    @property
+    def dtype(self) -> str:
+        """Of models that are not trained."""
+        return "bfloat16" if self.bf16 else "float32"
+
+    def rollout_engine(self) -> HFRolloutConfig:
         """The engine of a rollout instance."""
-        return HFRolloutConfig(dtype="bfloat16" if (has_gpu if self.bf16 is None else self.bf16) else "float32")
+        return HFRolloutConfig(dtype=self.dtype)
 
     def sampling(self, step: int) -> SamplingConfig:
         """How training samples of a step are drawn."""
         return SamplingConfig(
             temperature=self.temperature, max_new_tokens=self.generate_max_len, seed=self.seed, step=step
+        )
+
+    def reward_settings(self) -> RewardSettings:
+        """How reward code and reward servers are used."""
+        return RewardSettings(
+            workers=self.reward_workers,
+            timeout_s=self.reward_timeout,
+            url_timeout_s=self.remote_rm_timeout,
+            url_batch_size=self.remote_rm_batch_size,
         )

@@ -1,20 +1,34 @@
-"""Which rows the recipe trains and is evaluated on, and its inputs' checks. Nothing here imports torch."""
+"""Which rows the recipe trains and is evaluated on, and its inputs' checks. Nothing is imported here that needs torch,
+before a model of the user's own has to be looked at.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from components.data.prompts import TASK_PREFIX, load_rows
-from components.data.scorers import check_reward
+from components.data.prompts import PromptSource, load_rows
+from components.data.records import HUB_TIMEOUT_S
+from components.data.rewards import check_reward
+from components.data.text import load_tokenizer, same_vocabulary
 from components.tracking import WandbConfig
+from components.warm_start import WARM_START_PREFIX
 from core import ConfigError
 
 from .config import PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def train_rows(config: PPOConfig) -> list[dict[str, Any]]:
     """Prompts and labels to train on."""
     return load_rows(
-        config.prompt_data, config.input_key, config.label_key, max_rows=config.max_samples, seed=config.seed
+        config.prompt_data,
+        config.input_key,
+        config.label_key,
+        split=None if config.prompt_split == "train" else config.prompt_split,
+        max_rows=config.max_samples,
+        seed=config.seed,
+        probs=config.prompt_data_probs,
     )
 
 
@@ -26,8 +40,33 @@ def eval_rows(config: PPOConfig) -> list[dict[str, Any]]:
         config.eval_dataset,
         config.input_key,
         config.label_key,
-        split="heldout",
+        split=config.eval_split,
+        heldout=True,
         max_rows=config.max_eval_samples,
+    )
+
+
+def open_tokenizer(config: PPOConfig, path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model, with the chat template and the pad token that the configuration gives it."""
+    return load_tokenizer(path, chat_template=config.tokenizer_chat_template, pad_token=config.pad_token)
+
+
+def prompt_source(
+    rows: list[dict[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: PPOConfig,
+    shuffle: bool,
+    max_prompt_tokens: int | None,
+) -> PromptSource:
+    """Prompts as token ids."""
+    return PromptSource(
+        rows,
+        tokenizer,
+        config.seed,
+        shuffle=shuffle,
+        apply_chat_template=config.apply_chat_template,
+        input_template=config.input_template,
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 
@@ -37,21 +76,72 @@ def check_inputs(config: PPOConfig) -> None:
     Raises:
         ConfigError: one of them cannot; the message says what to set.
     """
-    for option, path in (("pretrain", config.pretrain), ("critic_pretrain", config.critic_pretrain)):
-        if path and ("/" in path and path[0] in "./~") and not (Path(path).expanduser() / "config.json").is_file():
-            raise ConfigError(f"{option}={path}: there is no model (no config.json in it); give a folder that has one")
+    models = [("pretrain", config.pretrain)]
+    if config.needs_critic and config.critic_pretrain:
+        models.append(("critic_pretrain", config.critic_pretrain))
+    models += [("reward_pretrain", path) for path in config.reward_models]
     try:
-        check_reward(config.reward)
-        prompts = len(train_rows(config))
+        for option, path in models:
+            _check_model(option, path)
+        if config.reward_code is not None:
+            check_reward(config.reward_code)
+        rows = train_rows(config)
         eval_rows(config)
+        if not config.pretrain.startswith(WARM_START_PREFIX):
+            _check_tokenizer(config, rows)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.steps(prompts) < 1:
-        source = "task" if config.prompt_data.startswith(TASK_PREFIX) else "file"
+    if config.steps(len(rows)) < 1:
         raise ConfigError(
-            f"the {source} {config.prompt_data} gives {prompts} prompts, fewer than rollout_batch_size="
+            f"{config.prompt_data} gives {len(rows)} prompts, fewer than rollout_batch_size="
             f"{config.rollout_batch_size}; lower it, or raise max_samples or num_episodes"
         )
+
+
+def _check_model(option: str, path: str) -> None:
+    if path.startswith(WARM_START_PREFIX):
+        return
+    folder = Path(path).expanduser()
+    if (folder.exists() or path[0] in "./~") and not (folder / "config.json").is_file():
+        raise ConfigError(f"{option}={path}: there is no model (no config.json in it); give a folder that has one")
+    from transformers import AutoConfig
+
+    online = _is_on_hub(option, path, folder)
+    try:
+        found = AutoConfig.from_pretrained(path, local_files_only=not online)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{option}={path} cannot be loaded: {reason}") from error
+    if option == "reward_pretrain" and found.num_labels != 1:
+        raise ConfigError(f"{option}={path} has {found.num_labels} labels; a reward model has one (num_labels=1)")
+
+
+def _is_on_hub(option: str, path: str, folder: Path) -> bool:
+    """Whether a model has to come from the hub. One question with a deadline: transformers would try for a minute."""
+    if folder.exists():
+        return False
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return False
+    try:
+        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise ConfigError(f"{option}={path} is no folder here, and the hub did not give it ({reason})") from error
+    return True
+
+
+def _check_tokenizer(config: PPOConfig, rows: list[dict[str, Any]]) -> None:
+    tokenizer = open_tokenizer(config, config.pretrain)
+    # One prompt shows whether template and tokenizer fit together; the trainer reads them all.
+    prompt_source(rows[:1], tokenizer, config, shuffle=False, max_prompt_tokens=None)
+    for path in config.reward_models:
+        if not same_vocabulary(tokenizer, load_tokenizer(path, pad_token=config.pad_token)):
+            raise ConfigError(
+                f"reward_pretrain={path} has another vocabulary than pretrain={config.pretrain}, so it would read "
+                "other words; serve it, and give its remote_rm_url"
+            )
 
 
 def wandb_options(config: PPOConfig) -> WandbConfig | None:
@@ -60,6 +150,7 @@ def wandb_options(config: PPOConfig) -> WandbConfig | None:
         return None
     return WandbConfig(
         key=None if config.use_wandb.lower() == "true" else config.use_wandb,
+        org=config.wandb_org,
         project=config.wandb_project,
         group=config.wandb_group,
         run_name=config.wandb_run_name,

@@ -7,18 +7,21 @@ from pathlib import Path
 
 from components.tracking import finish_summary, open_run_folder, redact
 from components.warm_start import resolve_model
-from core import Job, RLJobBuilder, Role, describe_options, load_config, parse_arguments
+from core import Job, RLJobBuilder, Role, describe_options, given_options, load_config
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
+from .layout import resolved
 
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
 def read_config(arguments: list[str]) -> PPOConfig:
     """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
-    given = {key for key, _ in parse_arguments(PPOConfig, arguments)}
-    return load_config(PPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+    given = given_options(PPOConfig, arguments)
+    config = load_config(PPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+    config.check_given(given)
+    return config
 
 
 def build_job(config: PPOConfig) -> Job:
@@ -29,21 +32,30 @@ def build_job(config: PPOConfig) -> Job:
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
     builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
     builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)
-    builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
-    builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
+    if config.needs_critic:
+        builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
+        builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
     builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1).resource(accelerator=1)
-    builder.reward(f"{roles}.reward:Reward").total(config.reward_num_nodes * (config.reward_num_gpus_per_node or 1))
+    rewards = config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
+    builder.reward(f"{roles}.reward:Reward").total(rewards).resource(accelerator=1 if config.reward_models else 0)
     if config.needs_reference:
         builder.reference(f"{roles}.reference:Reference").total(
             config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
         ).resource(accelerator=1)
     if config.colocate_all_models:
-        builder.with_collocation_all()
-    if config.colocate_actor_ref and config.needs_reference:
+        builder.with_collocation_all(*(() if config.reward_models else (Role.REWARD,)))
+    if config.colocate_actor_ref:
         builder.with_collocation(Role.ACTOR, Role.REFERENCE)
     if config.colocate_critic_reward:
         builder.with_collocation(Role.CRITIC, Role.REWARD)
     return builder.build()
+
+
+def describe(config: PPOConfig, job: Job) -> str:
+    """Who runs, and what `auto` came to, in a line."""
+    counts = ", ".join(f"{role.lower()} {count}" for role, count in job.placement.processes.items())
+    precision = "bf16" if config.bf16 else "fp32"
+    return f"on {job.device_type}: {counts}; precision {precision}, attention {config.attn_implementation}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(PPOConfig))
         return 0
     try:
-        config = read_config(arguments)
+        config = resolved(read_config(arguments))
         job = build_job(config)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
@@ -68,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
     warm_start = time.time() - began
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")
-    print(f"{RECIPE}: run folder {run_dir}", flush=True)
+    for line in (f"run folder {run_dir}", describe(config, job), *config.notes()):
+        print(f"{RECIPE}: {line}", flush=True)
     result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
     finish_summary(
         run_dir,

@@ -28,7 +28,7 @@ def critic_init(model_path: str, steps: int) -> Future[list[None]]:
 
 
 def reward_init(tokenizer_path: str) -> Future[list[None]]:
-    """Load the reward function and the tokenizer that turns answers into text."""
+    """Load the reward models, or reward code and the tokenizer that turns answers into text."""
     return RoleGroup(Role.REWARD).call(reward_init, tokenizer_path)
 
 
@@ -51,7 +51,9 @@ def generate_samples(prompts: "Batch", sampling: "SamplingConfig") -> FutureSequ
 
 
 def reward_forward(samples: "Batch") -> FutureSequence["Batch"]:
-    """`reward` (what is trained on) and `score` (whether it was right), one of each per answer."""
+    """`reward` (what is trained on), `score` (how right it was) and `reward_failed` (1 where there was none to be
+    had and the other two are 0), one of each per answer.
+    """
     return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples)
 
 
@@ -73,11 +75,12 @@ def reference_forward(samples: "Batch") -> FutureSequence["Batch"]:
 # --- training
 
 
-def append_experience(experience: "Batch") -> list[Future[list[None]]]:
+def append_experience(experience: "Batch") -> None:
     """Give actor and critic the step's batch, whole: every rank then takes its share of each optimizer step, so the
     number of ranks changes nothing. The object store holds the batch once.
     """
-    return [RoleGroup(role).call(append_experience, experience) for role in (Role.ACTOR, Role.CRITIC)]
+    roles = (Role.ACTOR, Role.CRITIC)
+    wait_all([RoleGroup(role, optional=True).call(append_experience, experience) for role in roles])
 
 
 def actor_update(step: int) -> Future[list[dict[str, float]]]:
@@ -112,6 +115,11 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
 def save_model(path: str) -> None:
     """Write the policy as a folder that `from_pretrained` loads. All ranks take part."""
     RoleGroup(Role.ACTOR).call(save_model, path).result()
+
+
+def save_value_model(path: str) -> None:
+    """Write the critic as a folder that transformers loads as a sequence classifier. All ranks take part."""
+    RoleGroup(Role.CRITIC).call(save_value_model, path).result()
 
 
 def wait_all(futures: Iterable[Future[list[None]]]) -> None:

@@ -1,23 +1,22 @@
 """The loop: generate, score, give credit, train, sync. One line per stage."""
 
 import time
-from typing import Any
+from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from components.batch import Batch
-from components.checkpoint import export_step
-from components.data.prompts import PromptSource
+from components.checkpoint import export_step, mark_best
+from components.data.evaluation import best_metric, heldout_metrics
 from components.data.stream import SampleStream
 from components.engines.config import SamplingConfig
 from components.tracking import Tracker, console_line
 from core import BaseTrainer
 
 from . import remote_call
-from .algorithm import add_advantages
+from .algorithm import add_advantages, response_lengths
 from .config import RECIPE, PPOConfig
-from .data import eval_rows, train_rows, wandb_options
+from .data import eval_rows, open_tokenizer, prompt_source, train_rows, wandb_options
 
 EVALUATION_STEP = -1
 """Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
@@ -33,14 +32,31 @@ class PPOTrainer(BaseTrainer):
         """Prepare the data, and let every role load its model at the same time."""
         config = self.config
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, wandb=wandb_options(config))
-        self.tokenizer = AutoTokenizer.from_pretrained(config.pretrain)
-        self.prompts = self.prompt_source(train_rows(config), shuffle=True)
+        self.tokenizer = open_tokenizer(config, config.pretrain)
+        self.prompts = prompt_source(train_rows(config), self.tokenizer, config, True, config.prompt_max_len)
         self.heldout = self.heldout_prompts()
-        self.stream = SampleStream(self.generate, config.steps(len(self.prompts)))
+        self.stream = SampleStream(self.generate, self.count_steps())
         self.version, self.tokens_seen = 0, 0
+        self.best: tuple[str, float] | None = None
+        self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
         self.init_roles(self.stream.steps)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
+
+    def count_steps(self) -> int:
+        """Rollout steps that the prompts fill, once the long ones are left out."""
+        config, prompts = self.config, self.prompts
+        if prompts.too_long:
+            self.say(
+                f"{prompts.too_long} prompts of more than prompt_max_len={config.prompt_max_len} tokens are left out"
+            )
+        steps = config.steps(len(prompts))
+        if steps < 1:
+            raise ValueError(
+                f"{len(prompts)} prompts are left, fewer than rollout_batch_size={config.rollout_batch_size}; raise "
+                "prompt_max_len, or lower rollout_batch_size"
+            )
+        return steps
 
     def init_roles(self, steps: int) -> None:
         """Load all models in parallel."""
@@ -48,17 +64,18 @@ class PPOTrainer(BaseTrainer):
         loading = [
             remote_call.rollout_init(path),
             remote_call.reward_init(path),
-            remote_call.critic_init(self.config.critic_pretrain or path, steps),
             remote_call.actor_init(path, steps),
         ]
+        if self.config.needs_critic:
+            loading.append(remote_call.critic_init(self.config.critic_start, steps))
         if self.config.needs_reference:
             loading.append(remote_call.reference_init(path))
         remote_call.wait_all(loading)
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        start = self.evaluate()
-        self.say(f"before training: {console_line(0, start)}")
+        start = self.score() | self.evaluate()
+        self.say(f"before training: {console_line(0, scores_in(start))}")
         self.began_training = time.time()
         for samples in self.stream:
             experience, took = self.make_experience(samples)
@@ -84,11 +101,9 @@ class PPOTrainer(BaseTrainer):
         """Ask every role for its view of the answers at the same time, and turn them into advantages."""
         began = time.time()
         tokens = samples.only("tokens")
-        views = [
-            remote_call.reward_forward(samples.only("tokens", "prompt_length", "prompt", "label")),
-            remote_call.actor_forward(tokens),
-            remote_call.critic_forward(tokens),
-        ]
+        views = [remote_call.reward_forward(samples.only(*READ_BY_REWARD)), remote_call.actor_forward(tokens)]
+        if self.config.needs_critic:
+            views.append(remote_call.critic_forward(tokens))
         if self.config.needs_reference:
             views.append(remote_call.reference_forward(tokens))
         for view in views:
@@ -100,15 +115,16 @@ class PPOTrainer(BaseTrainer):
     def train(self, experience: Batch) -> dict[str, float]:
         """Update critic and actor at the same time, then bring the policy to the rollout engines."""
         began, step = time.time(), self.stream.step
-        columns = ["tokens", "action_mask", "logprob", "advantage", "value", "return"]
+        columns = ["tokens", "action_mask", "logprob", "advantage"]
+        columns += ["value", "return"] if self.config.needs_critic else []
         columns += ["reference_logprob"] if self.config.needs_reference else []
-        for sent in remote_call.append_experience(experience.only(*columns)):
-            sent.result()
-        critic = remote_call.critic_update(step)
-        actor = remote_call.actor_update(step) if step > self.config.freezing_actor_steps else None
-        metrics = {f"critic/{name}": value for name, value in critic.result()[0].items()}
-        if actor is not None:
-            metrics |= {f"actor/{name}": value for name, value in actor.result()[0].items()}
+        remote_call.append_experience(experience.only(*columns))
+        critic = remote_call.critic_update(step) if self.config.needs_critic else None
+        actor = remote_call.actor_update(step) if step > self.config.frozen_steps else None
+        metrics = {}
+        for role, update in (("critic", critic), ("actor", actor)):
+            if update is not None:
+                metrics |= {f"{role}/{name}": value for name, value in update.result()[0].items()}
         metrics["timing_s/train"] = time.time() - began
         if actor is not None:
             self.version = step
@@ -124,6 +140,7 @@ class PPOTrainer(BaseTrainer):
         metrics["perf/tokens_per_second"] = experience.num_tokens / metrics["timing_s/step"]
         if config.eval_steps > 0 and step % config.eval_steps == 0:
             metrics |= self.evaluate()
+            self.keep_best(metrics)
         self.tracker.log(step, metrics)
         self.tracker.rollouts(step, experience)
         self.say(console_line(step, {label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
@@ -131,77 +148,109 @@ class PPOTrainer(BaseTrainer):
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
 
-    def evaluate(self) -> dict[str, float]:
+    def score(self) -> dict[str, float]:
         """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
         if self.heldout is None:
             return {}
         means = {}
         for name, temperature in (("eval/score", 1.0), ("eval/score_greedy", 0.0)):
-            sampling = SamplingConfig(
-                temperature=temperature,
-                max_new_tokens=self.config.generate_max_len,
-                seed=self.config.seed,
-                step=EVALUATION_STEP,
-            )
-            answers: Batch = remote_call.generate_samples(self.heldout, sampling).result()
-            self.check_version(answers)
-            view: Batch = remote_call.reward_forward(
-                answers.only("tokens", "prompt_length", "prompt", "label")
-            ).result()
-            means[name] = float(view["score"].mean())
+            means[name] = float(self.answer_heldout(temperature, 1)["score"].mean())
         return means
+
+    def evaluate(self) -> dict[str, float]:
+        """pass1 and passN on the held-out prompts, by source; empty without held-out prompts."""
+        if self.heldout is None:
+            return {}
+        answers = self.answer_heldout(self.config.eval_temperature, self.config.eval_n_samples_per_prompt)
+        metrics = heldout_metrics(
+            answers["score"],
+            answers["prompt_id"],
+            answers["datasource"],
+            response_lengths(answers),
+            answers["truncated"],
+        )
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def answer_heldout(self, temperature: float, count: int) -> Batch:
+        """`count` scored answers to each held-out prompt. Evaluations always draw the same random numbers."""
+        assert self.heldout is not None
+        sampling = SamplingConfig(
+            temperature=temperature,
+            max_new_tokens=self.config.generate_max_len,
+            seed=self.config.seed,
+            step=EVALUATION_STEP,
+        )
+        sample_B = torch.arange(count).repeat(len(self.heldout))
+        prompts = self.heldout.repeat(count).with_sequences(sample_id=sample_B)
+        answers: Batch = remote_call.generate_samples(prompts, sampling).result()
+        self.check_version(answers)
+        view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD)).result()
+        return answers.with_sequences(**view.per_sequence)
+
+    def keep_best(self, metrics: dict[str, float]) -> None:
+        """Export the policy if it is the best on the held-out prompts so far."""
+        step = self.stream.step
+        found = best_metric(
+            {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")},
+            self.config.best_eval_metric_key,
+        )
+        if found is None or (self.best is not None and found[1] <= self.best[1]):
+            return
+        self.best = found
+        self.export(step)
+        mark_best(self.config.run_dir, step)
+        self.say(f"step {step} is the best so far: {found[0]} {found[1]:.3f}")
 
     def finish(self, start: dict[str, float]) -> None:
         """Export the policy, evaluate it, and end every role."""
         seconds = time.time() - self.began_training
-        end = self.evaluate()
+        folder = self.export(self.stream.step)
+        end = self.score() | self.evaluate()
         score = None
         if self.heldout is not None:
             names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
             names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
             score = names | {"examples": len(self.heldout)}
+            self.say(f"after training: {console_line(self.stream.step, scores_in(end))}")
+            self.keep_best(end)
         self.tracker.update_summary(
             score=score, seconds={"training": seconds}, tokens_per_second=self.tokens_seen / max(seconds, 1e-9)
         )
-        folder = export_step(self.config.run_dir, self.stream.step, self.save)
         if score is not None:
             self.say(
                 f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
                 f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
             )
-        if self.prompts.too_long:
-            self.say(f"{self.prompts.too_long} prompts of more than {self.config.prompt_max_len} tokens were left out")
         self.say(f"trained policy: {folder}")
         self.tracker.close()
         remote_call.end_job()
 
     # --- parts
 
-    def save(self, folder: Any) -> None:
-        """Write policy and tokenizer, and once more to save_path where that is set."""
+    def export(self, step: int) -> Path:
+        """Write the policy as it is into the step's checkpoint, once; returns the folder that from_pretrained loads."""
+        folder = Path(self.config.run_dir) / "checkpoints" / f"step_{step}" / "hf"
+        return folder if folder.is_dir() else export_step(self.config.run_dir, step, self.save)
+
+    def save(self, folder: Path) -> None:
+        """Write policy and tokenizer, and once more to save_path where that is set; the critic beside, if asked for."""
         for place in [folder, *([self.config.save_path] if self.config.save_path else [])]:
             remote_call.save_model(str(place))
             self.tokenizer.save_pretrained(place)
-
-    def prompt_source(self, rows: list[dict[str, Any]], shuffle: bool) -> PromptSource:
-        """Prompts as token ids."""
-        return PromptSource(
-            rows,
-            self.tokenizer,
-            self.config.seed,
-            shuffle=shuffle,
-            apply_chat_template=self.config.apply_chat_template,
-            input_template=self.config.input_template,
-            max_prompt_tokens=self.config.prompt_max_len,
-        )
+        if self.config.save_value_network:
+            remote_call.save_value_model(str(folder.with_name("critic")))
 
     def heldout_prompts(self) -> Batch | None:
         """All held-out prompts as one batch, or None."""
         rows = eval_rows(self.config)
         if not rows:
             return None
-        prompts = self.prompt_source(rows, shuffle=False).take(len(rows))
-        return prompts.with_sequences(sample_id=torch.zeros(len(rows), dtype=torch.int64))
+        source = prompt_source(rows, self.tokenizer, self.config, False, self.config.prompt_max_len)
+        if source.too_long:
+            self.say(
+                f"{source.too_long} held-out prompts of more than {self.config.prompt_max_len} tokens are left out"
+            )
+        return source.take(len(source))
 
     def check_version(self, samples: Batch) -> None:
         """A sampler that is behind would quietly train the wrong policy."""
@@ -213,6 +262,9 @@ class PPOTrainer(BaseTrainer):
                 f"but the trainer is at version {self.version}; a rollout engine missed an update"
             )
 
+
+READ_BY_REWARD = ("tokens", "prompt_length", "prompt", "label")
+"""Columns that the reward role looks at."""
 
 SHOWN = {
     "reward/score": "score",
@@ -226,6 +278,11 @@ SHOWN = {
 """What the console line of a step shows, and under which name."""
 
 
+def scores_in(metrics: dict[str, float]) -> dict[str, float]:
+    """What the lines before and after training show of an evaluation."""
+    return {name: value for name, value in metrics.items() if "score" in name or "_pass" in name}
+
+
 def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:
     """Means over one step's answers, and how far the engine's log-probabilities are from the trainer's."""
     mask_N = experience["action_mask"]
@@ -233,13 +290,19 @@ def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:
     metrics = {
         "reward/reward": float(experience["reward"].mean()),
         "reward/score": float(experience["score"].mean()),
-        "critic/value": float(experience["value"][mask_N].mean()),
-        "critic/return": float(experience["return"][mask_N].mean()),
+        "reward/shaped": float(experience["shaped_reward"].mean()),
+        "reward/failed": float(experience["reward_failed"].sum()),
         "rollout/response_length": float(mask_N.sum() / len(experience)),
         "rollout/truncated_share": float(experience["truncated"].float().mean()),
         "rollout/logprob_gap_mean": float(gap_N.mean()),
         "rollout/logprob_gap_max": float(gap_N.max()),
     }
+    if config.needs_critic:
+        metrics["critic/value"] = float(experience["value"][mask_N].mean())
+        metrics["critic/return"] = float(experience["return"][mask_N].mean())
+    if config.n_samples_per_prompt > 1:
+        reward_PG = experience["reward"].view(-1, config.n_samples_per_prompt)
+        metrics["reward/group_std"] = float(reward_PG.std(1).mean())
     if config.needs_reference:
         kl_N = (experience["logprob"] - experience["reference_logprob"])[mask_N]
         metrics["actor/kl_to_reference"] = float(kl_N.mean())

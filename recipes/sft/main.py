@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.data.prompts import read_records
+from components.data.records import read_records
 from components.data.tasks import get_task
 from components.tracking import finish_summary, open_run_folder, redact
 from core import ConfigError, Job, JobBuilder, Role, describe_options, load_config, parse_arguments

@@ -17,6 +17,7 @@ from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import activate
 from core.invocation import exports_of
+from recipes.openrlhf_ppo.layout import resolved
 from recipes.openrlhf_ppo.main import read_config
 from recipes.openrlhf_ppo.roles.actor import Actor
 from recipes.openrlhf_ppo.roles.critic import Critic
@@ -54,7 +55,8 @@ def main(model: str, folder: Path) -> None:
         {"tokens": [[3, 4], [5, 6]]},
         per_sequence={"prompt_id": torch.tensor([0, 1]), "sample_id": torch.tensor([0, 0])},
     )
-    config = read_config([f"run_dir={folder}", "train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"])
+    sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
+    config = resolved(read_config([f"run_dir={folder}", *sizes]))
     handle: Any = None
     ends: list[Callable[[], None]] = []
     calls: dict[type, list[tuple[str, tuple[Any, ...]]]] = {
@@ -71,6 +73,7 @@ def main(model: str, folder: Path) -> None:
             ("critic_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
             ("critic_update", (1,)),
+            ("save_value_model", (str(folder / "critic"),)),
         ],
         Rollout: [
             ("rollout_init", (model,)),

@@ -18,7 +18,11 @@ class Actor(Learner):
     @rpc(remote_call.actor_init)
     def init_model(self, model_path: str, steps: int) -> None:
         """Load and start training."""
-        model = load_policy(model_path, gradient_checkpointing=self.config.gradient_checkpointing)
+        model = load_policy(
+            model_path,
+            gradient_checkpointing=self.config.gradient_checkpointing,
+            attn_implementation=self.config.attn_implementation,
+        )
         self.start_engine(model, self.config.actor_learning_rate, steps)
         if self.rank == 0:
             self.publisher = WeightPublisher(

@@ -17,8 +17,15 @@ class Critic(Learner):
     @rpc(remote_call.critic_init)
     def init_model(self, model_path: str, steps: int) -> None:
         """Load and start training."""
+        config = self.config
         model = load_value_model(
-            model_path, gradient_checkpointing=self.config.gradient_checkpointing, seed=self.config.seed
+            model_path,
+            gradient_checkpointing=config.gradient_checkpointing,
+            seed=config.seed,
+            attn_implementation=config.attn_implementation,
+            value_head_prefix=config.value_head_prefix,
+            # The critic predicts what the reward model's rewards are normalised to.
+            normalize=config.normalize_reward and config.critic_start in config.reward_models,
         )
         self.start_engine(model, self.config.critic_learning_rate, steps)
 
@@ -36,6 +43,11 @@ class Critic(Learner):
     def update(self, step: int) -> dict[str, float]:
         """Train on it."""
         return self.fit(partial(value_loss, config=self.config), step)
+
+    @rpc(remote_call.save_value_model)
+    def save(self, path: str) -> None:
+        """Rank 0 writes what all ranks gather."""
+        self.engine.save_hf(path)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

@@ -1,6 +1,7 @@
 """What actor and critic share: an engine, the step's experience, and the passes over it."""
 
-import torch
+from pathlib import Path
+
 from torch import nn
 
 from components.batch import Batch
@@ -24,17 +25,30 @@ class Learner(BaseWorkload):
 
     def start_engine(self, model: nn.Module, learning_rate: float, steps: int) -> None:
         """Put a model under DeepSpeed."""
-        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, torch.cuda.is_available()))
+        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps))
 
     def fit(self, loss: LossFunction, step: int) -> dict[str, float]:
         """Train on the experience and let go of it. Metrics are means over the optimizer steps."""
         if self.experience is None:
             raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
-        history = [
-            self.engine.train_step(self.experience.select(index_B), loss)
-            for index_B in minibatches(self.experience, self.config, step)
-        ]
+        history = []
+        for index_B in minibatches(self.experience, self.config, step):
+            minibatch = self.experience.select(index_B)
+            try:
+                history.append(self.engine.train_step(minibatch, loss))
+            except FloatingPointError as error:
+                raise FloatingPointError(f"step {step}: {error}; {self.keep(minibatch, step)}") from error
         self.experience = None
         means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
         # On the first optimizer step of a batch the policy is the one that made the old log-probabilities.
         return means | {f"first_{name}": history[0][name] for name in ("ratio_mean",) if name in history[0]}
+
+    def keep(self, minibatch: Batch, step: int) -> str:
+        """Write a batch that could not be trained on to the run folder, once; says where."""
+        import pyarrow.parquet
+
+        path = Path(self.config.run_dir) / "failed" / f"step_{step:06d}-{self.role.lower()}.parquet"
+        if self.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pyarrow.parquet.write_table(minibatch.to_table(), path)
+        return f"the batch is in {path}"

@@ -20,19 +20,22 @@ class Reference(BaseWorkload):
     @rpc(remote_call.reference_init)
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
-        has_gpu = torch.cuda.is_available()
-        self.device = "cuda" if has_gpu else "cpu"
-        self.model: Any = load_policy(model_path, dtype=self.config.rollout_engine(has_gpu).dtype)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = load_policy(
+            model_path, dtype=self.config.dtype, attn_implementation=self.config.attn_implementation
+        )
         self.model.to(self.device).eval().requires_grad_(False)
 
     @rpc(remote_call.reference_forward)
     def forward(self, samples: Batch) -> Batch:
         """Log-probabilities at the sampling temperature."""
+        max_tokens, max_sequences = self.config.forward_limits
         logprob_N = evaluate(
             samples,
-            self.config.max_tokens_per_gpu,
+            max_tokens,
             self.device,
             lambda micro: token_logprobs(self.model, micro, self.config.temperature).logprob_N,
+            max_sequences,
         )
         return Batch(samples.lengths, {"reference_logprob": logprob_N})
 

@@ -1,7 +1,5 @@
 """The engine that samples from the policy."""
 
-import torch
-
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
@@ -20,7 +18,7 @@ class Rollout(BaseWorkload):
     @rpc(remote_call.rollout_init)
     def init_model(self, model_path: str) -> None:
         """Load the policy as it is at the start."""
-        self.engine = HFRolloutEngine(model_path, self.config.rollout_engine(torch.cuda.is_available()))
+        self.engine = HFRolloutEngine(model_path, self.config.rollout_engine())
 
     @rpc(remote_call.generate_samples)
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:

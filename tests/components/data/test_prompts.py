@@ -1,21 +1,22 @@
-"""Loading rows, and handing them out epoch by epoch."""
+"""Loading rows, blending them, and handing them out epoch by epoch."""
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from components.data.prompts import PromptSource, load_rows, read_records, render_prompt
+from components.data.prompts import PromptSource, load_rows
 from components.data.tasks import SortTask
 from components.data.tiny_model import character_tokenizer
 
 RECORDS = [{"question": "ab", "answer": 1, "more": 0}, {"question": "ba", "answer": 2, "more": 0}]
-ROWS = [{"input": "ab", "label": 1}, {"input": "ba", "label": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -24,54 +25,116 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def letters(count: int) -> list[dict[str, Any]]:
-    return [{"input": "abcdefghij"[: i + 1], "label": i} for i in range(count)]
+    return [{"input": "abcdefghij"[: i + 1], "label": i, "datasource": "default"} for i in range(count)]
 
 
-def write(path: Path) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(RECORDS))
-    else:
-        path.write_text("\n".join(json.dumps(record) for record in RECORDS) + "\n\n")
-    return path
+def write(path: Path, records: Sequence[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
 
 
-@pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.parquet"])
-def test_all_file_types_give_the_same_rows(tmp_path: Path, name: str) -> None:
-    source = str(write(tmp_path / name))
-    assert load_rows(source, "question", "answer") == ROWS
-    assert load_rows(source, "question", max_rows=1) == [{"input": "ab", "label": ""}]
+def write_inputs(path: Path, inputs: str) -> str:
+    return write(path, [{"input": letter} for letter in inputs])
 
 
-def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"input": "a\u2028b"}\n', encoding="utf-8")
-    assert read_records(path) == [{"input": "a\u2028b"}]
+def inputs(rows: list[dict[str, Any]]) -> str:
+    return "".join(row["input"] for row in rows)
+
+
+def test_rows_are_prompt_label_and_where_they_come_from(tmp_path: Path) -> None:
+    source = write(tmp_path / "data.jsonl", RECORDS)
+    assert load_rows(source, "question", "answer") == [
+        {"input": "ab", "label": 1, "datasource": "default"},
+        {"input": "ba", "label": 2, "datasource": "default"},
+    ]
+    assert load_rows(source, "question", max_rows=1) == [{"input": "ab", "label": "", "datasource": "default"}]
+
+
+def test_a_label_may_be_any_value_and_a_record_names_its_own_datasource(tmp_path: Path) -> None:
+    labels = ["a", 1.5, None, True, ["x", 2], {"tests": [1]}]
+    records = [{"input": "a", "label": label, "datasource": n or None} for n, label in enumerate(labels)]
+    rows = load_rows(write(tmp_path / "data.jsonl", records), label_key="label")
+    assert [row["label"] for row in rows] == labels
+    assert [row["datasource"] for row in rows] == ["default", "1", "2", "3", "4", "5"]
+
+
+def test_messages_of_a_table_are_prompts_like_any_other(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"input": turns}]), tmp_path / "data.parquet")
+    assert load_rows(str(tmp_path / "data.parquet"))[0]["input"] == turns
 
 
 def test_a_task_needs_no_file_and_no_keys() -> None:
-    assert load_rows("task:sort", max_rows=5, seed=1) == SortTask().rows("train", 5, seed=1)
-    assert load_rows("task:sort", split="heldout", max_rows=5) == SortTask().rows("heldout", 5, seed=0)
+    def of_sort(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{**row, "datasource": "sort"} for row in rows]
+
+    assert load_rows("task:sort", max_rows=5, seed=1) == of_sort(SortTask().rows("train", 5, seed=1))
+    assert load_rows("task:sort", heldout=True, max_rows=5) == of_sort(SortTask().rows("heldout", 5, seed=0))
+    assert load_rows("task:sort", split="heldout", max_rows=5) == load_rows("task:sort", heldout=True, max_rows=5)
+    assert len(load_rows("task:sort", max_rows=10_001)) == 10_001
+
+
+def test_for_evaluation_data_gives_its_train_split_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tmp_path / "data"
+    data.mkdir()
+    write_inputs(data / "train.jsonl", "ab")
+    write_inputs(data / "test.jsonl", "c")
+    assert inputs(load_rows(f"{data}/train.jsonl", heldout=True)) == "ab"
+    assert inputs(load_rows(str(data), heldout=True)) == "ab"
+    assert inputs(load_rows(str(data), split="test")) == "c"
+    with pytest.raises(ValueError, match=r"task 'sort' has no split 'test'"):
+        load_rows(f"{data}, task:sort", split="test")
+
+
+def test_parts_come_one_after_the_other_and_the_first_so_many_are_taken(tmp_path: Path) -> None:
+    first, second = write_inputs(tmp_path / "1.jsonl", "abc"), write_inputs(tmp_path / "2.jsonl", "de")
+    assert inputs(load_rows(f"{first} , {second}")) == "abcde"
+    assert inputs(load_rows(f"{first},{second}", max_rows=4)) == "abcd"
+    both = load_rows(f"task:sort,{first}", max_rows=20)
+    assert [row["datasource"] for row in both] == ["sort"] * 20
+    both = load_rows(f"{first},task:sort")
+    assert Counter(row["datasource"] for row in both) == {"default": 3, "sort": 10_000}
+
+
+def test_a_blend_uses_every_row_and_keeps_to_its_probabilities(tmp_path: Path) -> None:
+    few = write(tmp_path / "few.jsonl", [{"input": "few", "label": {"n": n}} for n in range(3)])
+    many = write(tmp_path / "many.jsonl", [{"input": "many", "label": n} for n in range(3000)])
+    rows = load_rows(f"{few},{many}", label_key="label", probs="0.25, 0.75", seed=1)
+    labels = [row["label"] for row in rows]
+    assert sorted(label for label in labels if isinstance(label, int)) == list(range(3000))
+    # The small part starts again and again: 3,000 of the large one are three quarters of 4,000.
+    assert len(rows) == pytest.approx(4000, rel=0.05)
+    assert [label["n"] for label in labels if isinstance(label, dict)][:7] == [0, 1, 2, 0, 1, 2, 0]
+    for seed, same in ((1, True), (2, False)):
+        again = load_rows(f"{few},{many}", label_key="label", probs="0.25,0.75", seed=seed, max_rows=500)
+        assert (again == rows[:500]) == same
+
+
+def test_what_is_wrong_with_a_blend_is_said(tmp_path: Path) -> None:
+    a, b = write_inputs(tmp_path / "a.jsonl", "a"), write_inputs(tmp_path / "b.jsonl", "b")
+    assert Counter(inputs(load_rows(f"{a},{b}", probs="0.3333334,0.6666667"))) >= Counter("ab")
+    for probs in ("1", "0.5,0.6", "0,1", "1.5,-0.5", "0.2,0.3,0.5", "nan,1"):
+        with pytest.raises(ValueError, match=r"must be one positive number for each of the 2 parts .* 1 in all; found"):
+            load_rows(f"{a},{b}", probs=probs)
+    with pytest.raises(ValueError, match=r"probs='x,1' must be numbers .*'x'"):
+        load_rows(f"{a},{b}", probs="x,1")
+    with pytest.raises(ValueError, match="has an empty part"):
+        load_rows(f"{a},")
 
 
 def test_what_is_wrong_with_the_data_is_said_with_file_and_row(tmp_path: Path) -> None:
-    good = str(write(tmp_path / "good.jsonl"))
+    good = write(tmp_path / "good.jsonl", RECORDS)
     with pytest.raises(ValueError, match=r"row 0: there is no field 'prompt', only 'question', 'answer', 'more'"):
         load_rows(good, "prompt")
     with pytest.raises(ValueError, match=r"field 'answer': expected a string or a list .*; set input_key"):
         load_rows(good, "answer")
     with pytest.raises(ValueError, match=r"nothing\.jsonl' does not exist; give a \.json"):
-        load_rows(str(tmp_path / "nothing.jsonl"))
-    (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{"input": \n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: not valid JSON"):
-        load_rows(str(tmp_path / "bad.jsonl"))
-    (tmp_path / "data.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"none of \.json, \.jsonl, \.parquet"):
-        load_rows(str(tmp_path / "data.txt"))
-    (tmp_path / "empty.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold a list of at least one object"):
-        load_rows(str(tmp_path / "empty.json"))
+        load_rows(f"{good},{tmp_path}/nothing.jsonl", "question")
+    with pytest.raises(ValueError, match="max_rows=0 leaves no data"):
+        load_rows(good, "question", max_rows=0)
 
 
 def test_an_epoch_is_every_row_once_and_the_next_has_another_order(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -84,12 +147,14 @@ def test_an_epoch_is_every_row_once_and_the_next_has_another_order(tokenizer: Pr
 
 
 def test_a_batch_holds_ids_text_label_and_a_prompt_id_that_never_repeats(tokenizer: PreTrainedTokenizerFast) -> None:
-    source = PromptSource([{"input": "ab", "label": "x"}, {"input": "c", "label": None}], tokenizer, 0, shuffle=False)
+    rows = [{"input": "ab", "label": "x", "datasource": "letters"}, {"input": "c", "label": None}]
+    source = PromptSource(rows, tokenizer, 0, shuffle=False)
     batch = source.take(3)
     assert batch["tokens"].tolist() == [3, 4, 5, 3, 4]
     assert batch.lengths.tolist() == [2, 1, 2]
     assert batch["prompt"] == ["ab", "c", "ab"]
     assert batch["label"] == ["x", None, "x"]
+    assert batch["datasource"] == ["letters", "default", "letters"]
     # Two rows, so the second epoch begins at 2 * 1.
     assert batch["prompt_id"].tolist() == [0, 1, 2]
 
@@ -108,17 +173,58 @@ def test_a_state_of_other_data_or_seed_is_refused(tokenizer: PreTrainedTokenizer
     state = PromptSource(letters(10), tokenizer, seed=0).state_dict()
     with pytest.raises(ValueError, match="has seed=0, this run has 1"):
         PromptSource(letters(10), tokenizer, seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="resume with the same data and seed"):
-        PromptSource(letters(9), tokenizer, seed=0).load_state_dict(state)
+    others = (PromptSource(letters(9), tokenizer, seed=0), PromptSource(letters(10), tokenizer, 0, max_prompt_tokens=9))
+    for other in others:
+        with pytest.raises(ValueError, match="resume with the same data, seed and length limit"):
+            other.load_state_dict(state)
 
 
-def test_prompts_that_are_too_long_are_passed_over_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_that_are_too_long_are_left_out_and_counted_before_the_first_is_taken(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     source = PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=4)
     # Of the lengths 1 to 6 two are above 4.
-    assert Counter(source.take(8)["label"]) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert 2 <= source.too_long <= 4
-    with pytest.raises(ValueError, match=r"all 6 prompts are longer than max_prompt_tokens=0"):
-        PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=0).take(1)
+    assert (len(source), source.too_long) == (4, 2)
+    batch = source.take(8)
+    assert Counter(batch["label"]) == {0: 2, 1: 2, 2: 2, 3: 2}
+    # Ids count all six rows, so the second epoch begins at 6.
+    assert sorted(batch["prompt_id"].tolist()) == [0, 1, 2, 3, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match=r"all 6 prompts are longer than max_prompt_tokens=0; the shortest has 1"):
+        PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=0)
+
+
+def test_leaving_rows_out_keeps_the_order_of_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    every = PromptSource(letters(10), tokenizer, seed=3).take(10)["label"]
+    short = PromptSource(letters(10), tokenizer, seed=3, max_prompt_tokens=5).take(5)["label"]
+    assert short == [label for label in every if label < 5]
+
+
+def test_a_source_of_more_rows_than_are_read_at_once_counts_all_of_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = letters(10) * 210
+    source = PromptSource(rows, tokenizer, seed=0, max_prompt_tokens=9)
+    assert (len(source), source.too_long) == (1890, 210)
+    with pytest.raises(ValueError, match="row 2100: the tokenizer has no token for the characters 'x'"):
+        PromptSource([*rows, {"input": "x", "label": ""}], tokenizer, seed=0)
+
+
+def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = PromptSource([{"input": "ab", "label": 0}, {"input": "c" * 40, "label": 0}], tokenizer, 0, shuffle=False)
+    assert source.first() == ("ab", [3, 4])
+    assert source.describe_first() == "first prompt (2 characters, 2 tokens): 'ab'; token ids: [3, 4]"
+    assert source.take(1)["prompt"] == ["ab"]
+    ids = str([5] * 32)
+    expected = f"first prompt (40 characters, 40 tokens): 'cccc'...; token ids, the first 32 of 40: {ids}"
+    assert source.describe_first(limit=4) == expected
+    source.take(1)
+    # The epoch has ended: the next prompt is the first of the next one.
+    assert source.first() == ("ab", [3, 4])
+
+
+def test_the_first_prompt_after_an_epoch_is_the_one_that_is_handed_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = PromptSource(letters(10), tokenizer, seed=0, max_prompt_tokens=7)
+    source.take(7)
+    first = source.first()[0]
+    assert source.take(1)["prompt"] == [first]
 
 
 def test_a_template_wraps_the_prompt_and_leaves_other_braces_alone(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -129,16 +235,25 @@ def test_a_template_wraps_the_prompt_and_leaves_other_braces_alone(tokenizer: Pr
         PromptSource(rows, tokenizer, 0, input_template="c")
 
 
-def test_chat_messages_and_the_chat_option_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    assert render_prompt(turns, tokenizer) == "ab<eos>c"
-    assert render_prompt("ab", tokenizer, apply_chat_template=True) == "ab"
-    with pytest.raises(ValueError, match="exclude each other"):
-        render_prompt("ab", tokenizer, apply_chat_template=True, input_template="{}")
-
-
-def test_characters_without_a_token_are_refused_instead_of_lost(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_characters_without_a_token_are_refused_before_any_is_taken(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"no token for the characters 'xy' of 'axby'; it knows ':abcdefghij\{\}'"):
-        PromptSource([{"input": "axby", "label": ""}], tokenizer, 0).take(1)
+        PromptSource([{"input": "axby", "label": ""}], tokenizer, 0)
     with pytest.raises(ValueError, match="row 0: the prompt '' has no tokens"):
-        PromptSource([{"input": "", "label": ""}], tokenizer, 0).take(1)
+        PromptSource([{"input": "", "label": ""}], tokenizer, 0)
+
+
+def test_a_prompt_that_cannot_be_written_out_is_an_error_with_its_row() -> None:
+    tokenizer = character_tokenizer("ab")
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
+    )
+    turn = {"role": "user", "content": "a"}
+    rows = [{"input": "a", "label": ""}, {"input": [turn, turn], "label": ""}]
+    with pytest.raises(ValueError, match=r"row 1: the chat template refuses the messages .*\(one turn\)"):
+        PromptSource(rows, tokenizer, 0)
+    for wrong in ([], None, [{"role": "user"}]):
+        with pytest.raises(ValueError, match="row 1: expected a string or a list of"):
+            PromptSource([rows[0], {"input": wrong, "label": ""}], tokenizer, 0)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="row 1: the tokenizer has no chat template"):
+        PromptSource(rows, tokenizer, 0)

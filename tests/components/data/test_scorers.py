@@ -1,132 +1,186 @@
-"""Scorers by name, and reward functions from a file, behind one call."""
+"""Scorers by name."""
 
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from components.data.scorers import (
-    check_reward,
     exact_match,
     get_scorer,
-    load_reward_function,
+    gsm8k,
+    gsm8k_flexible,
+    math_answer,
     register_scorer,
     scorer_names,
 )
+from tests.gsm8k_rows import gsm8k_rows
 
-QUERIES, PROMPTS, LABELS = ["ba>ab", "dc>dc"], ["ba>", "dc>"], ["ab", "cd"]
-
-
-def reward_file(folder: Path, body: str) -> str:
-    path = folder / "reward.py"
-    path.write_text(body)
-    return str(path)
-
-
-def returning(folder: Path, expression: str) -> str:
-    return reward_file(
-        folder, f"import torch\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {expression}\n"
-    )
-
-
-def test_a_tasks_scorer_reads_what_follows_the_prompt() -> None:
-    output = load_reward_function("sort")(QUERIES, PROMPTS, LABELS)
-    assert output.reward_B.tolist() == output.score_B.tolist() == [1.0, 0.0]
-    assert output.reward_B.dtype == torch.float32
-    assert output.logs == {}
-
-
-def test_responses_given_apart_are_scored_whatever_the_query_looks_like() -> None:
-    output = load_reward_function("exact_match")(["<s>q</s>"], ["q"], [12], responses=[" 12\n"])
-    assert output.reward_B.tolist() == [1.0]
-    with pytest.raises(ValueError, match=r"does not begin with its prompt 'q'; pass responses="):
-        load_reward_function("exact_match")(["<s>q"], ["q"], [12])
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 def test_a_registered_scorer_is_found_by_its_name_and_names_are_taken_once() -> None:
-    register_scorer("length_of_test", lambda response, label: len(response) / label)
-    assert get_scorer("length_of_test")("ab", 4) == 0.5
-    assert {"length_of_test", "exact_match", "sort"} <= set(scorer_names())
+    register_scorer("length_of_test", lambda response, label: len(response) / len(label))
+    assert get_scorer("length_of_test")("ab", "abcd") == 0.5
+    assert {"length_of_test", "exact_match", "gsm8k", "gsm8k_flexible", "math", "sort"} <= set(scorer_names())
     for name in ("length_of_test", "sort"):
         with pytest.raises(ValueError, match="already; choose another name"):
             register_scorer(name, exact_match)
+    with pytest.raises(ValueError, match=r"no scorer 'sorted'; set it to one of: .*sort.*, or a \.py file"):
+        get_scorer("sorted")
 
 
-def test_a_file_sees_all_sequences_at_once_and_may_return_tensors_lists_and_numbers(tmp_path: Path) -> None:
-    function = load_reward_function(
-        returning(
-            tmp_path,
-            "{'rewards': torch.tensor([[float(len(queries))], [2.0]]), 'scores': [0.5, torch.tensor(1.0)],"
-            " 'extra_logs': {'each': [1, 2], 'one': 3, 'kwarg': kwargs['seed']}}",
-        )
-    )
-    output = function(QUERIES, PROMPTS, LABELS, seed=7)
-    assert output.reward_B.tolist() == [2.0, 2.0]
-    assert output.score_B.tolist() == [0.5, 1.0]
-    assert {name: value.tolist() for name, value in output.logs.items()} == {
-        "each": [1.0, 2.0],
-        "one": [3.0, 3.0],
-        "kwarg": [7.0, 7.0],
-    }
+def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
+    assert exact_match(" 12\n", "12") == 1.0
+    assert exact_match("1 2", "12") == exact_match("12.0", "12") == 0.0
 
 
-def test_a_function_without_kwargs_gets_only_what_it_takes(tmp_path: Path) -> None:
-    body = (
-        "def reward_func(queries, prompts, labels, responses):\n    return {'rewards': [len(r) for r in responses]}\n"
-    )
-    function = load_reward_function(reward_file(tmp_path, body))
-    assert function(QUERIES, PROMPTS, LABELS, responses=["a", "abc"], seed=7).reward_B.tolist() == [1.0, 3.0]
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("scorer", [gsm8k, gsm8k_flexible])
+def test_every_solution_of_gsm8k_is_right_and_with_another_number_it_is_wrong(
+    split: str, scorer: Callable[[str, str], float]
+) -> None:
+    rows = gsm8k_rows(split)
+    assert len(rows) in ({"train": 7_473, "test": 1_319}[split], {"train": 400, "test": 100}[split])
+    for row in rows:
+        solution, _, answer = row["answer"].rpartition("#### ")
+        other = f"{solution}#### {int(answer.replace(',', '')) + 1}"
+        assert scorer(row["answer"], row["answer"]) == scorer(row["answer"], answer) == 1.0, row
+        assert scorer(other, row["answer"]) == scorer(other, answer) == 0.0, row
 
 
 @pytest.mark.parametrize(
-    ("expression", "message"),
+    ("answer", "label"),
     [
-        ("[1.0, 2.0]", "returned a list; return a dict with 'rewards'"),
-        ("{'reward': [1.0, 2.0]}", r"returned a dict with the keys \['reward'\]"),
-        ("{'rewards': [1.0]}", r"'rewards' has the shape \(1,\); give one number for each of the 2 queries"),
-        ("{'rewards': 1.0}", r"'rewards' has the shape \(\)"),
-        ("{'rewards': torch.ones(1, 2)}", r"'rewards' has the shape \(1, 2\)"),
-        ("{'rewards': ['a', 'b']}", "'rewards' must be numbers, found a list"),
-        ("{'rewards': [1.0, None]}", "'rewards' must be numbers"),
-        ("{'rewards': [1.0, float('nan')]}", r"'rewards' is nan for query 1 \(prompt 'dc>'\)"),
-        ("{'rewards': [1.0, 1.0], 'scores': [1.0, float('inf')]}", r"'scores' is inf for query 1 \(prompt 'dc>'\)"),
-        ("{'rewards': [1.0, 1.0], 'extra_logs': {'x': [1, 2, 3]}}", r"extra_logs\['x'\] has the shape \(3,\)"),
+        ("72", "72"),
+        (" 72.", "72"),
+        ("72.0", "72"),
+        ("72", "72.00"),
+        ("72", "72.0"),
+        ("$1,250", "1250"),
+        ("\\$1250", "1,250"),
+        ("$ 1,250.50", "1250.5"),
+        ("50%", "50"),
+        ("50", "50%"),
+        ("-5", "-5"),
+        ("- 5", "-5"),
+        ("−5", "-5"),
+        ("-$5", "$-5"),
+        ("+5", "5"),
+        (".5", "0.50"),
+        ("72 clips", "72"),
+        ("72, as it should", "72"),
+        ("72\nQuestion: what is 5+5?", "72"),
+        ("72**", "72"),
+        ("9" * 60 + "1", "9" * 60 + "1"),
+        ("-" + "9" * 60, "-" + "9" * 60),
     ],
 )
-def test_what_a_function_returns_wrongly_is_said_with_its_file(tmp_path: Path, expression: str, message: str) -> None:
-    function = load_reward_function(returning(tmp_path, expression))
-    with pytest.raises(ValueError, match=rf"reward_func in '.*reward\.py'.*{message}"):
-        function(QUERIES, PROMPTS, LABELS)
+def test_an_answer_is_compared_as_a_number_however_it_is_written(answer: str, label: str) -> None:
+    assert gsm8k(f"3 + 4 = 7\n#### {answer}", label) == 1.0
+    assert gsm8k(f"#### 1\nno:\n####{answer}", f"so it is 8.\n#### {label}") == 1.0
 
 
-def test_what_cannot_be_loaded_is_refused_without_running_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no scorer 'sorted'; set it to one of: .*sort.*, or a \.py file"):
-        check_reward("sorted")
-    with pytest.raises(ValueError, match=r"nothing\.py' does not exist"):
-        check_reward(str(tmp_path / "nothing.py"))
-    with pytest.raises(ValueError, match=r"does not define reward_func\(.*functions found: score"):
-        check_reward(reward_file(tmp_path, "raise SystemExit\ndef score(): ...\n"))
-    with pytest.raises(ValueError, match="is not valid Python"):
-        check_reward(reward_file(tmp_path, "def reward_func(:\n"))
-    check_reward(reward_file(tmp_path, "raise SystemExit\nfrom math import sqrt as reward_func\n"))
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "The answer is 72.",
+        "### 72",
+        "#### seventy-two",
+        "#### ",
+        "#### 72\n#### 71",
+        "#### 72/3",
+        "#### 72 / 3",
+        "#### 72^2",
+        "#### 72.5",
+        "#### 72.1.2",
+        "#### 72,5",
+        "#### 7 2",
+        "#### 72:30",
+        "#### -72",
+        "#### 720",
+        "#### \\boxed{72}",
+    ],
+)
+def test_strict_gsm8k_wants_the_number_after_the_last_four_signs(response: str) -> None:
+    assert gsm8k(response, "72") == 0.0
 
 
-def test_an_error_while_loading_names_the_file(tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "import no_such_module\ndef reward_func(): ...\n")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        load_reward_function(path)
-    assert caught.value.__notes__ == [f"while loading the reward file {path!r}"]
+def test_numbers_that_float_cannot_tell_apart_are_different() -> None:
+    assert gsm8k(f"#### {'9' * 60}1", f"{'9' * 60}2") == gsm8k(f"#### -{'9' * 60}1", f"-{'9' * 60}2") == 0.0
 
 
-def test_two_files_of_the_same_name_are_two_functions(tmp_path: Path) -> None:
-    for name, value in (("a", 1), ("b", 2)):
-        (tmp_path / name).mkdir()
-        returning(tmp_path / name, f"{{'rewards': [{value}] * 2}}")
-    first, second = (load_reward_function(str(tmp_path / name / "reward.py")) for name in "ab")
-    assert first(QUERIES, PROMPTS, LABELS).reward_B.tolist() == [1.0, 1.0]
-    assert second(QUERIES, PROMPTS, LABELS).reward_B.tolist() == [2.0, 2.0]
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("First 5, then it is 72.", "72", 1.0),
+        ("It is 72 of 100", "72", 0.0),
+        ("10-3", "3", 1.0),
+        ("(10)-3", "3", 1.0),
+        ("10 - 3", "3", 1.0),
+        ("it is -3", "-3", 1.0),
+        ("it is -3", "3", 0.0),
+        ("it is $-3", "-3", 1.0),
+        ("it is -$3", "-3", 1.0),
+        ("**$1,250.00**", "1250", 1.0),
+        ("1,25", "25", 1.0),
+        ("1,0000", "0", 1.0),
+        ("about 50%.", "50", 1.0),
+        ("\\boxed{72}", "72", 1.0),
+        ("#### 72", "x\n#### 72", 1.0),
+        ("nothing", "72", 0.0),
+        ("", "0", 0.0),
+    ],
+)
+def test_flexible_gsm8k_takes_the_last_number_anywhere(response: str, label: str, score: float) -> None:
+    assert gsm8k_flexible(response, label) == score
 
 
-def test_columns_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 queries came with 1 labels"):
-        load_reward_function("sort")(QUERIES, PROMPTS, ["ab"])
+@pytest.mark.parametrize("scorer", [gsm8k, gsm8k_flexible])
+@pytest.mark.parametrize("label", ["", "seventy-two", "72 or 73", "work\n#### none"])
+def test_a_label_without_a_number_is_an_error_and_not_a_score(scorer: Callable[[str, str], float], label: str) -> None:
+    with pytest.raises(ValueError, match=r"neither a number nor a solution that ends in '#### N'; set the label key"):
+        scorer("#### 72", label)
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("so it is $\\frac{2}{4}$.", "1/2"),
+        ("so it is 0.5", "\\frac{1}{2}"),
+        ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"),
+        ("\\boxed{(x+1)^2}", "x^2+2x+1"),
+        ("\\boxed{5}, and not 7", "We find $x=3$, so the sum is \\boxed{5}."),
+        ("The answer is 1,250.", "1250"),
+        ("\\boxed{(1,2)}", "$(1, 2)$"),
+        ("#### 72", "72"),
+    ],
+)
+def test_math_compares_mathematics(response: str, label: str) -> None:
+    assert math_answer(response, label) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"), [("\\boxed{7}, and not 5", "5"), ("no idea", "5"), ("", "5"), ("0.33", "\\frac{1}{3}")]
+)
+def test_math_gives_nothing_for_another_answer_or_none(response: str, label: str) -> None:
+    assert math_answer(response, label) == 0.0
+
+
+def test_math_refuses_a_label_without_mathematics() -> None:
+    with pytest.raises(ValueError, match="holds no mathematical answer; set the label key"):
+        math_answer("5", "")
+
+
+def test_math_without_its_package_says_what_to_install() -> None:
+    # -S: no installed package is seen.
+    code = "from components.data.rewards import check_reward; check_reward('gsm8k'); check_reward('math')"
+    result = subprocess.run(
+        [sys.executable, "-SPc", code], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(PROJECT)}
+    )
+    last = result.stderr.splitlines()[-1]
+    assert re.search(r"ValueError: the scorer 'math' needs .*; run: bash scripts/setup\.sh recipes math", last), last

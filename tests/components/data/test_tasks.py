@@ -84,12 +84,12 @@ def test_an_unknown_task_or_split_names_the_choices() -> None:
 
 def test_planning_a_run_imports_no_torch() -> None:
     code = (
-        "import sys, components.data.tasks, components.data.prompts, components.data.stream, components.data.scorers\n"
+        "import sys, components.data.tasks, components.data.prompts, components.data.stream, components.data.rewards\n"
         "import components.checkpoint, components.tracking, components.warm_start\n"
         "from components.warm_start import WarmStartSettings, warm_start_path\n"
         "warm_start_path(WarmStartSettings())\n"
         "components.data.prompts.load_rows('task:sort', max_rows=3)\n"
-        "components.data.scorers.check_reward('sort')\n"
+        "components.data.rewards.check_reward('sort')\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'vllm', 'ray', 'wandb', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

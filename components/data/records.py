@@ -1,0 +1,228 @@
+"""Rows from anything that holds some: a file, a folder, a data set of the Hugging Face hub.
+
+Whatever reads them is imported where it is needed: a recipe's `main.py` checks its inputs before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
+
+HUB_TIMEOUT_S = 10
+"""Seconds in which the hub has to answer before what is in the local cache is all there is."""
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, Any]]:
+    """Read a list of objects with plain Python values.
+
+    Args:
+        source: a .json, .jsonl, .parquet, .csv or .arrow file; a folder that `save_to_disk` of `datasets` wrote, or one
+            with data files whose names tell their splits; or the name of a data set on the hub. `<folder>@<data_dir>`
+            and `<name>@<data_dir>` take the files of one folder inside it.
+        split: which part of a folder or a data set; a file has only "train".
+
+    Raises:
+        ValueError: it is not there, cannot be read, has no such split, or holds no objects.
+    """
+    name, data_dir = str(source), None
+    path = Path(name).expanduser()
+    if "@" in name and not path.exists():
+        name, data_dir = name.rsplit("@", 1)
+        path = Path(name).expanduser()
+    if path.is_dir():
+        records = _read_folder(path, data_dir, split)
+    elif path.is_file():
+        if split != "train" or data_dir is not None:
+            raise ValueError(
+                f"data file {str(source)!r} has one split, 'train', and no folders; found split={split!r}: unset it, "
+                "or give a folder with a file for each split"
+            )
+        records = _read_file(path)
+    elif path.suffix in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+        types = ", ".join(FILE_TYPES)
+        raise ValueError(
+            f"data file {str(source)!r} does not exist; give a {types} file, a folder, a name on the hub or task:<name>"
+        )
+    else:
+        records = _read_hub(name, data_dir, split)
+    if not isinstance(records, list) or not records:
+        raise ValueError(f"data {str(source)!r} must hold a list of at least one object; it holds {kind_of(records)}")
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(f"data {str(source)!r}, row {number}: expected an object, found {kind_of(record)}")
+    return records
+
+
+def kind_of(value: Any) -> str:
+    """Describe a value of the wrong kind for an error message."""
+    if isinstance(value, (list, dict, str)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__} ({value!r:.80})"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short enough for a message of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        if path.suffix == ".jsonl":
+            # Not splitlines(): a string may hold any of the other line separators.
+            lines = path.read_text(encoding="utf-8").split("\n")
+            return [_parse_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+        if path.suffix == ".json":
+            return _parse_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); mend or convert it"
+        ) from error
+    if path.suffix not in FILE_TYPES:
+        raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
+    # Most runs read no table; pyarrow is the slowest import on the way to an error message.
+    import pyarrow
+
+    try:
+        return _read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"data file {str(path)!r} cannot be read ({_reason(error)}); mend or replace it") from error
+
+
+def _read_table(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path)
+    if path.suffix == ".csv":
+        parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        # In one piece: a row that lies across two cannot be read, and prompts can be long.
+        read = pyarrow.csv.ReadOptions(block_size=min(max(path.stat().st_size, 2**20), 2**31 - 1))
+        table = pyarrow.csv.read_csv(path, read, parse)
+        # A date is text like any other here: a label is compared with what the model writes.
+        dates = {field.name: pyarrow.string() for field in table.schema if pyarrow.types.is_temporal(field.type)}
+        if dates:
+            convert = pyarrow.csv.ConvertOptions(column_types=dates)
+            table = pyarrow.csv.read_csv(path, read, parse, convert)
+        return table
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            return pyarrow.ipc.open_stream(file).read_all()
+        except pyarrow.ArrowInvalid:
+            # `datasets` writes streams; others write the format with an index at its end.
+            return pyarrow.ipc.open_file(file).read_all()
+
+
+def _read_folder(folder: Path, data_dir: str | None, split: str) -> list[dict[str, Any]]:
+    import datasets
+
+    place = folder / (data_dir or "")
+    try:
+        with _quiet():
+            if (place / "dataset_dict.json").is_file():
+                parts: Any = datasets.load_from_disk(place)
+            elif (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
+                parts = {"train": datasets.load_from_disk(place)}
+            else:
+                return datasets.load_dataset(str(folder), data_dir=data_dir, split=split).to_list()
+            if split in parts:
+                return parts[split].to_list()
+    except Exception as error:  # the readers of a dozen file types raise what they like
+        raise ValueError(
+            f"data folder {str(place)!r}, split {split!r}, cannot be read ({_reason(error)}); give a folder with "
+            f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"
+        ) from error
+    raise ValueError(
+        f"data folder {str(place)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, parts))}"
+    )
+
+
+def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]]:
+    import datasets
+    from datasets import config
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    was_offline = config.HF_HUB_OFFLINE
+    reason = None
+    with _quiet():
+        try:
+            if name in _PACKAGED_DATASETS_MODULES:
+                # `datasets` takes such a name for "all files of this type in the working directory".
+                raise ValueError("it is the name of a file type")
+            reason = _why_unreachable(name)
+            # Without this, it tries again and again for half a minute before it looks into its cache.
+            config.HF_HUB_OFFLINE = was_offline or reason is not None
+            return datasets.load_dataset(name, data_dir=data_dir, split=split).to_list()
+        except Exception as error:  # file readers and HTTP clients raise what they like
+            raise ValueError(
+                f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
+                f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, a name on the "
+                "hub or task:<name>"
+            ) from error
+        finally:
+            config.HF_HUB_OFFLINE = was_offline
+
+
+def _why_unreachable(name: str) -> str | None:
+    """Say why the hub cannot be asked about a data set; None when it answers, whatever it answers."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        # It will answer the same when the data is asked for, and that message is the better one.
+        return None
+    except Exception as error:  # noqa: BLE001 - which HTTP library's errors these are depends on the version
+        return _reason(error)
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' progress bars and warnings off the terminal; what matters is in the error we raise."""
+    import datasets
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    bars = datasets.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    disable_progress_bars()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+        if bars[0]:
+            datasets.enable_progress_bars()
+        if bars[1]:
+            enable_progress_bars()
+
+
+def _reason(error: BaseException) -> str:
+    """Say what went wrong; some wrap it in an error that says only that something did."""
+    from datasets.exceptions import DatasetGenerationError
+
+    while isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON ({error}); mend or remove it") from error

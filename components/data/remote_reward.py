@@ -1,0 +1,203 @@
+"""Rewards from HTTP servers.
+
+    POST {"query": [...], "prompts": [...], "labels": [...]}
+    ->   {"rewards": [...], "scores": [...], "extra_logs": {"name": [...]}}
+
+"scores" and "extra_logs" may be missing; an entry of "extra_logs" may be one number. One thread for each server
+takes requests from a common queue, so that a slow server gets fewer. What a new try may mend is tried again, on the
+next server if there are several; nothing is ever replaced by a made-up reward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from components.data.rewards import (
+    Columns,
+    RewardError,
+    RewardOutput,
+    RewardSettings,
+    check_lengths,
+    join_columns,
+    read_columns,
+)
+
+TOO_MANY_REQUESTS = 429
+LONGEST_PAUSE_S = 10.0
+"""The longest wait between two tries, whatever a server asks for with Retry-After."""
+
+_log = logging.getLogger(__name__)
+
+
+class RemoteReward:
+    """Servers that all compute the same reward."""
+
+    def __init__(self, urls: Sequence[str], settings: RewardSettings, *, pause_s: float = 0.5) -> None:
+        """Nothing is sent yet. `pause_s` comes before the second try and doubles with each further one."""
+        self.source = f"reward server {', '.join(map(_shown, urls))}"
+        self._urls = list(urls)
+        self._settings = settings
+        self._pause_s = pause_s
+        # Not the module's generator: its state belongs to whoever has set a seed.
+        self._random = random.Random()
+        self._client = httpx.Client(timeout=settings.url_timeout_s)
+
+    def __call__(
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        *,
+        responses: Sequence[str] | None = None,  # noqa: ARG002 - servers find them in the queries
+    ) -> RewardOutput:
+        """Reward B sequences.
+
+        Raises ValueError for an answer that a new try would not mend, RewardError when all tries are used up.
+        """
+        count = len(queries)
+        check_lengths(self.source, count, prompts=prompts, labels=labels)
+        size = self._settings.url_batch_size
+        todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()
+        for start in range(0, count, size):
+            end = min(start + size, count)
+            todo.put((range(start, end), self._body(queries[start:end], prompts[start:end], labels[start:end])))
+        expected, stop = todo.qsize(), threading.Event()
+        found: queue.SimpleQueue[tuple[range, Columns] | Exception] = queue.SimpleQueue()
+        for first in range(min(len(self._urls), expected)):
+            threading.Thread(target=self._work, args=(first, todo, found, stop), daemon=True).start()
+        parts: list[tuple[range, Columns]] = []
+        try:
+            while len(parts) < expected:
+                part = found.get()
+                if isinstance(part, Exception):
+                    raise part
+                parts.append(part)
+        finally:
+            # A thread in the middle of a request ends with it; nobody waits for it.
+            stop.set()
+        return join_columns(self.source, count, parts, {})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> RemoteReward:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _body(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> bytes:
+        try:
+            return json.dumps({"query": [*queries], "prompts": [*prompts], "labels": [*labels]}).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.source}: the batch cannot be written as JSON ({error}); set the label key to text or numbers"
+            ) from error
+
+    def _work(
+        self,
+        first: int,
+        todo: queue.SimpleQueue[tuple[range, bytes]],
+        found: queue.SimpleQueue[tuple[range, Columns] | Exception],
+        stop: threading.Event,
+    ) -> None:
+        """Send requests until there are none left; the server that answered last is asked first."""
+        server = first
+        try:
+            while not stop.is_set():
+                places, body = todo.get_nowait()
+                server, columns = self._request(server, body, len(places), stop)
+                found.put((places, columns))
+        except queue.Empty:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
+            found.put(error)
+
+    def _request(self, server: int, body: bytes, count: int, stop: threading.Event) -> tuple[int, Columns]:
+        """Get the rewards of one request, from this server or, when it fails, from the next ones."""
+        began = time.monotonic()
+        tries, reason = self._settings.url_tries, ""
+        for attempt in range(1, tries + 1):
+            url = self._urls[server % len(self._urls)]
+            pause_s = min(self._pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * self._random.uniform(0.75, 1.25)
+            try:
+                response = self._post(url, body)
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code != TOO_MANY_REQUESTS and response.status_code < 500:
+                    return server, _columns(url, response, count)
+                reason = f"HTTP status {response.status_code}: {_excerpt(response)}"
+                pause_s = max(pause_s, _asked_pause_s(response))
+            server += 1
+            if attempt < tries:
+                _log.warning("reward server %s: %s (try %d of %d)", _shown(url), reason, attempt, tries)
+                if stop.wait(min(pause_s, LONGEST_PAUSE_S)):
+                    break
+        raise RewardError(
+            f"{self.source} gave no answer in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
+            "start it, or raise url_tries or url_timeout_s"
+        )
+
+    def _post(self, url: str, body: bytes) -> httpx.Response:
+        """Send one request. httpx bounds the time between two parts of an answer; here the whole is bounded."""
+        limit_s = self._settings.url_timeout_s
+        deadline = time.monotonic() + limit_s
+        with self._client.stream("POST", url, content=body, headers={"Content-Type": "application/json"}) as response:
+            parts = []
+            for part in response.iter_bytes():
+                parts.append(part)
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"no whole answer after {limit_s:g} s")
+        # iter_bytes has already undone what this header says.
+        headers = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
+        return httpx.Response(response.status_code, headers=headers, content=b"".join(parts))
+
+
+def _columns(url: str, response: httpx.Response, count: int) -> Columns:
+    """Read an answer that no new try would change."""
+    where = f"reward server {_shown(url)} answered with HTTP status {response.status_code}"
+    if not response.is_success:
+        raise ValueError(f"{where}: {_excerpt(response)}; set the reward to a URL that takes the request")
+    try:
+        answer = response.json()
+    except ValueError as error:
+        raise ValueError(f"{where} and no JSON: {_excerpt(response)}") from error
+    try:
+        return read_columns(answer, count)
+    except ValueError as error:
+        raise ValueError(f"{where}, but {error}: {_excerpt(response)}") from error
+
+
+def _excerpt(response: httpx.Response) -> str:
+    return repr(response.text[:200])
+
+
+def _asked_pause_s(response: httpx.Response) -> float:
+    """Read Retry-After: seconds, or a date; 0 without it."""
+    asked = response.headers.get("Retry-After", "0")
+    try:
+        return float(asked) if asked.strip().isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
+    except ValueError:
+        return 0.0
+
+
+def _shown(url: str) -> str:
+    """The URL without what may be secret in it: a password, or a key in its query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

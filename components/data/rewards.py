@@ -1,0 +1,286 @@
+"""Rewards: a scorer by name, a function in a Python file, or servers, opened and called the same way.
+
+B sequences. Nothing here imports torch before the first rewards are there, so that a plan check can call
+`check_reward`.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from components.data.scorers import get_scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from components.data.remote_reward import RemoteReward
+    from components.data.reward_workers import WorkerReward
+
+FUNCTION_NAME = "reward_func"
+"""What a reward file defines: reward_func(queries, prompts, labels, **kwargs)."""
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """How reward code is run, and how reward servers are asked."""
+
+    workers: int = 1
+    """Processes that run reward code."""
+    timeout_s: float = 60.0
+    """Seconds that reward code may take for one answer, or for one chunk of them, before its process is killed."""
+    max_failed_share: float = 0.1
+    """Share of a batch's answers, from 0 to 1, that may fail in reward code; above it the run stops."""
+    url_timeout_s: float = 180.0
+    """Seconds that one HTTP request may take."""
+    url_tries: int = 5
+    """How often a request is sent before the run stops."""
+    url_batch_size: int = 64
+    """Answers in one HTTP request."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "url_tries", "url_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: set it to 1 or more")
+        for name in ("timeout_s", "url_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: set it to a number of seconds above 0")
+        if not 0 <= self.max_failed_share <= 1:
+            raise ValueError(f"max_failed_share={self.max_failed_share}: set it to a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The rewards of one batch, in its order."""
+
+    reward_B: Tensor
+    """[B] float32: what the policy is trained on."""
+    score_B: Tensor
+    """[B] float32: how good the response is, from 0 to 1; filters and evaluation read it. The reward, unless given."""
+    logs: dict[str, Tensor]
+    """Further numbers to log, each [B] float32; a single number was repeated for every sequence it was given for."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Why there is no reward, in one line, by place in the batch; reward, score and logs are 0 there."""
+
+
+class RewardError(RuntimeError):
+    """Too many answers have no reward; training would go on with made-up ones."""
+
+
+class RewardSource(Protocol):
+    """Whatever rewards a batch. It may hold processes or connections until it is closed."""
+
+    def __call__(
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        *,
+        responses: Sequence[str] | None = None,
+    ) -> RewardOutput:
+        """Reward B sequences.
+
+        Args:
+            queries: prompt and response as one text, special tokens as the caller decoded them.
+            prompts: the prompts' text.
+            labels: as the data has them.
+            responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
+                response is what follows the prompt in its query.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+def check_reward(spec: str) -> None:
+    """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
+    if "://" in spec:
+        reward_urls(spec)
+    elif spec.endswith(".py"):
+        _check_file(spec)
+    else:
+        get_scorer(spec)
+
+
+def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward:
+    """Open a reward: the name of a scorer, a .py file that defines `reward_func`, or URLs with commas between them."""
+    check_reward(spec)
+    settings = settings or RewardSettings()
+    if "://" in spec:
+        from components.data.remote_reward import RemoteReward
+
+        return RemoteReward(reward_urls(spec), settings)
+    from components.data.reward_workers import WorkerReward
+
+    return WorkerReward(spec, settings)
+
+
+def reward_urls(spec: str) -> list[str]:
+    """Split a list of http(s) URLs with commas between them; ValueError for anything else in it."""
+    urls = [part.strip() for part in spec.split(",")]
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good or any(character.isspace() for character in url):
+            raise ValueError(
+                f"{url!r} in the reward {spec!r} is no URL of a server; set it to one .py file, one scorer, or to "
+                "http://HOST:PORT/PATH, several with commas between them"
+            )
+    return urls
+
+
+def _check_file(spec: str) -> None:
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        raise ValueError(f"reward file {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"reward file {spec!r} is not valid Python: {error}") from error
+    if FUNCTION_NAME in _top_level_names(tree):
+        return
+    found = [f"async {node.name}" for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
+    found += [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    raise ValueError(
+        f"reward file {spec!r} does not define {FUNCTION_NAME}(queries, prompts, labels, **kwargs); "
+        f"functions found: {', '.join(found) or 'none'}"
+    )
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return names
+
+
+# What is below is shared by reward code and reward servers: the same columns go in, the same answers are accepted.
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What one call gave, as plain numbers, one for each of its answers; it crosses processes without torch."""
+
+    rewards: list[float]
+    scores: list[float]
+    logs: dict[str, list[float]]
+
+
+def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
+    """Refuse columns of another length than the queries'."""
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ValueError(f"{source}: {count} queries came with {len(column)} {name}; give one for each")
+
+
+def read_columns(result: Any, count: int) -> Columns:
+    """Read what a reward function returned, or a server answered, for `count` answers; ValueError says what is wrong.
+
+    Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1].
+    """
+    if not isinstance(result, Mapping) or "rewards" not in result:
+        keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
+        raise ValueError(
+            f"returned a {type(result).__name__}{keys}; return a dict with 'rewards' (one number per query) "
+            "and, if you like, 'scores' and 'extra_logs'"
+        )
+    rewards = _numbers(result["rewards"], count, "'rewards'")
+    given = result.get("scores")
+    scores = rewards if given is None else _numbers(given, count, "'scores'")
+    for name, column in (("rewards", rewards), ("scores", scores)):
+        for value in column:
+            # Written so that NaN is caught too; what float32 cannot hold would become infinite.
+            if not abs(value) <= FLOAT32_MAX:
+                raise ValueError(f"'{name}' holds {value}; return finite numbers")
+    extra = result.get("extra_logs")
+    if not isinstance(extra, Mapping | None):
+        raise ValueError(f"'extra_logs' is a {type(extra).__name__}; return a dict of names and numbers")
+    logs = {str(name): _log(value, count, f"extra_logs[{name!r}]") for name, value in (extra or {}).items()}
+    return Columns(rewards, scores, logs)
+
+
+def join_columns(
+    source: str, count: int, parts: Sequence[tuple[Sequence[int], Columns]], failures: dict[int, str]
+) -> RewardOutput:
+    """Put the columns of all calls together: each part says which answers of the batch it is about."""
+    import torch
+
+    names = {name for _, columns in parts for name in columns.logs}
+    rewards, scores = [0.0] * count, [0.0] * count
+    logs = {name: [0.0] * count for name in sorted(names)}
+    for places, columns in parts:
+        if lacking := sorted(names - columns.logs.keys()):
+            raise ValueError(
+                f"{source}: extra_logs[{lacking[0]!r}] came for some answers and not for answer {places[0]}; return "
+                "it for each answer, or for none"
+            )
+        pairs = [(rewards, columns.rewards), (scores, columns.scores)]
+        for column, values in [*pairs, *((logs[name], columns.logs[name]) for name in names)]:
+            for place, value in zip(places, values, strict=True):
+                column[place] = value
+    return RewardOutput(
+        reward_B=torch.tensor(rewards, dtype=torch.float32),
+        score_B=torch.tensor(scores, dtype=torch.float32),
+        logs={name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()},
+        failures=dict(sorted(failures.items())),
+    )
+
+
+def _log(value: Any, count: int, what: str) -> list[float]:
+    """Read numbers to log; a single one, however it is wrapped, is repeated."""
+    found = _listed(value)
+    while isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, numbers.Real):
+        return [_number(found, what)] * count
+    return _numbers(value, count, what)
+
+
+def _numbers(value: Any, count: int, what: str) -> list[float]:
+    found = _listed(value)
+    if isinstance(found, list):
+        # [B, 1] is a common way to write B numbers; [2, B/2] is a mistake.
+        flat = [item[0] if isinstance(item, list) and len(item) == 1 else item for item in found]
+        if len(flat) == count and not any(isinstance(item, list) for item in flat):
+            return [_number(item, what) for item in flat]
+    elif not isinstance(found, numbers.Real):
+        raise ValueError(f"{what} must be numbers, found a {type(value).__name__}")
+    raise ValueError(f"{what} has the shape {_shape(found)}; give one number for each of the {count} queries")
+
+
+def _listed(value: Any) -> Any:
+    """Turn tensors, arrays and tuples into lists, wherever they stand, without importing what they come from."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"{what} must be numbers, found a {type(value).__name__} among them")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()

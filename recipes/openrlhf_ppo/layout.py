@@ -1,0 +1,76 @@
+"""What `auto` means on this machine: how many workers each role has, in which precision, with which attention."""
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from core import ConfigError
+from core.placement import detect_devices
+
+from .config import PPOConfig
+
+
+def resolved(config: PPOConfig) -> PPOConfig:
+    """The configuration with everything that was left to the machine filled in.
+
+    Raises:
+        ConfigError: it asks for what this machine does not have.
+    """
+    gpus = detect_devices()
+    attention = config.attn_implementation
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if attention == "auto":
+        attention = "flash_attention_2" if gpus and has_flash else "sdpa"
+    elif attention.startswith("flash_attention") and not gpus:
+        raise ConfigError(f"attn_implementation={attention} needs a GPU, and this machine shows none; leave it out")
+    elif attention == "flash_attention_2" and not has_flash:
+        raise ConfigError(f"attn_implementation={attention} needs the package flash_attn; install it, or set sdpa")
+    ranks = _workers_per_node(config, gpus)
+    if not gpus:
+        _check_cores(ranks)
+    return replace(
+        config,
+        bf16=gpus > 0 if config.bf16 is None else config.bf16,
+        attn_implementation=attention,
+        actor_num_gpus_per_node=ranks["actor"],
+        critic_num_gpus_per_node=ranks.get("critic", config.critic_num_gpus_per_node),
+        ref_num_gpus_per_node=ranks.get("ref", config.ref_num_gpus_per_node),
+        reward_num_gpus_per_node=ranks.get("reward", config.reward_num_gpus_per_node or 1),
+        vllm_num_engines=config.vllm_num_engines or ranks["rollout"] * config.actor_num_nodes,
+    )
+
+
+def _workers_per_node(config: PPOConfig, gpus: int) -> dict[str, int]:
+    """Workers on each machine of every role that holds a model."""
+    given = {
+        "actor": config.actor_num_gpus_per_node,
+        "critic": config.critic_num_gpus_per_node if config.needs_critic else 0,
+        "ref": config.ref_num_gpus_per_node if config.needs_reference else 0,
+        "reward": config.reward_num_gpus_per_node if config.reward_models else 0,
+        "rollout": config.vllm_num_engines and math.ceil(config.vllm_num_engines / config.actor_num_nodes),
+    }
+    roles = [role for role, count in given.items() if count != 0]
+    pairs = [("actor", "ref")] * config.colocate_actor_ref + [("critic", "reward")] * config.colocate_critic_reward
+    groups: list[tuple[str, ...]] = [tuple(roles)] if config.colocate_all_models else list(pairs)
+    groups += [(role,) for role in roles if not any(role in group for group in groups)]
+    # The roles of a group share devices; the groups that name no number share what the others leave.
+    named = {group: next((given[role] for role in group if given[role]), None) for group in groups}
+    left = gpus - sum(count or 0 for count in named.values())
+    each = max(1, left // max(1, sum(count is None for count in named.values())))
+    return {role: given[role] or named[group] or each for group in groups for role in group}
+
+
+def _check_cores(ranks: Mapping[str, int]) -> None:
+    # On a cluster the machine at hand says nothing; Ray refuses there what does not fit.
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    cores = len(os.sched_getaffinity(0))
+    options = {role: f"{role}_num_gpus_per_node" for role in ranks} | {"rollout": "vllm_num_engines"}
+    for role, count in ranks.items():
+        if count > cores:
+            raise ConfigError(
+                f"{options[role]}={count}, but this machine has no GPU and {cores} CPU cores, one for each worker; "
+                f"set at most {cores}, or leave it out"
+            )

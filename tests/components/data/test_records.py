@@ -1,0 +1,249 @@
+"""Rows from files, from folders, and from a hub."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets.config
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from components.data.records import read_records
+
+PROJECT = Path(__file__).parents[3]
+RECORDS = [{"question": "ab", "answer": 1}, {"question": "c\nd, e", "answer": 2}]
+
+
+def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(records))
+        return path
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, records)) + "\n")
+        return path
+    table = pyarrow.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own; the library read its place when it was imported."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv", ".arrow"])
+def test_all_file_types_give_the_same_records(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"data{suffix}")
+    assert read_records(path) == RECORDS
+    with pytest.raises(ValueError, match=r"has one split, 'train'.* found split='test'"):
+        read_records(str(path), split="test")
+
+
+def test_an_arrow_file_of_datasets_is_a_stream_and_reads_like_any_other(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path)
+    assert read_records(next(tmp_path.glob("*.arrow"))) == RECORDS
+
+
+def test_a_date_in_a_csv_file_stays_the_text_that_it_is(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("input,label\nwhen?,2024-01-31\nand then?,2024-02-01\n")
+    assert read_records(tmp_path / "data.csv")[0] == {"input": "when?", "label": "2024-01-31"}
+
+
+def test_a_row_of_a_csv_file_may_be_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+    records = [{"input": "a"}, {"input": "line\n" * 500_000}, {"input": "b"}]
+    assert read_records(write(tmp_path / "data.csv", records)) == records
+
+
+def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input": "a\u2028b"}\n\n', encoding="utf-8")
+    assert read_records(path) == [{"input": "a\u2028b"}]
+
+
+def test_a_saved_data_set_has_its_splits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = datasets.Dataset.from_list(RECORDS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(tmp_path / "two")
+    capfd.readouterr()
+    assert read_records(tmp_path / "one") == RECORDS
+    assert read_records(tmp_path / "two") == RECORDS
+    assert read_records(tmp_path / "two", split="test") == RECORDS[1:]
+    assert read_records(f"{tmp_path}@two", split="test") == RECORDS[1:]
+    for name, splits in (("one", "'train'"), ("two", "'train', 'test'")):
+        with pytest.raises(ValueError, match=rf"{name}' has no split 'dev'; set it to one of: {splits}$"):
+            read_records(tmp_path / name, split="dev")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_of_data_files_has_the_splits_that_their_names_tell(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mixed = [{"input": "a", "label": {"x": 1}}, {"input": "b", "label": ["1", 2.5, None]}, {"input": "c", "label": "d"}]
+    write(tmp_path / "train.jsonl", mixed[::-1])
+    write(tmp_path / "test.jsonl", mixed)
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more" / "train.csv")
+    before = datasets.is_progress_bar_enabled()
+    assert read_records(tmp_path, split="test") == mixed
+    assert read_records(f"{tmp_path}@more") == RECORDS
+    with pytest.raises(ValueError, match=r"split 'dev', cannot be read \(Unknown split \"dev\".*'train'.*\); give"):
+        read_records(tmp_path, split="dev")
+    assert capfd.readouterr() == ("", "")
+    assert datasets.is_progress_bar_enabled() == before
+
+
+def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path) -> None:
+    def message(name: str, content: str | bytes | None = None) -> str:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError) as caught:
+            read_records(path)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "nothing.jsonl' does not exist; give a .json, .jsonl, .parquet, .csv, .arrow file, a fold" in message(
+        "nothing.jsonl"
+    )
+    assert "nothing' does not exist" in message("nothing")
+    assert "bad.jsonl, line 2: not valid JSON" in message("bad.jsonl", '{"input": "a"}\n{"input": \n')
+    assert "is none of .json, .jsonl, .parquet, .csv, .arrow; convert it" in message("data.txt", "a")
+    assert "must hold a list of at least one object; it holds a list of length 0" in message("empty.json", "[]")
+    assert "it holds a dict of length 1" in message("object.json", '{"data": []}')
+    assert "it holds a list of length 0" in message("empty.csv", "input,label\n")
+    assert "row 1: expected an object, found a int (3)" in message("numbers.json", '[{"a": 1}, 3]')
+    assert "cannot be read as UTF-8 text (" in message("latin.jsonl", b'{"input": "\xe4"}')
+    for name in ("broken.parquet", "broken.csv", "broken.arrow"):
+        assert "cannot be read (" in message(name, b"")
+    (tmp_path / "folder").mkdir()
+    assert "doesn't contain any data files" in message("folder")
+    write(tmp_path / "folder" / "data.jsonl", RECORDS[:0])
+    assert "'folder'" in message("folder").replace(str(tmp_path) + "/", "")
+
+
+@pytest.mark.parametrize("name", ["./data", "~/no/such", "../data", "nothing.csv", "a/b/c"])
+def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ValueError, match=r"does not exist; give a \.json"):
+        read_records(name)
+
+
+def test_a_file_type_is_not_taken_for_a_data_set_of_the_files_lying_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data.csv")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no file or folder 'csv' here.* \(it is the name of a file type\)"):
+        read_records("csv")
+
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Just so much of a hub that its clients find one data set, troupe/letters, with one file."""
+
+    content = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+    name = "data/train.jsonl"
+    entry: ClassVar = {"type": "file", "path": name, "size": len(content), "oid": "1" * 40}
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == f"/datasets/troupe/letters/resolve/{SHA}/{self.name}":
+            headers = {"ETag": '"1"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            self.answer(200, self.content, headers)
+        elif path in ("/api/datasets/troupe/letters", f"/api/datasets/troupe/letters/revision/{SHA}"):
+            siblings = [{"rfilename": self.name}]
+            self.answer(200, {"id": "troupe/letters", "sha": SHA, "siblings": siblings, "private": False})
+        elif path.startswith(f"/api/datasets/troupe/letters/tree/{SHA}"):
+            self.answer(200, self.listing(path.partition(SHA)[2].strip("/").replace("%2F", "/")))
+        else:
+            mine = path.startswith(("/datasets/troupe/letters/", "/api/datasets/troupe/letters/"))
+            self.answer(404, {}, {"X-Error-Code": "EntryNotFound" if mine else "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.answer(200, [self.entry] if "train.jsonl" in asked else [])
+
+    def listing(self, folder: str) -> list[dict[str, Any]]:
+        if folder == "data" or "recursive=true" in self.path.lower():
+            return [self.entry]
+        return [{"type": "directory", "path": "data", "size": 0, "oid": "2" * 40}]
+
+    def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        self.server.asked.append(f"{self.command} {self.path} {args}")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.asked = []  # pyright: ignore[reportAttributeAccessIssue]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def read_in_process(source: str, home: Path, endpoint: str) -> tuple[str, str, float]:
+    """What a process with this hub and its own cache prints, to both outputs, and how long it takes in seconds."""
+    code = "import sys; from components.data.records import read_records as read\n"
+    code += "try: print(read(sys.argv[1]))\nexcept ValueError as error: print(error)"
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", code, source], env=env, cwd=PROJECT, capture_output=True, text=True, timeout=100
+    )
+    return process.stdout.strip(), process.stderr, time.monotonic() - began
+
+
+def test_a_name_is_read_from_the_hub_and_later_without_it(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        assert read_in_process("troupe/letters", tmp_path, endpoint)[:2] == (str(RECORDS), "")
+        assert read_in_process("troupe/letters@data", tmp_path, endpoint)[:2] == (str(RECORDS), "")
+        output, errors, _ = read_in_process("troupe/other", tmp_path, endpoint)
+        assert errors == ""
+        assert output.startswith("there is no file or folder 'troupe/other' here, and the hub did not give a data set")
+        assert "'troupe/other' doesn't exist on the Hub" in output
+    assert read_in_process("troupe/letters", tmp_path, endpoint)[:2] == (str(RECORDS), "")
+
+
+def test_without_a_hub_a_name_is_refused_within_seconds_and_in_one_line(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        pass
+    output, errors, seconds = read_in_process("troupe/letters", tmp_path, endpoint)
+    assert errors == ""
+    assert "\n" not in output
+    assert "no file or folder 'troupe/letters' here" in output
+    assert "Connection refused" in output
+    assert seconds < 15

@@ -1,0 +1,165 @@
+"""Rewards by name, from a file or from servers: what is refused, and what a function may return."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.data.remote_reward import RemoteReward
+from components.data.reward_workers import WorkerReward
+from components.data.rewards import RewardSettings, check_reward, open_reward, read_columns
+
+PROJECT = Path(__file__).resolve().parents[3]
+QUERIES, PROMPTS, LABELS = ["ba>ab", "dc>dc"], ["ba>", "dc>"], ["ab", "cd"]
+
+
+def reward_file(folder: Path, body: str) -> str:
+    path = folder / "reward.py"
+    path.write_text(body)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sort_reward() -> Iterator[WorkerReward | RemoteReward]:
+    with open_reward("sort") as reward:
+        yield reward
+
+
+def test_a_tasks_scorer_reads_what_follows_the_prompt(sort_reward: WorkerReward) -> None:
+    output = sort_reward(QUERIES, PROMPTS, LABELS)
+    assert output.reward_B.tolist() == output.score_B.tolist() == [1.0, 0.0]
+    assert output.reward_B.dtype == torch.float32
+    assert output.logs == output.failures == {}
+
+
+def test_responses_given_apart_are_scored_whatever_the_query_looks_like() -> None:
+    with open_reward("exact_match") as reward:
+        # The label is a number, as data may have it; a scorer sees text.
+        assert reward(["<s>q</s>"], ["q"], [12], responses=[" 12\n"]).reward_B.tolist() == [1.0]
+        with pytest.raises(ValueError, match=r"does not begin with its prompt 'q'; pass responses="):
+            reward(["<s>q"], ["q"], [12])
+
+
+def test_columns_of_different_lengths_are_refused_and_an_empty_batch_is_none(sort_reward: WorkerReward) -> None:
+    with pytest.raises(ValueError, match="2 queries came with 1 labels"):
+        sort_reward(QUERIES, PROMPTS, ["ab"])
+    with pytest.raises(ValueError, match="2 queries came with 3 responses"):
+        sort_reward(QUERIES, PROMPTS, LABELS, responses=["a"] * 3)
+    assert sort_reward([], [], []).reward_B.shape == (0,)
+
+
+def test_what_cannot_be_opened_is_refused_without_running_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no scorer 'sorted'; set it to one of: .*sort.*, or a \.py file"):
+        check_reward("sorted")
+    with pytest.raises(ValueError, match=r"nothing\.py' does not exist"):
+        check_reward(str(tmp_path / "nothing.py"))
+    with pytest.raises(ValueError, match=r"does not define reward_func\(.*functions found: score"):
+        check_reward(reward_file(tmp_path, "raise SystemExit\ndef score(): ...\n"))
+    with pytest.raises(ValueError, match=r"does not define reward_func\(.*functions found: async reward_func"):
+        check_reward(reward_file(tmp_path, "async def reward_func(queries, prompts, labels): ...\n"))
+    for body in ("def reward_func(:\n", "def reward_func(): ...\n\0"):
+        with pytest.raises(ValueError, match="is not valid Python"):
+            check_reward(reward_file(tmp_path, body))
+    check_reward(reward_file(tmp_path, "raise SystemExit\nfrom math import sqrt as reward_func\n"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "http://",
+        "http:///score",
+        "ftp://a/score",
+        "http://a:port/",
+        "http://a:99999/",
+        "http://a b/",
+        "http://[::1",
+        "http://a,",
+        "http://a,sort",
+        "reward.py,http://a",
+    ],
+)
+def test_a_list_with_anything_but_whole_urls_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"is no URL of a server; set it to one \.py file, one scorer, or to http://"):
+        check_reward(spec)
+
+
+def test_urls_are_opened_without_asking_the_servers() -> None:
+    spec = "http://127.0.0.1:9/score, https://[::1]:9"
+    check_reward(spec)
+    with open_reward(spec) as reward:
+        assert isinstance(reward, RemoteReward)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": 0}, "workers=0: set it to 1 or more"),
+        ({"url_tries": 0}, "url_tries=0: set it to 1 or more"),
+        ({"url_batch_size": -1}, "url_batch_size=-1: set it to 1 or more"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0: set it to a number of seconds above 0"),
+        ({"url_timeout_s": float("nan")}, "url_timeout_s=nan: set it to a number of seconds above 0"),
+        ({"max_failed_share": 1.5}, "max_failed_share=1.5: set it to a number from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardSettings(**settings)
+
+
+def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
+    code = (
+        "import sys, components.data.scorers\n"
+        "from components.data.rewards import check_reward\n"
+        "for spec in ('sort', 'gsm8k', 'math', 'http://a/b'): check_reward(spec)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PROJECT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_numbers_come_as_tensors_arrays_lists_of_either_and_plain_numbers() -> None:
+    found = read_columns(
+        {
+            "rewards": torch.tensor([[1.5], [2.0]], requires_grad=True),
+            "scores": [torch.tensor(1.0), torch.tensor([0.5]).numpy()],
+            "extra_logs": {"each": (1, True), "one": 3, "wrapped": torch.tensor([[4.0]]), "nan": [1, float("nan")]},
+        },
+        2,
+    )
+    assert (found.rewards, found.scores) == ([1.5, 2.0], [1.0, 0.5])
+    assert found.logs.pop("nan")[0] == 1.0
+    assert found.logs == {"each": [1.0, 1.0], "one": [3.0, 3.0], "wrapped": [4.0, 4.0]}
+    assert read_columns({"rewards": (1, 2), "extra_logs": None}, 2).scores == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0, 2.0], "returned a list; return a dict with 'rewards'"),
+        ({"reward": [1.0, 2.0]}, r"returned a dict with the keys \['reward'\]"),
+        ({"rewards": [1.0]}, r"'rewards' has the shape \(1,\); give one number for each of the 2 queries"),
+        ({"rewards": 1.0}, r"'rewards' has the shape \(\)"),
+        ({"rewards": []}, r"'rewards' has the shape \(0,\)"),
+        ({"rewards": torch.ones(1, 2)}, r"'rewards' has the shape \(1, 2\)"),
+        ({"rewards": [[1.0, 2.0], [3.0, 4.0]]}, r"'rewards' has the shape \(2, 2\)"),
+        ({"rewards": ["1", "2"]}, "'rewards' must be numbers, found a str"),
+        ({"rewards": "12"}, "'rewards' must be numbers, found a str"),
+        ({"rewards": [1.0, None]}, "'rewards' must be numbers, found a NoneType"),
+        ({"rewards": [1.0, float("nan")]}, "'rewards' holds nan; return finite numbers"),
+        ({"rewards": [1.0, 1e39]}, r"'rewards' holds 1e\+39; return finite numbers"),
+        ({"rewards": [1.0, 10**400]}, "'rewards' holds inf"),
+        ({"rewards": [1.0, 1.0], "scores": [1.0, float("-inf")]}, "'scores' holds -inf"),
+        ({"rewards": [1.0, 1.0], "scores": [1.0]}, r"'scores' has the shape \(1,\)"),
+        ({"rewards": [1.0, 1.0], "extra_logs": {"x": [1, 2, 3]}}, r"extra_logs\['x'\] has the shape \(3,\)"),
+        ({"rewards": [1.0, 1.0], "extra_logs": {"x": "high"}}, r"extra_logs\['x'\] must be numbers, found a str"),
+        ({"rewards": [1.0, 1.0], "extra_logs": [1.0]}, "'extra_logs' is a list; return a dict"),
+    ],
+)
+def test_what_is_returned_wrongly_is_said(result: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_columns(result, 2)

@@ -1,0 +1,179 @@
+"""Loading tokenizers, writing out prompts, and encoding them with exactly one BOS."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from components.data.prompts import PromptSource
+from components.data.supervised import encode_demonstrations
+from components.data.text import TextEncoder, load_tokenizer, render_prompt, same_vocabulary
+from components.data.tiny_model import character_tokenizer
+
+BOS, EOS, NO, YES = 1, 2, 3, 4
+"""Ids of `word_tokenizer`: unk 0, bos 1, eos 2, no 3, yes 4."""
+
+
+def word_tokenizer(adds: str = "$A", template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """The words no and yes; `adds` is what it puts around a text by itself, with $A for the text."""
+    tokens = ["<unk>", "<s>", "</s>", "no", "yes"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", **special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TURNS = (
+    "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+BOS_AND_TURNS = "{{ bos_token }}" + TURNS
+ADDS_BOS, ADDS_BOTH, ADDS_EOS, ADDS_NOTHING = "<s> $A", "<s> $A </s>", "$A </s>", "$A"
+
+
+@pytest.mark.parametrize(
+    ("adds", "text", "ids"),
+    [
+        (ADDS_BOS, "no yes", [BOS, NO, YES]),
+        (ADDS_BOS, "<s> no yes", [BOS, NO, YES]),
+        (ADDS_BOS, "", [BOS]),
+        (ADDS_BOTH, "no yes", [BOS, NO, YES]),
+        (ADDS_EOS, "no yes", [NO, YES]),
+        (ADDS_NOTHING, "no yes", [NO, YES]),
+        (ADDS_NOTHING, "<s> no yes", [BOS, NO, YES]),
+        (ADDS_NOTHING, "no <s> <s>", [NO, BOS, BOS]),
+    ],
+)
+def test_a_prompt_has_the_bos_that_its_tokenizer_adds_once_and_no_end(adds: str, text: str, ids: list[int]) -> None:
+    assert TextEncoder(word_tokenizer(adds)).encode_prompt(text) == ids
+
+
+def test_a_tokenizer_whose_bos_is_also_its_end_is_not_taken_for_one_that_adds_it_in_front() -> None:
+    both = word_tokenizer("$A </s>", bos_token="</s>")
+    assert TextEncoder(both).encode_prompt("no yes") == [NO, YES]
+    assert TextEncoder(word_tokenizer("</s> $A", bos_token="</s>")).encode_prompt("no yes") == [EOS, NO, YES]
+
+
+def test_a_tokenizer_of_characters_gets_no_bos() -> None:
+    assert TextEncoder(character_tokenizer("ab")).encode_prompt("ab") == [3, 4]
+    assert TextEncoder(character_tokenizer("ab")).encode_prompt("<bos>ab") == [1, 3, 4]
+
+
+@pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
+def test_two_bos_in_front_are_refused_with_who_may_have_written_them(adds: str) -> None:
+    tokenizer = word_tokenizer(adds, BOS_AND_TURNS)
+    with pytest.raises(ValueError, match=r"row 1: .*begins with two '<s>', written by its text or by its template"):
+        PromptSource([row("no"), row("<s> no")], tokenizer, 0, apply_chat_template=True)
+    with pytest.raises(ValueError, match=r"begins with two '<s>'"):
+        TextEncoder(tokenizer).encode_prompt("<s> <s> no")
+
+
+def row(text: str) -> dict[str, Any]:
+    return {"input": text, "label": "", "datasource": "default"}
+
+
+@pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_BOTH, ADDS_EOS, ADDS_NOTHING])
+@pytest.mark.parametrize("template", [TURNS, BOS_AND_TURNS])
+@pytest.mark.parametrize("chat", [False, True])
+def test_rl_and_demonstrations_read_the_same_prompt_as_the_same_ids(adds: str, template: str, chat: bool) -> None:
+    tokenizer = word_tokenizer(adds, template)
+    prompt = PromptSource([row("no yes")], tokenizer, 0, apply_chat_template=chat).take(1)["tokens"].tolist()
+    has_bos = adds in (ADDS_BOS, ADDS_BOTH) or (chat and template == BOS_AND_TURNS)
+    assert prompt == [BOS] * has_bos + [NO, YES]
+    data = encode_demonstrations([{"prompt": "no yes", "response": "yes"}], tokenizer, apply_chat_template=chat)
+    assert data.batch["tokens"].tolist() == [*prompt, YES, EOS]
+    assert data.batch["loss_mask"].tolist() == [False] * len(prompt) + [True, True]
+
+
+@pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
+def test_a_conversation_that_the_assistant_begins_has_one_bos_too(adds: str) -> None:
+    rows = [{"messages": [{"role": "assistant", "content": "no"}]}]
+    data = encode_demonstrations(rows, word_tokenizer(adds, BOS_AND_TURNS))
+    assert data.batch["tokens"].tolist() == [BOS, NO, EOS]
+
+
+def test_many_prompts_encode_like_one_and_an_error_names_the_row() -> None:
+    encoder = TextEncoder(word_tokenizer(ADDS_BOS))
+    texts = ["no", "<s> yes", "yes no yes"]
+    assert encoder.encode_prompts(texts, [7, 8, 9]) == [encoder.encode_prompt(text) for text in texts]
+    with pytest.raises(ValueError, match="row 9: the tokenizer has no token for the characters 'c'"):
+        TextEncoder(character_tokenizer("ab")).encode_prompts(["a", "cb"], [8, 9])
+
+
+def test_chat_messages_and_the_chat_option_go_through_the_template() -> None:
+    tokenizer = character_tokenizer("abc")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert render_prompt(turns, tokenizer) == "ab<eos>c"
+    assert render_prompt("ab", tokenizer, apply_chat_template=True) == "ab"
+    with pytest.raises(ValueError, match="exclude each other"):
+        render_prompt("ab", tokenizer, apply_chat_template=True, input_template="{}")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template; set apply_chat_template=False"):
+        render_prompt(turns, tokenizer)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system turn') }}", "{{ messages[0]['content'] + 1 }}"])
+def test_a_template_that_raises_is_an_error_with_its_reason(template: str) -> None:
+    tokenizer = word_tokenizer(template=template)
+    with pytest.raises(ValueError, match=r"the chat template refuses the messages 'no yes' \((no system|can only)"):
+        render_prompt("no yes", tokenizer, apply_chat_template=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with an end token, but none for padding and no chat template."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    word_tokenizer(ADDS_BOS).save_pretrained(path)
+    return path
+
+
+def test_a_tokenizer_loads_with_the_pad_token_and_the_template_that_are_given(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder, pad_token="</s>", chat_template=TURNS)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (EOS, EOS, 5)
+    assert TextEncoder(tokenizer).encode_prompt("no yes") == [BOS, NO, YES]
+    assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "no yes "
+    (tmp_path / "template.jinja").write_text(BOS_AND_TURNS)
+    tokenizer = load_tokenizer(folder, pad_token="<unk>", chat_template=str(tmp_path / "template.jinja"))
+    assert tokenizer.pad_token_id == 0
+    assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "<s>no yes "
+
+
+def test_templates_may_use_the_tags_that_chat_templates_have_of_their_own(folder: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
+    assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "no yes"
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+    def message(path: Path, **options: str) -> str:
+        with pytest.raises(ValueError) as caught:
+            load_tokenizer(path, **options)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert f"no tokenizer can be loaded from '{tmp_path}/nothing' (" in message(tmp_path / "nothing")
+    assert f"no tokenizer can be loaded from '{tmp_path}' (" in message(tmp_path)
+    assert "no token for padding; set pad_token to one of its tokens, such as pad_token='</s>'" in message(folder)
+    assert "pad_token='<pad>' is no token of" in message(folder, pad_token="<pad>")
+    assert "pad_token='no yes' is no token of" in message(folder, pad_token="no yes")
+    assert "chat_template='nothing.jinja' is neither Jinja text nor a file" in message(
+        folder, pad_token="no", chat_template="nothing.jinja"
+    )
+    assert "chat_template is no valid Jinja: line 2: " in message(
+        folder, pad_token="no", chat_template="{% for m in messages %}\n{{ m['content' }}{% endfor %}"
+    )
+    endless = word_tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "endless")
+    assert "has no end token (eos)" in message(tmp_path / "endless")
+
+
+def test_a_vocabulary_is_the_same_when_all_tokens_have_the_same_ids() -> None:
+    assert same_vocabulary(character_tokenizer("abc"), character_tokenizer("abc"))
+    assert same_vocabulary(word_tokenizer(ADDS_BOS), word_tokenizer(ADDS_EOS, TURNS))
+    assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("acb"))
+    assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("abcd"))

@@ -1,0 +1,365 @@
+"""recipes/openrlhf_ppo with data and rewards of all kinds: real files, real models, real HTTP servers."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from recipe_runs import Run
+from tiny_models import byte_tokenizer, write_policy, write_reward_model
+
+from recipes.openrlhf_ppo.main import main
+from tests.gsm8k_rows import gsm8k_rows
+
+QUICK = [
+    "prompt_max_len=64",
+    "generate_max_len=6",
+    "rollout_batch_size=8",
+    "n_samples_per_prompt=2",
+    "train_batch_size=16",
+    "use_dynamic_batch=true",
+    "lr_warmup_ratio=0",
+    "zero_stage=0",
+    "init_kl_coef=0",
+]
+"""Steps of 8 prompts x 2 answers, one optimizer step each."""
+
+
+@pytest.fixture(scope="module")
+def bytes_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained policy that reads any text."""
+    return write_policy(tmp_path_factory.mktemp("models") / "policy")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A jsonl file."""
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def questions(path: Path, count: int = 8) -> Path:
+    """Prompts of different lengths, labelled by number."""
+    return write_rows(path, [{"input": f"question {'x' * i}?", "label": i} for i in range(count)])
+
+
+def rollouts(run: Run, step: int = 1) -> dict[str, list[Any]]:
+    """The columns of a step's answers."""
+    return pyarrow.parquet.read_table(run.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pydict()
+
+
+# --- data
+
+
+def test_two_steps_on_gsm8k_through_a_chat_template(ray_address: str, bytes_policy: Path, tmp_path: Path) -> None:
+    rows = gsm8k_rows("train")[:40]
+    write_rows(tmp_path / "train.jsonl", rows)
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+    (tmp_path / "template.jinja").write_text(template)
+    rendered = [f"[user] {row['question']}\n[assistant] " for row in rows]
+    lengths = [len(text.encode()) for text in rendered]
+    limit = sorted(lengths)[23]
+    options = [
+        *("--prompt_data", f"{tmp_path}/train.jsonl", "--input_key", "question", "--label_key", "answer"),
+        *("--scorer", "gsm8k", "--apply_chat_template", "--tokenizer_chat_template", f"{tmp_path}/template.jinja"),
+        *("--advantage_estimator", "reinforce_baseline", "--prompt_max_len", str(limit), "--rollout_batch_size", "12"),
+        "train_batch_size=24",
+    ]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 0, run.err
+    fitting = sum(length <= limit for length in lengths)
+    assert f"{40 - fitting} prompts of more than prompt_max_len={limit} tokens are left out" in run.out
+    assert len(run.metrics) == fitting // 12 == 2
+    # Ids of "[us" are those of the bytes, after three special tokens, in the order of the alphabet.
+    shown = re.search(r"first prompt \((\d+) characters, (\d+) tokens\): '\[user\] .*ids.*: \[61, 87, 85", run.out)
+    assert shown and shown[1] == shown[2]
+    assert "critic/loss" not in run.metrics[0]
+    assert "critic-0" not in run.pids()
+    answers = rollouts(run)
+    assert set(answers["prompt"]) <= set(rendered)
+    from transformers import AutoTokenizer
+
+    exported = AutoTokenizer.from_pretrained(run.run_dir / "checkpoints" / "step_2" / "hf")
+    assert exported.chat_template == template
+
+
+def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(ray_address: str, policy: Path, tmp_path: Path) -> None:
+    from components.data.tasks import get_task
+
+    held = get_task("sort").rows("heldout", 12, 0)
+    easy = write_rows(tmp_path / "easy.jsonl", [row | {"datasource": "easy"} for row in held[:4]])
+    hard = write_rows(tmp_path / "hard.jsonl", [row | {"datasource": "hard"} for row in held[4:]])
+    options = f"""pretrain={policy} prompt_data=task:sort scorer=sort max_samples=32 rollout_batch_size=16
+        n_samples_per_prompt=4 train_batch_size=32 generate_max_len=8 use_dynamic_batch=true zero_stage=0
+        init_kl_coef=0 lr_warmup_ratio=0 actor_learning_rate=3e-4 label_key=label advantage_estimator=dr_grpo
+        entropy_loss_coef=0.01 eval_dataset={easy},{hard} eval_steps=1 eval_n_samples_per_prompt=3
+        eval_temperature=1.0""".split()
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, "--eps_clip_low_high", "0.2", "0.3").wait()
+    assert run.code == 0, run.err
+    for entry in run.metrics:
+        for source in ("easy", "hard"):
+            assert 0 <= entry[f"eval/{source}_pass1"] <= entry[f"eval/{source}_pass3"] <= 1
+        assert entry["eval/num_samples"] == 36
+    best = max(run.metrics, key=lambda entry: (entry["eval/easy_pass1"], -entry["step"]))
+    folder = run.run_dir / "checkpoints"
+    assert (folder / "best").read_text().strip() == f"step_{best['step']}"
+    assert (folder / f"step_{best['step']}" / "hf" / "config.json").is_file()
+    assert (folder / "latest").read_text().strip() == "step_2"
+
+
+# --- rewards
+
+
+def test_reward_models_are_weighted_normalised_and_start_the_critic(
+    ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    paths = [
+        write_reward_model(tmp_path / f"rm{i}", seed=i, mean=0.25 * i, std=0.5 * i, initializer_range=0.5)
+        for i in (1, 2)
+    ]
+    options = [
+        *(f"--reward_pretrain={paths[0]},{paths[1]}", "--reward_weights", "1", "0.5", "--normalize_reward"),
+        *(f"prompt_data={questions(tmp_path / 'q.jsonl')}", "--save_value_network", "critic_learning_rate=0"),
+    ]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 0, run.err
+    answers = rollouts(run)
+    wanted: list[list[float]] = []
+    for i, path in enumerate(paths, 1):
+        model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+        with torch.inference_mode():
+            logits = [
+                model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in answers["tokens"]
+            ]
+        wanted.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
+    total = [a + 0.5 * b for a, b in zip(*wanted, strict=True)]
+    assert max(total) - min(total) > 0.1
+    assert answers["reward"] == pytest.approx(total, abs=1e-4)
+    assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(wanted[1]) / 16, abs=1e-4)
+    # The critic starts as the first reward model: the value before the last token is its score of the row up to there.
+    model = AutoModelForSequenceClassification.from_pretrained(paths[0])
+    row, value = answers["tokens"][0], answers["value"][0]
+    with torch.inference_mode():
+        score = float(model.score(model.model(torch.tensor([row[:-1]])).last_hidden_state)[0, -1, 0])
+    assert value[-1] == pytest.approx((score - 0.25) / 0.5, abs=1e-4)
+    assert (run.run_dir / "checkpoints" / "step_1" / "critic" / "config.json").is_file()
+
+
+class RewardServer:
+    """A reward server of OpenRLHF's protocol: the reward of an answer is its label."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.refuse_first = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(request)
+                refused = len(outer.requests) <= outer.refuse_first
+                rewards = [float(label) for label in request["labels"]]
+                answer = {"rewards": rewards, "scores": [r / 8 for r in rewards], "extra_logs": {"seen": rewards}}
+                body = json.dumps({} if refused else answer).encode()
+                self.send_response(503 if refused else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: the test looks at the requests."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[RewardServer]]:
+    """Two servers, the first of which refuses its first request."""
+    both = [RewardServer(), RewardServer()]
+    both[0].refuse_first = 1
+    yield both
+    for server in both:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
+    servers: list[RewardServer], ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    urls = ",".join(server.url for server in servers)
+    options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=reinforce"]
+    options += ["--remote_rm_url", urls, "remote_rm_batch_size=2"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 0, run.err
+    answers = rollouts(run)
+    assert answers["reward"] == [float(label) for label in answers["label"]]
+    assert answers["score"] == [label / 8 for label in answers["label"]]
+    assert run.metrics[0]["reward/seen"] == 3.5
+    assert all(server.requests for server in servers)
+    requests = [request for server in servers for request in server.requests]
+    assert all(set(request) == {"query", "prompts", "labels"} and len(request["query"]) == 2 for request in requests)
+    # 16 answers in pairs, and one pair twice.
+    assert len(requests) == 9
+    for request in requests:
+        assert all(query.startswith(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True))
+
+
+def test_a_server_that_is_not_there_ends_the_run_with_its_url(
+    ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "advantage_estimator=reinforce"]
+    options += ["--remote_rm_url", "http://127.0.0.1:9/get_reward"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 1
+    (line,) = run.err.strip().splitlines()
+    assert "http://127.0.0.1:9/get_reward" in line
+
+
+REWARD_FILE = """
+def reward_func(queries, prompts, labels, **kwargs):
+    if any(label in {bad} for label in labels):
+        raise RuntimeError("cannot judge this")
+    return {{"rewards": [float(label) for label in labels]}}
+"""
+
+
+def test_reward_code_that_fails_for_too_many_answers_ends_the_run(
+    ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    # Two answers to each of eight prompts: one bad label is 2 of 16, above a tenth.
+    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3,)"))
+    options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=rloo"]
+    options += [f"remote_rm_url={tmp_path}/reward.py"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 1
+    (line,) = run.err.strip().splitlines()
+    assert "cannot judge this" in line
+    assert "2 of 16" in line
+
+
+def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(
+    ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(9,)"))
+    rows = questions(tmp_path / "q.jsonl", 16)
+    options = ["rollout_batch_size=16", "n_samples_per_prompt=1", "label_key=label", f"prompt_data={rows}"]
+    options += [f"remote_rm_url={tmp_path}/reward.py", "reward_workers=2", "reward_clip_range=[-100,100]"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 0, run.err
+    assert run.metrics[0]["reward/failed"] == 1
+    assert re.search(r"answer \d+ gets reward 0, because its reward failed: .*cannot judge this", run.out)
+    answers = rollouts(run)
+    assert answers["reward"] == [0.0 if label == 9 else float(label) for label in answers["label"]]
+
+
+# --- what cannot be
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_batch(
+    ray_address: str, bytes_policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="()"))
+    options = [f"prompt_data={questions(tmp_path / 'q.jsonl', 16)}", "label_key=label", "critic_learning_rate=1e38"]
+    options += [f"remote_rm_url={tmp_path}/reward.py", "actor_learning_rate=0"]
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
+    assert run.code == 1
+    (line,) = run.err.strip().splitlines()
+    assert "step 2: the loss of optimizer step" in line
+    (kept,) = re.findall(r"the batch is in (\S+\.parquet)", line)
+    assert pyarrow.parquet.read_table(kept).num_rows == 16
+
+
+@pytest.fixture
+def file_of_prompts(tmp_path: Path) -> list[str]:
+    """What a run needs besides a model."""
+    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="()"))
+    return [f"prompt_data={questions(tmp_path / 'q.jsonl')}", f"remote_rm_url={tmp_path}/reward.py", *QUICK]
+
+
+def refused(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which a command ends before anything starts."""
+    capsys.readouterr()  # what saving a model has printed
+    assert main([f"run_dir={tmp_path}/run", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    return error
+
+
+@pytest.mark.parametrize("missing", ["eos_token", "pad_token"])
+def test_a_tokenizer_without_end_or_pad_token_is_refused(
+    missing: str, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_policy(tmp_path / "policy", byte_tokenizer(**{missing: None}))
+    error = refused([f"pretrain={folder}", *file_of_prompts], tmp_path, capsys)
+    assert missing.partition("_")[0] in error or "end token" in error
+    assert str(folder) in error
+    if missing == "pad_token":
+        assert main([f"pretrain={folder}", *file_of_prompts, "pad_token=<eos>", "--dry_run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("label_key=answer", "no field 'answer'"),
+        ("input_key=text", "no field 'text'"),
+        ("prompt_data=nowhere.jsonl", "'nowhere.jsonl' does not exist"),
+        ("remote_rm_url=nowhere.py", "'nowhere.py' does not exist"),
+        ("remote_rm_url=http:/x", "http:/x"),
+        ("prompt_data_probs=0.5", "prob"),
+        ("eval_dataset=nowhere.csv", "nowhere.csv"),
+        ("prompt_split=test", "test"),
+    ],
+)
+def test_data_and_rewards_that_are_not_there_are_refused(
+    option: str,
+    message: str,
+    file_of_prompts: list[str],
+    bytes_policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert message in refused([f"pretrain={bytes_policy}", *file_of_prompts, option], tmp_path, capsys)
+
+
+def test_an_empty_file_of_prompts_is_refused(
+    bytes_policy: Path, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    options = [f"pretrain={bytes_policy}", *file_of_prompts, f"prompt_data={tmp_path}/empty.jsonl"]
+    assert "empty.jsonl" in refused(options, tmp_path, capsys)
+
+
+def test_a_model_that_nobody_has_is_refused(
+    file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["pretrain=nobody/has-this-model", *file_of_prompts], tmp_path, capsys)
+    assert "pretrain=nobody/has-this-model" in error
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens", "message"), [(2, {}, "has 2 labels"), (1, {"extra": "<more>"}, "another vocabulary")]
+)
+def test_a_reward_model_that_does_not_fit_is_refused(
+    labels: int,
+    tokens: dict[str, str],
+    message: str,
+    bytes_policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(tokens.values()))
+    model = write_reward_model(tmp_path / "rm", 1, tokenizer, num_labels=labels)
+    options = [f"pretrain={bytes_policy}", f"prompt_data={questions(tmp_path / 'q.jsonl')}", *QUICK]
+    assert message in refused([*options, f"reward_pretrain={model}"], tmp_path, capsys)
