@@ -87,8 +87,8 @@ def from_openrlhf() -> str:
     taken = [row for row, option in zip(rows, options, strict=True) if option.name not in flags.OURS]
     ours = [(row[0], row[2], row[3]) for row, option in zip(rows, options, strict=True) if option.name in flags.OURS]
     refused = [
-        (names([name for name, _ in group]), why)
-        for why, group in groupby(flags.REFUSED.items(), key=lambda item: item[1].why)
+        (names([name for name, _ in group]), why + (f" (`{harmless}` is let through)" if harmless else ""))
+        for (why, harmless), group in groupby(flags.REFUSED.items(), key=lambda item: (item[1].why, item[1].harmless))
     ]
     later = [(which, why.removeprefix("not yet: ")) for which, why in refused if why.startswith("not yet: ")]
     never = [(which, why) for which, why in refused if not why.startswith("not yet: ")]
@@ -100,7 +100,7 @@ def from_openrlhf() -> str:
         "",
         f"## Flags that are not here yet ({sum(which.count('`') // 2 for which, _ in later)} names)",
         "",
-        "Naming one is an error, unless it asks for what happens anyway (`--packing_samples false`).",
+        "Naming one is an error, unless it asks for what happens anyway, such as `--packing_samples false`.",
         "",
         *table(("flags", "until then"), later),
         "",

@@ -76,12 +76,13 @@ def first_line(error: BaseException) -> str:
 
 def _read_file(path: Path) -> Any:
     try:
-        if path.suffix == ".jsonl":
+        if path.suffix in (".json", ".jsonl"):
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".json" and not _has_more_than_one_value(text):
+                return _parse_json(text, str(path))
             # Not splitlines(): a string may hold any of the other line separators.
-            lines = path.read_text(encoding="utf-8").split("\n")
-            return [_parse_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-        if path.suffix == ".json":
-            return _parse_json(path.read_text(encoding="utf-8"), str(path))
+            lines = enumerate(text.split("\n"), 1)
+            return [_parse_json(line, f"{path}, line {n}") for n, line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); mend or convert it"
@@ -95,6 +96,15 @@ def _read_file(path: Path) -> Any:
         return _read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data file {str(path)!r} cannot be read ({_reason(error)}); mend or replace it") from error
+
+
+def _has_more_than_one_value(text: str) -> bool:
+    """Whether a .json file is JSON lines by another name, as many are."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg == "Extra data"
+    return False
 
 
 def _read_table(path: Path) -> Any:

@@ -151,7 +151,7 @@ class RemoteReward:
                     break
         raise RewardError(
             f"{self.source} gave no answer in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
-            "start it, or raise url_tries or url_timeout_s"
+            "see that it runs, can be reached from here, and is fast enough"
         )
 
     def _post(self, url: str, body: bytes) -> httpx.Response:

@@ -300,8 +300,8 @@ class _Batch:
         first, trace = self._first
         self.stopped = True
         self._error = RewardError(
-            f"{self._source} failed for {len(self.failures)} of {count} answers, more than "
-            f"max_failed_share={self._max_failed_share:g} allows; the first: {first}"
+            f"{self._source} failed for {len(self.failures)} of {count} answers, more than the allowed share of "
+            f"{self._max_failed_share:g}; the first: {first}"
         )
         if trace:
             self._error.add_note(trace)

@@ -318,11 +318,12 @@ _NOT = {
     **_refuse("models and data come from folders or the Hugging Face hub; leave it out", "use_ms"),
     **_refuse("every step is logged", "logging_steps", "logger.logging_steps", kind=int, harmless="1"),
     **_refuse(
-        "the policy is always saved as a folder that from_pretrained loads; leave it out",
+        "the policy is always saved as a folder that from_pretrained loads",
         "save_hf_ckpt",
         "ckpt.save_hf",
+        harmless="true",
     ),
-    **_refuse("there are no DeepSpeed checkpoints to leave out", "disable_ds_ckpt", "ckpt.disable_ds"),
+    **_refuse("there are no DeepSpeed checkpoints", "disable_ds_ckpt", "ckpt.disable_ds", harmless="true"),
     # gone from OpenRLHF too
     **_refuse("OpenRLHF has dropped it; mix such data into a run of recipes/sft", "ptx_coef", kind=float, harmless="0"),
     **_refuse("timing_s and perf are in every step's metrics; leave it out", "perf"),

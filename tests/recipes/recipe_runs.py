@@ -58,6 +58,8 @@ class Run:
 
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split("in run ")[1].split()[0]
         found = [name for name, pid in self.pids().items() if is_alive(pid)]
+        # Reward code runs in children of the reward role, whose process id stands at the end of their command.
+        found += [f"reward code in {pid}" for pid in running("reward_workers", self.pids().get("reward-0"))]
         found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
         found += [actor["name"] for actor in actors if run_id in actor["name"]]
@@ -71,6 +73,19 @@ class Run:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "the run is too slow"
             time.sleep(0.05)
+
+
+def running(module: str, last_argument: object) -> list[int]:
+    """Processes of a module of ours whose command ends in this argument."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")[:-1]
+        except OSError:  # it has ended meanwhile
+            continue
+        if words and any(word.endswith(module) for word in words) and words[-1] == str(last_argument):
+            found.append(int(folder.name))
+    return found
 
 
 def is_alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import Run, is_alive
+from recipe_runs import Run, is_alive, running
 
 SMALL = [
     "prompt_data=task:sort",
@@ -171,6 +171,9 @@ def test_when_the_driver_is_killed_everything_ends_within_ten_seconds(
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
     run.wait_for_step(1)
     pids = run.pids()
+    for number, pid in enumerate(running("reward_workers", pids["reward-0"])):
+        pids[f"reward code {number}"] = pid
+    assert "reward code 0" in pids
     run.process.kill()
     run.wait(10)
     deadline = time.monotonic() + 10

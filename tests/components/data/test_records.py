@@ -73,6 +73,11 @@ def test_a_row_of_a_csv_file_may_be_longer_than_what_is_read_at_once(tmp_path: P
     assert read_records(write(tmp_path / "data.csv", records)) == records
 
 
+def test_a_json_file_may_hold_an_object_per_line(tmp_path: Path) -> None:
+    (tmp_path / "lines.json").write_text('{"input": "a"}\n\n{"input": "b"}\n')
+    assert read_records(tmp_path / "lines.json") == [{"input": "a"}, {"input": "b"}]
+
+
 def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"input": "a\u2028b"}\n\n', encoding="utf-8")

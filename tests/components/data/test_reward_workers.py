@@ -202,7 +202,7 @@ def test_as_many_failures_as_are_allowed_pass_and_one_more_stops_the_run(tmp_pat
     with pytest.raises(RewardError) as caught:
         rewarded(reward_file(tmp_path, body.format(30)), 100, max_failed_share=0.29)
     assert str(caught.value).endswith(
-        "reward.py' failed for 30 of 100 answers, more than max_failed_share=0.29 allows; "
+        "reward.py' failed for 30 of 100 answers, more than the allowed share of 0.29; "
         "the first: KeyError: '0' (answer 0, prompt 'p0')"
     )
     assert "in reward_func" in caught.value.__notes__[0]
