@@ -33,15 +33,17 @@ def gsm8k(response: str, label: str) -> float:
         response: any text.
         label: a solution of GSM8K, which ends in `#### N`, or the number alone.
     """
+    wanted = _label_value(label)
     _, stated, answer = response.rpartition("####")
     found = _STATED_NUMBER.match(answer) if stated else None
-    return 1.0 if found and _value(found) == _label_value(label) else 0.0
+    return 1.0 if found and _value(found) == wanted else 0.0
 
 
 def gsm8k_flexible(response: str, label: str) -> float:
     """Give 1.0 when the last number in the response, wherever it stands, is the label's; the label as in `gsm8k`."""
+    wanted = _label_value(label)
     found = list(_ANY_NUMBER.finditer(response))
-    return 1.0 if found and _value(found[-1]) == _label_value(label) else 0.0
+    return 1.0 if found and _value(found[-1]) == wanted else 0.0
 
 
 def math_answer(response: str, label: str) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from components.data.prompts import PromptSource, load_rows
 from components.data.records import HUB_TIMEOUT_S
 from components.data.rewards import check_reward
+from components.data.scorers import get_scorer
 from components.data.text import load_tokenizer, same_vocabulary
 from components.tracking import WandbConfig
 from components.warm_start import WARM_START_PREFIX
@@ -82,11 +83,15 @@ def check_inputs(config: PPOConfig) -> None:
     models += [("reward_pretrain", path) for path in config.reward_models]
     try:
         for option, path in models:
-            _check_model(option, path)
+            _check_model(option, path, config.normalize_reward)
         if config.reward_code is not None:
             check_reward(config.reward_code)
         rows = train_rows(config)
-        eval_rows(config)
+        heldout = eval_rows(config)
+        if config.scorer is not None:
+            # A label that the scorer cannot read is a wrong label_key; one row shows it.
+            for row in (rows[0], *heldout[:1]):
+                get_scorer(config.scorer)("", str(row["label"]))
         if not config.pretrain.startswith(WARM_START_PREFIX):
             _check_tokenizer(config, rows)
     except ValueError as error:
@@ -98,7 +103,7 @@ def check_inputs(config: PPOConfig) -> None:
         )
 
 
-def _check_model(option: str, path: str) -> None:
+def _check_model(option: str, path: str, normalize: bool) -> None:
     if path.startswith(WARM_START_PREFIX):
         return
     folder = Path(path).expanduser()
@@ -114,6 +119,11 @@ def _check_model(option: str, path: str) -> None:
         raise ConfigError(f"{option}={path} cannot be loaded: {reason}") from error
     if option == "reward_pretrain" and found.num_labels != 1:
         raise ConfigError(f"{option}={path} has {found.num_labels} labels; a reward model has one (num_labels=1)")
+    has_statistics = all(isinstance(getattr(found, name, None), int | float) for name in ("mean", "std"))
+    if option == "reward_pretrain" and normalize and not has_statistics:
+        raise ConfigError(
+            f"normalize_reward=true, but config.json of {path} has no mean and std; write them there, or leave it out"
+        )
 
 
 def _is_on_hub(option: str, path: str, folder: Path) -> bool:

@@ -75,7 +75,8 @@ class PPOTrainer(BaseTrainer):
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
         start = self.score() | self.evaluate()
-        self.say(f"before training: {console_line(0, scores_in(start))}")
+        if start:
+            self.say(f"before training: {console_line(0, scores_in(start))}")
         self.began_training = time.time()
         for samples in self.stream:
             experience, took = self.make_experience(samples)

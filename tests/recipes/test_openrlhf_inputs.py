@@ -315,6 +315,8 @@ def test_a_tokenizer_without_end_or_pad_token_is_refused(
         ("input_key=text", "no field 'text'"),
         ("prompt_data=nowhere.jsonl", "'nowhere.jsonl' does not exist"),
         ("remote_rm_url=nowhere.py", "'nowhere.py' does not exist"),
+        ("scorer=gsm8k remote_rm_url=null", "the label '' is neither a number nor a solution"),
+        ("scorer=math remote_rm_url=null", "the label '' holds no mathematical answer"),
         ("remote_rm_url=http:/x", "http:/x"),
         ("prompt_data_probs=0.5", "prob"),
         ("eval_dataset=nowhere.csv", "nowhere.csv"),
@@ -329,7 +331,7 @@ def test_data_and_rewards_that_are_not_there_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert message in refused([f"pretrain={bytes_policy}", *file_of_prompts, option], tmp_path, capsys)
+    assert message in refused([f"pretrain={bytes_policy}", *file_of_prompts, *option.split()], tmp_path, capsys)
 
 
 def test_an_empty_file_of_prompts_is_refused(
@@ -363,3 +365,12 @@ def test_a_reward_model_that_does_not_fit_is_refused(
     model = write_reward_model(tmp_path / "rm", 1, tokenizer, num_labels=labels)
     options = [f"pretrain={bytes_policy}", f"prompt_data={questions(tmp_path / 'q.jsonl')}", *QUICK]
     assert message in refused([*options, f"reward_pretrain={model}"], tmp_path, capsys)
+
+
+def test_a_reward_model_without_mean_and_std_cannot_be_normalised(
+    bytes_policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_reward_model(tmp_path / "rm", 1)
+    options = [f"pretrain={bytes_policy}", f"prompt_data={questions(tmp_path / 'q.jsonl')}", *QUICK]
+    options += [f"reward_pretrain={model}", "--normalize_reward"]
+    assert "has no mean and std" in refused(options, tmp_path, capsys)

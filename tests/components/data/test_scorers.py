@@ -145,6 +145,8 @@ def test_flexible_gsm8k_takes_the_last_number_anywhere(response: str, label: str
 def test_a_label_without_a_number_is_an_error_and_not_a_score(scorer: Callable[[str, str], float], label: str) -> None:
     with pytest.raises(ValueError, match=r"neither a number nor a solution that ends in '#### N'; set the label key"):
         scorer("#### 72", label)
+    with pytest.raises(ValueError, match="neither a number"):
+        scorer("no number either", label)
 
 
 @pytest.mark.parametrize(
