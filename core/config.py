@@ -44,7 +44,14 @@ class Refused:
         """Whether the value asks for nothing that is missing here."""
         text = " ".join(value) if isinstance(value, list) else str(value)
         off = self.kind is bool and text.lower() in ("false", "no", "off", "0")
-        return off or (self.harmless != "" and text.lower() == self.harmless.lower())
+        return off or (self.harmless != "" and _as_number(text.lower()) == _as_number(self.harmless.lower()))
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path] = ()) -> T:

@@ -19,7 +19,7 @@ from recipes.openrlhf_ppo.config import RECIPE, PPOConfig  # noqa: E402
 FROM_OPENRLHF = """\
 # From OpenRLHF
 
-<!-- Written by scripts/migration_page.py from recipes/openrlhf_ppo/{config,flags}.py: change those, not this page. -->
+<!-- Written by scripts/migration_page.py from config.py and flags.yaml of the recipe: change those, not this page. -->
 
 Take the flags of your `train_ppo_ray` command as they are:
 
@@ -90,8 +90,8 @@ def from_openrlhf() -> str:
         (names([name for name, _ in group]), why + (f" (`{harmless}` is let through)" if harmless else ""))
         for (why, harmless), group in groupby(flags.REFUSED.items(), key=lambda item: (item[1].why, item[1].harmless))
     ]
-    later = [(which, why.removeprefix("not yet: ")) for which, why in refused if why.startswith("not yet: ")]
-    never = [(which, why) for which, why in refused if not why.startswith("not yet: ")]
+    later = [(which, why.removeprefix(flags.NOT_YET)) for which, why in refused if why.startswith(flags.NOT_YET)]
+    never = [(which, why) for which, why in refused if not why.startswith(flags.NOT_YET)]
     lines = [
         FROM_OPENRLHF,
         f"## Flags that work ({len(taken)})",

@@ -1,7 +1,7 @@
 """Every option of the recipe, under the flat names that OpenRLHF's users know.
 
 `--flag value` and `flag=value` mean the same. The engines' configurations are mapped from these names below; the names
-of newer versions, and the flags that are not taken, are in flags.py.
+of newer versions, and the flags that are not taken, are in flags.yaml.
 """
 
 import time

@@ -145,7 +145,7 @@ def test_a_refused_option_in_a_file_is_refused_with_the_name_of_the_file(tmp_pat
         load_config(Newcomers, [f"config={tmp_path}/a.yaml"])
 
 
-@pytest.mark.parametrize("words", [["--packing", "false"], ["packing=no"], ["--tp_size", "1"], ["tp_size=1"]])
+@pytest.mark.parametrize("words", [["--packing", "false"], ["packing=no"], ["--tp_size", "1"], ["tp_size=1.0"]])
 def test_a_refused_option_that_asks_for_what_is_so_anyway_is_let_through(words: list[str]) -> None:
     assert load_config(Newcomers, [*words, "--seed", "2"]) == Newcomers(seed=2)
 

@@ -56,9 +56,11 @@ def rollouts(run: Run, step: int = 1) -> dict[str, list[Any]]:
 # --- data
 
 
-def test_two_steps_on_gsm8k_through_a_chat_template(ray_address: str, bytes_policy: Path, tmp_path: Path) -> None:
-    rows = gsm8k_rows("train")[:40]
+def test_two_ppo_steps_on_gsm8k_through_a_chat_template(ray_address: str, bytes_policy: Path, tmp_path: Path) -> None:
+    rows = gsm8k_rows("train")
     write_rows(tmp_path / "train.jsonl", rows)
+    # The whole file is read; the first 40 questions are used.
+    rows = rows[:40]
     template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
     (tmp_path / "template.jinja").write_text(template)
     rendered = [f"[user] {row['question']}\n[assistant] " for row in rows]
@@ -67,8 +69,8 @@ def test_two_steps_on_gsm8k_through_a_chat_template(ray_address: str, bytes_poli
     options = [
         *("--prompt_data", f"{tmp_path}/train.jsonl", "--input_key", "question", "--label_key", "answer"),
         *("--scorer", "gsm8k", "--apply_chat_template", "--tokenizer_chat_template", f"{tmp_path}/template.jinja"),
-        *("--advantage_estimator", "reinforce_baseline", "--prompt_max_len", str(limit), "--rollout_batch_size", "12"),
-        "train_batch_size=24",
+        *("--max_samples", "40", "--prompt_max_len", str(limit), "--rollout_batch_size", "12"),
+        *("--train_batch_size", "24", "--colocate_all_models"),
     ]
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
     assert run.code == 0, run.err
@@ -78,8 +80,7 @@ def test_two_steps_on_gsm8k_through_a_chat_template(ray_address: str, bytes_poli
     # Ids of "[us" are those of the bytes, after three special tokens, in the order of the alphabet.
     shown = re.search(r"first prompt \((\d+) characters, (\d+) tokens\): '\[user\] .*ids.*: \[61, 87, 85", run.out)
     assert shown and shown[1] == shown[2]
-    assert "critic/loss" not in run.metrics[0]
-    assert "critic-0" not in run.pids()
+    assert all("critic/loss" in entry and "actor/loss" in entry for entry in run.metrics)
     answers = rollouts(run)
     assert set(answers["prompt"]) <= set(rendered)
     from transformers import AutoTokenizer
@@ -201,6 +202,8 @@ def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
     options += ["--remote_rm_url", urls, "remote_rm_batch_size=2"]
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options).wait()
     assert run.code == 0, run.err
+    assert "critic/loss" not in run.metrics[0]
+    assert "critic-0" not in run.pids()
     answers = rollouts(run)
     assert answers["reward"] == [float(label) for label in answers["label"]]
     assert answers["score"] == [label / 8 for label in answers["label"]]
