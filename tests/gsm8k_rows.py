@@ -23,8 +23,10 @@ def gsm8k_rows(split: str) -> list[dict[str, str]]:
 
 def _row(rng: random.Random) -> dict[str, str]:
     price, count = rng.randint(2, 4_000), rng.randint(2, 90)
+    # Of many lengths, as the real questions are.
+    goods = f"{'very ' * rng.randint(0, 20)}good chairs"
     total = price * count
     return {
-        "question": f"A shop sells {count} chairs for ${price} each. How many dollars does it take in?",
+        "question": f"A shop sells {count} {goods} for ${price} each. How many dollars does it take in?",
         "answer": f"It takes in {count}*${price} = $<<{count}*{price}={total}>>{total:,}.\n#### {total:,}",
     }
