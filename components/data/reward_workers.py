@@ -317,9 +317,10 @@ class _Child:
         with theirs:
             # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
             # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
+            # -B: bytecode of a file that was changed twice within a second would be taken for the new one's.
             # A process group: what the child has started ends with it, and Ctrl-C reaches us alone, who close it.
             self._process = subprocess.Popen(
-                [sys.executable, "-uPm", "components.data.reward_workers", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-uPBm", "components.data.reward_workers", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],

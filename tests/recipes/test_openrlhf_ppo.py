@@ -98,11 +98,14 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
     assert score == one_rank.summary["score"]["end_greedy"]
 
 
-def test_two_ranks_and_two_engines_give_the_losses_of_one(
+def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
-    two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks).wait()
+    ranks += ["reward_num_gpus_per_node=2"]
+    # Micro-batches cut by answers instead of by tokens.
+    cut = ["use_dynamic_batch=false", "micro_train_batch_size=5", "micro_rollout_batch_size=16"]
+    two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks, *cut).wait()
     assert two.code == 0, two.err
     for one_step, two_step in zip(one_rank.metrics, two.metrics, strict=True):
         for name in ("actor/loss", "critic/loss", "actor/grad_norm", "reward/score", "actor/entropy"):
