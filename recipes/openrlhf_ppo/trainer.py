@@ -74,15 +74,16 @@ class PPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        start = self.score() | self.evaluate()
+        start = end = self.score() | self.evaluate()
         if start:
+            self.deciding(start)  # a best_eval_metric_key that is none is found out now
             self.say(f"before training: {console_line(0, scores_in(start))}")
-        self.began_training = time.time()
+        self.training_seconds = 0.0
         for samples in self.stream:
             experience, took = self.make_experience(samples)
             metrics = self.train(experience)
-            self.record(experience, metrics | took)
-        self.finish(start)
+            end = self.record(experience, metrics | took)
+        self.finish(start, end)
 
     # --- the stages
 
@@ -132,15 +133,16 @@ class PPOTrainer(BaseTrainer):
             remote_call.sync_weights(step)
         return metrics | {"timing_s/sync": time.time() - began - metrics["timing_s/train"]}
 
-    def record(self, experience: Batch, metrics: dict[str, float]) -> None:
-        """Write the step down, show it, and evaluate when it is time."""
-        step, config = self.stream.step, self.config
+    def record(self, experience: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        """Evaluate when it is time, and write the step down and show it; returns all of its metrics."""
+        step, config, is_last = self.stream.step, self.config, not len(self.stream)
         self.tokens_seen += experience.num_tokens
         metrics = describe(experience, config) | metrics
         metrics["timing_s/step"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
         metrics["perf/tokens_per_second"] = experience.num_tokens / metrics["timing_s/step"]
-        if config.eval_steps > 0 and step % config.eval_steps == 0:
-            metrics |= self.evaluate()
+        self.training_seconds += metrics["timing_s/step"]
+        if is_last or (config.eval_steps > 0 and step % config.eval_steps == 0):
+            metrics |= self.evaluate() | (self.score() if is_last else {})
             self.keep_best(metrics)
         self.tracker.log(step, metrics)
         self.tracker.rollouts(step, experience)
@@ -148,6 +150,7 @@ class PPOTrainer(BaseTrainer):
         self.tracker.update_summary(steps=step)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
+        return metrics
 
     def score(self) -> dict[str, float]:
         """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
@@ -191,10 +194,7 @@ class PPOTrainer(BaseTrainer):
     def keep_best(self, metrics: dict[str, float]) -> None:
         """Export the policy if it is the best on the held-out prompts so far."""
         step = self.stream.step
-        found = best_metric(
-            {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")},
-            self.config.best_eval_metric_key,
-        )
+        found = self.deciding(metrics)
         if found is None or (self.best is not None and found[1] <= self.best[1]):
             return
         self.best = found
@@ -202,22 +202,27 @@ class PPOTrainer(BaseTrainer):
         mark_best(self.config.run_dir, step)
         self.say(f"step {step} is the best so far: {found[0]} {found[1]:.3f}")
 
-    def finish(self, start: dict[str, float]) -> None:
-        """Export the policy, evaluate it, and end every role."""
-        seconds = time.time() - self.began_training
+    def deciding(self, metrics: dict[str, float]) -> tuple[str, float] | None:
+        """Name and value of the metric that decides which step is the best; None where nothing does."""
+        if self.heldout is None:
+            return None
+        heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        return best_metric(heldout, self.config.best_eval_metric_key)
+
+    def finish(self, start: dict[str, float], end: dict[str, float]) -> None:
+        """Export the policy, sum up what was gained, and end every role."""
+        seconds = self.training_seconds
         folder = self.export(self.stream.step)
-        end = self.score() | self.evaluate()
         score = None
         if self.heldout is not None:
             names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
             names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
             score = names | {"examples": len(self.heldout)}
-            self.say(f"after training: {console_line(self.stream.step, scores_in(end))}")
-            self.keep_best(end)
         self.tracker.update_summary(
             score=score, seconds={"training": seconds}, tokens_per_second=self.tokens_seen / max(seconds, 1e-9)
         )
         if score is not None:
+            self.say(f"after training: {console_line(self.stream.step, scores_in(end))}")
             self.say(
                 f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
                 f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
@@ -281,7 +286,9 @@ SHOWN = {
 
 def scores_in(metrics: dict[str, float]) -> dict[str, float]:
     """What the lines before and after training show of an evaluation."""
-    return {name: value for name, value in metrics.items() if "score" in name or "_pass" in name}
+    shown = ("score", "score_greedy")
+    names = [name for name in metrics if name.startswith("eval/") and (name.endswith(shown) or "_pass" in name)]
+    return {name: metrics[name] for name in names}
 
 
 def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:

@@ -100,14 +100,15 @@ def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(ray_address: str, p
         n_samples_per_prompt=4 train_batch_size=32 generate_max_len=8 use_dynamic_batch=true zero_stage=0
         init_kl_coef=0 lr_warmup_ratio=0 actor_learning_rate=3e-4 label_key=label advantage_estimator=dr_grpo
         entropy_loss_coef=0.01 eval_dataset={easy},{hard} eval_steps=1 eval_n_samples_per_prompt=3
-        eval_temperature=1.0""".split()
+        eval_temperature=1.0 best_eval_metric_key=eval_hard_pass3""".split()
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, "--eps_clip_low_high", "0.2", "0.3").wait()
     assert run.code == 0, run.err
     for entry in run.metrics:
         for source in ("easy", "hard"):
             assert 0 <= entry[f"eval/{source}_pass1"] <= entry[f"eval/{source}_pass3"] <= 1
         assert entry["eval/num_samples"] == 36
-    best = max(run.metrics, key=lambda entry: (entry["eval/easy_pass1"], -entry["step"]))
+    assert run.metrics[-1]["eval/score"] == run.summary["score"]["end"]
+    best = max(run.metrics, key=lambda entry: (entry["eval/hard_pass3"], -entry["step"]))
     folder = run.run_dir / "checkpoints"
     assert (folder / "best").read_text().strip() == f"step_{best['step']}"
     assert (folder / f"step_{best['step']}" / "hf" / "config.json").is_file()
