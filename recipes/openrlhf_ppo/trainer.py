@@ -200,7 +200,8 @@ class PPOTrainer(BaseTrainer):
         self.best = found
         self.export(step)
         mark_best(self.config.run_dir, step)
-        self.say(f"step {step} is the best so far: {found[0]} {found[1]:.3f}")
+        if self.config.eval_steps > 0:
+            self.say(f"step {step} is the best so far: {found[0]} {found[1]:.3f}")
 
     def deciding(self, metrics: dict[str, float]) -> tuple[str, float] | None:
         """Name and value of the metric that decides which step is the best; None where nothing does."""
