@@ -132,9 +132,9 @@ def _is_on_hub(option: str, path: str, folder: Path) -> bool:
         return False
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return False
     try:
+        if isinstance(try_to_load_from_cache(path, "config.json"), str):
+            return False
         HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]

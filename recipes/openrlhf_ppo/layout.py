@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from core import ConfigError
 from core.placement import detect_devices
@@ -13,7 +14,7 @@ from .config import PPOConfig
 
 
 def resolved(config: PPOConfig) -> PPOConfig:
-    """The configuration with everything that was left to the machine filled in.
+    """The configuration with everything that was left to the machine filled in, and ~ written out.
 
     Raises:
         ConfigError: it asks for what this machine does not have.
@@ -34,12 +35,20 @@ def resolved(config: PPOConfig) -> PPOConfig:
         config,
         bf16=gpus > 0 if config.bf16 is None else config.bf16,
         attn_implementation=attention,
+        pretrain=_at_home(config.pretrain),
+        critic_pretrain=config.critic_pretrain and _at_home(config.critic_pretrain),
+        reward_pretrain=",".join(map(_at_home, config.reward_models)) or None,
         actor_num_gpus_per_node=ranks["actor"],
         critic_num_gpus_per_node=ranks.get("critic", config.critic_num_gpus_per_node),
         ref_num_gpus_per_node=ranks.get("ref", config.ref_num_gpus_per_node),
         reward_num_gpus_per_node=ranks.get("reward", config.reward_num_gpus_per_node or 1),
         vllm_num_engines=config.vllm_num_engines or ranks["rollout"] * config.actor_num_nodes,
     )
+
+
+def _at_home(path: str) -> str:
+    """The path with ~ written out: the shell leaves it in pretrain=~/model."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _workers_per_node(config: PPOConfig, gpus: int) -> dict[str, int]:

@@ -347,11 +347,12 @@ def test_an_empty_file_of_prompts_is_refused(
     assert "empty.jsonl" in refused(options, tmp_path, capsys)
 
 
+@pytest.mark.parametrize("name", ["nobody/has-this-model", "no/such/folder", "nowhere"])
 def test_a_model_that_nobody_has_is_refused(
-    file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refused(["pretrain=nobody/has-this-model", *file_of_prompts], tmp_path, capsys)
-    assert "pretrain=nobody/has-this-model" in error
+    error = refused([f"pretrain={name}", *file_of_prompts], tmp_path, capsys)
+    assert f"pretrain={name} is no folder here, and the hub did not give it" in error
 
 
 @pytest.mark.parametrize(
