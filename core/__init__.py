@@ -1,6 +1,6 @@
 """Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it."""
 
-from core.config import Option, Refused, describe_options, given_options, load_config, options_of, parse_arguments
+from core.config import Refused, describe_options, given_options, load_config, options_of
 from core.context import Identity, Member, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied
 from core.futures import Future, FutureSequence
@@ -27,7 +27,6 @@ __all__ = [
     "JobResult",
     "Member",
     "Observer",
-    "Option",
     "RLJobBuilder",
     "Refused",
     "Resource",
@@ -40,7 +39,6 @@ __all__ = [
     "given_options",
     "load_config",
     "options_of",
-    "parse_arguments",
     "replicate",
     "rpc",
     "say",

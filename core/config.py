@@ -66,7 +66,7 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
     merged = OmegaConf.structured(schema)
     known = dict(_fields(schema))
     for path in paths:
-        merged = _merge(merged, _translated(schema, _leaves(_read_yaml(path)), f"{path}: "), known, str(path))
+        merged = _merge(merged, _file_pairs(schema, path), known, str(path))
     merged = _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
     try:
         return typing.cast(T, OmegaConf.to_object(merged))
@@ -81,8 +81,8 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
 def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
     """The options that a user has named: on the command line, or in a `--config FILE`."""
     pairs = parse_arguments(schema, arguments)
-    named = [_translated(schema, _leaves(_read_yaml(Path(value)))) for key, value in pairs if key == "config"]
-    return {key for found in (pairs, *named) for key, _ in found}
+    files = [_file_pairs(schema, Path(value)) for key, value in pairs if key == "config"]
+    return {key for found in (pairs, *files) for key, _ in found}
 
 
 class Option(NamedTuple):
@@ -270,6 +270,11 @@ def _put(target: dict[str, Any], key: str, value: Any) -> None:
     for group in groups:
         target = target.setdefault(group, {})
     target[last] = value
+
+
+def _file_pairs(schema: type, path: Path) -> list[tuple[str, Any]]:
+    """(dotted key, value) of everything in a configuration file."""
+    return _translated(schema, _leaves(_read_yaml(path)), f"{path}: ")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -30,8 +30,9 @@ bash recipes/openrlhf_ppo/run.sh                            --pretrain M --rewar
 
 `run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. Flags may be written `--flag value`
 or `flag=value`, under the names of OpenRLHF 0.9 (and of its published guides) or under the dotted ones of 0.10 and
-later. A flag that has no effect here is never ignored: it ends the command with exit code 2 and one line that says why
-and what to use. `--dry_run` shows the plan and starts nothing.
+later. A flag that is not taken is never ignored: it ends the command with exit code 2 and one line that says why and
+what to use. One that has no effect beside the others, such as a budget of tokens without `use_dynamic_batch`, is named
+at the start. `--dry_run` shows the plan and starts nothing.
 
 What is different on purpose:
 

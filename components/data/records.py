@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
+from components.hub import first_line, why_unreachable
 
-HUB_TIMEOUT_S = 10
-"""Seconds in which the hub has to answer before what is in the local cache is all there is."""
+FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -67,11 +66,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, (list, dict, str)):
         return f"a {type(value).__name__} of length {len(value)}"
     return f"a {type(value).__name__} ({value!r:.80})"
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough for a message of ours."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _read_file(path: Path) -> Any:
@@ -169,7 +163,7 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
             if name in _PACKAGED_DATASETS_MODULES:
                 # `datasets` takes such a name for "all files of this type in the working directory".
                 raise ValueError("it is the name of a file type")
-            reason = _why_unreachable(name)
+            reason = why_unreachable(name, "dataset")
             # Without this, it tries again and again for half a minute before it looks into its cache.
             config.HF_HUB_OFFLINE = was_offline or reason is not None
             return datasets.load_dataset(name, data_dir=data_dir, split=split).to_list()
@@ -181,21 +175,6 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
             ) from error
         finally:
             config.HF_HUB_OFFLINE = was_offline
-
-
-def _why_unreachable(name: str) -> str | None:
-    """Say why the hub cannot be asked about a data set; None when it answers, whatever it answers."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
-    except HfHubHTTPError:
-        # It will answer the same when the data is asked for, and that message is the better one.
-        return None
-    except Exception as error:  # noqa: BLE001 - which HTTP library's errors these are depends on the version
-        return _reason(error)
-    return None
 
 
 @contextmanager

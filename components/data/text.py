@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from components.data.records import first_line
+from components.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

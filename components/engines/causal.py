@@ -164,7 +164,7 @@ def load_value_model(
 
     # All that is small is checked before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
-    mean, std = _score_statistics(config, path) if normalize else (None, None)
+    mean, std = score_statistics(config, path) if normalize else (None, None)
     head_1H = _stored_head(path, value_head_prefix)
     if head_1H is None and needs_head:
         raise ValueError(
@@ -327,18 +327,22 @@ def _state_size(config: PretrainedConfig) -> int:
     return getattr(text, "word_embed_proj_dim", None) or text.hidden_size
 
 
-def _score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float, float]:
-    """Mean and standard deviation of the scores, as the training of the reward model wrote them down."""
+def score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float, float]:
+    """Mean and standard deviation of the scores, as the training of the reward model wrote them down.
+
+    Raises:
+        ValueError: they are not in the model's config.json, or cannot be used.
+    """
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if not isinstance(mean, int | float) or not isinstance(std, int | float):
         raise ValueError(
-            f"config.json of {path} has mean={mean} and std={std}, but normalize needs the numbers that a reward "
-            "model's training writes there; set them, or normalize=False"
+            f"config.json of {path} has mean={mean} and std={std}, but to normalise takes the numbers that a "
+            "reward model's training writes there; set them there, or do not normalise"
         )
     if not math.isfinite(mean) or not 0 < std < math.inf:
         raise ValueError(
-            f"config.json of {path} has mean={mean} and std={std}; set a finite mean and a positive std, or "
-            "normalize=False"
+            f"config.json of {path} has mean={mean} and std={std}; set a finite mean and a positive std, or do "
+            "not normalise"
         )
     return float(mean), float(std)
 

@@ -26,6 +26,12 @@ CRITICS_OWN = (
     *("lambd", "value_clip", "freezing_actor_steps", "colocate_critic_reward", "save_value_network"),
 )
 """Options that only mean something where there is a critic."""
+MICRO_BATCHES = ("micro_train_batch_size", "micro_rollout_batch_size")
+TOKEN_BUDGETS = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
+REFERENCES_OWN = ("ref_num_nodes", "ref_num_gpus_per_node", "kl_estimator")
+EVALUATIONS_OWN = ("eval_temperature", "eval_n_samples_per_prompt", "max_eval_samples")
+WANDBS_OWN = ("wandb_org", "wandb_project", "wandb_group", "wandb_run_name")
+"""Options that have no effect where something else is not set; a user who names one is told."""
 UNLIMITED = 2**62
 """Tokens of a micro-batch that is cut by answers."""
 
@@ -225,17 +231,17 @@ class PPOConfig:
     critic_num_nodes: int = 1
     """Machines that train the critic."""
     critic_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: as actor_num_gpus_per_node."""
+    """Ranks per machine. Default: an even share, as for the actor."""
     ref_num_nodes: int = 1
     """Machines that hold the reference."""
     ref_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: as actor_num_gpus_per_node."""
+    """Ranks per machine. Default: an even share, as for the actor."""
     reward_num_nodes: int = 1
     """Machines that score answers."""
     reward_num_gpus_per_node: int | None = None
     """Instances per machine. They take devices where there is a reward_pretrain, and are one process otherwise."""
     vllm_num_engines: int | None = None
-    """Rollout engines, of one device each. Default: as many as one of the other roles has."""
+    """Rollout engines, of one device each. Default: an even share of the devices, as for the actor."""
     colocate_actor_ref: bool = False
     """Actor and reference share devices."""
     colocate_critic_reward: bool = False
@@ -460,12 +466,29 @@ class PPOConfig:
             + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
         )
 
-    def notes(self) -> list[str]:
-        """What a user should know of before the run starts."""
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
         found = []
         if self.needs_reference and self.use_kl_loss == (self.kl_estimator == "k1"):
             advice = "k2 or k3 suits a loss" if self.use_kl_loss else "k1 suits a reward"
             found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
+        runs_code = self.scorer or (self.remote_rm_url or "").endswith(".py")
+        idle: list[tuple[object, str, tuple[str, ...]]] = [
+            (self.use_dynamic_batch, "use_dynamic_batch cuts by tokens", MICRO_BATCHES),
+            (not self.use_dynamic_batch, "use_dynamic_batch is off", TOKEN_BUDGETS),
+            (not self.needs_reference, "init_kl_coef=0 needs no reference", REFERENCES_OWN),
+            (self.eval_dataset is None, "there is no eval_dataset", EVALUATIONS_OWN),
+            (not runs_code, "no reward code is run", ("reward_workers", "reward_timeout")),
+            (runs_code or self.reward_models, "no server is asked", ("remote_rm_timeout", "remote_rm_batch_size")),
+            (not self.reward_models, "there is no reward_pretrain", ("reward_weights",)),
+            (self.overlong_buffer_len is None, "overlong_buffer_len is not set", ("overlong_penalty_factor",)),
+            (self.eps_clip_low_high, "eps_clip_low_high is set", ("eps_clip",)),
+            (self.use_wandb is None, "use_wandb is off", WANDBS_OWN),
+        ]
+        for is_idle, why, names in idle:
+            named = [name for name in names if name in given]
+            if is_idle and named:
+                found.append(f"no effect of {', '.join(named)}: {why}")
         return found
 
     def engine(self, learning_rate: float, steps: int) -> DeepSpeedConfig:

@@ -2,14 +2,13 @@
 before a model of the user's own has to be looked at.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.data.prompts import PromptSource, load_rows
-from components.data.records import HUB_TIMEOUT_S
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer
 from components.data.text import load_tokenizer, same_vocabulary
+from components.hub import find_model
 from components.tracking import WandbConfig
 from components.warm_start import WARM_START_PREFIX
 from core import ConfigError
@@ -26,7 +25,7 @@ def train_rows(config: PPOConfig) -> list[dict[str, Any]]:
         config.prompt_data,
         config.input_key,
         config.label_key,
-        split=None if config.prompt_split == "train" else config.prompt_split,
+        split=config.prompt_split,
         max_rows=config.max_samples,
         seed=config.seed,
         probs=config.prompt_data_probs,
@@ -106,40 +105,16 @@ def check_inputs(config: PPOConfig) -> None:
 def _check_model(option: str, path: str, normalize: bool) -> None:
     if path.startswith(WARM_START_PREFIX):
         return
-    folder = Path(path).expanduser()
-    if (folder.exists() or path[0] in "./~") and not (folder / "config.json").is_file():
-        raise ConfigError(f"{option}={path}: there is no model (no config.json in it); give a folder that has one")
-    from transformers import AutoConfig
-
-    online = _is_on_hub(option, path, folder)
     try:
-        found = AutoConfig.from_pretrained(path, local_files_only=not online)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{option}={path} cannot be loaded: {reason}") from error
-    if option == "reward_pretrain" and found.num_labels != 1:
-        raise ConfigError(f"{option}={path} has {found.num_labels} labels; a reward model has one (num_labels=1)")
-    has_statistics = all(isinstance(getattr(found, name, None), int | float) for name in ("mean", "std"))
-    if option == "reward_pretrain" and normalize and not has_statistics:
-        raise ConfigError(
-            f"normalize_reward=true, but config.json of {path} has no mean and std; write them there, or leave it out"
-        )
+        found = find_model(path)
+        if option == "reward_pretrain" and found.num_labels != 1:
+            raise ValueError(f"it has {found.num_labels} labels; a reward model has one (num_labels=1)")
+        if option == "reward_pretrain" and normalize:
+            from components.engines.causal import score_statistics
 
-
-def _is_on_hub(option: str, path: str, folder: Path) -> bool:
-    """Whether a model has to come from the hub. One question with a deadline: transformers would try for a minute."""
-    if folder.exists():
-        return False
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    try:
-        if isinstance(try_to_load_from_cache(path, "config.json"), str):
-            return False
-        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise ConfigError(f"{option}={path} is no folder here, and the hub did not give it ({reason})") from error
-    return True
+            score_statistics(found, path)
+    except ValueError as error:
+        raise ConfigError(f"{option}={path}: {error}") from error
 
 
 def _check_tokenizer(config: PPOConfig, rows: list[dict[str, Any]]) -> None:

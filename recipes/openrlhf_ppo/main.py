@@ -67,10 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         config = resolved(read_config(arguments))
+        notes = config.notes(given_options(PPOConfig, arguments))
         job = build_job(config)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
             print(plan)
+            print("".join(f"{RECIPE}: {note}\n" for note in notes), end="", file=sys.stderr)
             return 0
         check_inputs(config)
         run_dir = open_run_folder(config.run_dir)
@@ -80,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
     warm_start = time.time() - began
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")
-    for line in (f"run folder {run_dir}", describe(config, job), *config.notes()):
+    for line in (f"run folder {run_dir}", describe(config, job), *notes):
         print(f"{RECIPE}: {line}", flush=True)
     result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
     finish_summary(

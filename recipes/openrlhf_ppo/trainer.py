@@ -2,12 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from components.batch import Batch
 from components.checkpoint import export_step, mark_best
 from components.data.evaluation import best_metric, heldout_metrics
+from components.data.prompts import PromptSource
 from components.data.stream import SampleStream
 from components.engines.config import SamplingConfig
 from components.tracking import Tracker, console_line
@@ -33,7 +35,7 @@ class PPOTrainer(BaseTrainer):
         config = self.config
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, wandb=wandb_options(config))
         self.tokenizer = open_tokenizer(config, config.pretrain)
-        self.prompts = prompt_source(train_rows(config), self.tokenizer, config, True, config.prompt_max_len)
+        self.prompts = self.read_prompts(train_rows(config), "prompts", shuffle=True)
         self.heldout = self.heldout_prompts()
         self.stream = SampleStream(self.generate, self.count_steps())
         self.version, self.tokens_seen = 0, 0
@@ -46,10 +48,6 @@ class PPOTrainer(BaseTrainer):
     def count_steps(self) -> int:
         """Rollout steps that the prompts fill, once the long ones are left out."""
         config, prompts = self.config, self.prompts
-        if prompts.too_long:
-            self.say(
-                f"{prompts.too_long} prompts of more than prompt_max_len={config.prompt_max_len} tokens are left out"
-            )
         steps = config.steps(len(prompts))
         if steps < 1:
             raise ValueError(
@@ -247,16 +245,20 @@ class PPOTrainer(BaseTrainer):
         if self.config.save_value_network:
             remote_call.save_value_model(str(folder.with_name("critic")))
 
+    def read_prompts(self, rows: list[dict[str, Any]], what: str, shuffle: bool) -> PromptSource:
+        """Prompts as token ids; says how many are too long."""
+        limit = self.config.prompt_max_len
+        source = prompt_source(rows, self.tokenizer, self.config, shuffle, limit)
+        if source.too_long:
+            self.say(f"{source.too_long} {what} of more than prompt_max_len={limit} tokens are left out")
+        return source
+
     def heldout_prompts(self) -> Batch | None:
         """All held-out prompts as one batch, or None."""
         rows = eval_rows(self.config)
         if not rows:
             return None
-        source = prompt_source(rows, self.tokenizer, self.config, False, self.config.prompt_max_len)
-        if source.too_long:
-            self.say(
-                f"{source.too_long} held-out prompts of more than {self.config.prompt_max_len} tokens are left out"
-            )
+        source = self.read_prompts(rows, "held-out prompts", shuffle=False)
         return source.take(len(source))
 
     def check_version(self, samples: Batch) -> None:

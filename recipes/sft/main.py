@@ -7,8 +7,9 @@ from pathlib import Path
 
 from components.data.records import read_records
 from components.data.tasks import get_task
+from components.hub import find_model
 from components.tracking import finish_summary, open_run_folder, redact
-from core import ConfigError, Job, JobBuilder, Role, describe_options, load_config, parse_arguments
+from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
 
 from .config import RECIPE, SFTConfig
 
@@ -17,7 +18,7 @@ PRESET = Path(__file__).parent / "tiny.yaml"
 
 def read_config(arguments: list[str]) -> SFTConfig:
     """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
-    given = {key for key, _ in parse_arguments(SFTConfig, arguments)}
+    given = given_options(SFTConfig, arguments)
     return load_config(SFTConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
 
 
@@ -39,8 +40,8 @@ def check_inputs(config: SFTConfig) -> None:
                 get_task(task)
             elif option == "dataset":
                 read_records(source)
-            elif source[0] in "./~" and not (Path(source).expanduser() / "config.json").is_file():
-                raise ValueError("there is no model (no config.json in it); give a folder that has one")
+            else:
+                find_model(source)
         except ValueError as error:
             raise ConfigError(f"{option}={source}: {error}") from error
 

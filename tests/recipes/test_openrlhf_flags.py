@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from recipe_runs import ROOT
 from core import ConfigError, options_of
 from recipes.openrlhf_ppo import flags
 from recipes.openrlhf_ppo.config import PPOConfig
-from recipes.openrlhf_ppo.main import PRESET, main, read_config
+from recipes.openrlhf_ppo.main import main, read_config
 
 GUIDE = {
     "train_rm": """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1
@@ -47,12 +48,13 @@ GUIDE = {
 """Every command of the published guides, and the options that their text names."""
 
 WITH = {
+    "ref_num_nodes": ["init_kl_coef=0.1"],
+    "ref_num_gpus_per_node": ["init_kl_coef=0.1"],
     "pretrain": ["prompt_data=x.jsonl", "remote_rm_url=r.py"],
     "reward_pretrain": ["scorer=null"],
     "remote_rm_url": ["scorer=null"],
     "normalize_reward": ["scorer=null", "reward_pretrain=x"],
     "adam_offload": ["zero_stage=2"],
-    "use_dynamic_batch": ["micro_train_batch_size=1"],
 }
 """What has to stand beside a flag, so that it is alone in what it asks for."""
 
@@ -74,7 +76,7 @@ GUIDE_FLAGS = {words[0]: words for command in GUIDE.values() for words in flags_
 def test_the_guides_hold_no_flag_that_is_missing_here() -> None:
     guide = ROOT.parent / "shared" / "reference" / "guides" / "openrlhf_agent_training.rst"
     if not guide.is_file():
-        # The guides are no part of the repository; their commands are repeated above.
+        warnings.warn("the guides are not beside the repository: their commands, repeated here, are all", stacklevel=1)
         return
     text = guide.read_text()
     theirs = {"--num-gpus", "--node-ip-address", "--head", "--address", "--runtime-env-json", "--module"}
@@ -95,6 +97,9 @@ def test_each_flag_of_the_guides_works_or_says_what_to_use(
         assert error == f"openrlhf_ppo: not available here: {name}: {flags.REFUSED[name].why}\n"
     elif name == "attn_implementation":
         assert (code, "needs the package flash_attn" in error) == (2, True)
+    elif name in ("micro_train_batch_size", "micro_rollout_batch_size"):
+        # The preset cuts by tokens.
+        assert (code, error) == (0, f"openrlhf_ppo: no effect of {name}: use_dynamic_batch cuts by tokens\n")
     else:
         assert (code, error) == (0, "")
 
@@ -384,5 +389,27 @@ def test_flash_attention_on_a_machine_without_gpu_is_refused(
     assert "needs a GPU, and this machine shows none" in capsys.readouterr().err
 
 
-def test_the_folder_of_the_preset_is_the_recipe() -> None:
-    assert Path("recipes/openrlhf_ppo/tiny.yaml") == PRESET.relative_to(ROOT)
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (["--kl_estimator", "k3"], "no effect of kl_estimator: init_kl_coef=0 needs no reference"),
+        (["--reward_workers", "2", "scorer=null", "reward_pretrain=x"], "reward_workers: no reward code is run"),
+        (["--remote_rm_timeout", "5"], "no effect of remote_rm_timeout: no server is asked"),
+        (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "no effect of eps_clip: eps_clip_low_high is set"),
+        (["--use_dynamic_batch", "false", "--train_max_tokens_per_gpu", "99"], "use_dynamic_batch is off"),
+        (["--init_kl_coef", "0.1", "--use_kl_loss"], "kl_estimator=k1 with use_kl_loss=True: k2 or k3 suits a loss"),
+    ],
+)
+def test_an_option_that_has_no_effect_beside_the_others_is_named(
+    options: list[str], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--dry_run", *options]) == 0
+    assert note in capsys.readouterr().err
+
+
+def test_a_refused_option_in_a_file_is_refused_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("packing_samples: true\n")
+    assert main(["--dry_run", f"config={tmp_path}/mine.yaml"]) == 2
+    assert f"{tmp_path}/mine.yaml: not available here: packing_samples" in capsys.readouterr().err

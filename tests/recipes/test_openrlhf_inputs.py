@@ -352,7 +352,7 @@ def test_a_model_that_nobody_has_is_refused(
     name: str, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused([f"pretrain={name}", *file_of_prompts], tmp_path, capsys)
-    assert f"pretrain={name} is no folder here, and the hub did not give it" in error
+    assert f"pretrain={name}: it is no folder here, and the hub did not give it" in error
 
 
 @pytest.mark.parametrize(
@@ -379,4 +379,4 @@ def test_a_reward_model_without_mean_and_std_cannot_be_normalised(
     model = write_reward_model(tmp_path / "rm", 1)
     options = [f"pretrain={bytes_policy}", f"prompt_data={questions(tmp_path / 'q.jsonl')}", *QUICK]
     options += [f"reward_pretrain={model}", "--normalize_reward"]
-    assert "has no mean and std" in refused(options, tmp_path, capsys)
+    assert "has mean=None and std=None" in refused(options, tmp_path, capsys)

@@ -35,6 +35,10 @@ def test_it_learns_from_a_jsonl_of_prompts_and_responses_and_exports_what_it_lea
         (["dataset=nowhere.jsonl"], "nowhere.jsonl"),
         (["pretrain=new:sport", "dataset=task:sort"], "sport"),
         (["learning_rte=1"], "did you mean 'learning_rate'"),
+        (
+            ["pretrain=nobody/has-this", "dataset=task:sort"],
+            "pretrain=nobody/has-this: it is no folder here",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

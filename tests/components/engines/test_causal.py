@@ -199,17 +199,17 @@ def test_a_critic_that_does_not_normalise_forgets_the_statistics_it_started_from
     load_value_model(untied_model).save_pretrained(tmp_path / "reward")
     write_config(tmp_path / "reward", mean=0.25, std=2.0)
     load_value_model(tmp_path / "reward").save_pretrained(tmp_path / "critic")
-    with pytest.raises(ValueError, match=r"critic has mean=None and std=None, .* or normalize=False"):
+    with pytest.raises(ValueError, match=r"critic has mean=None and std=None, .* or do not normalise"):
         load_value_model(tmp_path / "critic", normalize=True)
 
 
 @pytest.mark.parametrize(
     ("statistics", "message"),
     [
-        ({"mean": 1.0}, "has mean=1.0 and std=None, but normalize needs"),
-        ({"mean": "high", "std": 1.0}, "has mean=high and std=1.0, but normalize needs"),
+        ({"mean": 1.0}, "has mean=1.0 and std=None, but to normalise takes"),
+        ({"mean": "high", "std": 1.0}, "has mean=high and std=1.0, but to normalise takes"),
         ({"mean": 0.0, "std": 0.0}, "has mean=0.0 and std=0.0; set a finite mean and a positive std"),
-        ({"mean": 0.0, "std": -1.0}, "positive std, or normalize=False"),
+        ({"mean": 0.0, "std": -1.0}, "positive std, or do not normalise"),
         ({"mean": float("nan"), "std": 1.0}, "set a finite mean"),
     ],
 )

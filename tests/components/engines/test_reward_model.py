@@ -103,7 +103,7 @@ def test_normalised_scores_have_the_mean_subtracted_and_are_divided_by_the_devia
     batch = Batch.from_rows({"tokens": ROWS})
     assert RewardModel(tmp_path, normalize=True).score(batch).tolist() == pytest.approx(expected, abs=1e-5)
     assert RewardModel(tmp_path).score(batch).tolist() == pytest.approx(alone(tmp_path), abs=1e-5)
-    with pytest.raises(ValueError, match="has mean=None and std=None, but normalize needs"):
+    with pytest.raises(ValueError, match="has mean=None and std=None, but to normalise takes"):
         RewardModel(folders["qwen2"], normalize=True)
 
 
