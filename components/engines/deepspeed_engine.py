@@ -54,6 +54,10 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who meets where; LOCAL_RANK which device. With
     WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
 
+    A script of several ranks ends best with `os._exit`, once its output is flushed. DeepSpeed's parameters keep gloo's
+    threads whatever is destroyed, and tearing the interpreter down beneath them aborts it, rarely. (Workloads of a job
+    are ended from outside.)
+
     Args:
         timeout_s: seconds after which a collective that some rank did not join fails.
     """
@@ -66,7 +70,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
                 "library made that group first: make the process group before it is imported"
             )
         return
-    # A group that is still there when the interpreter is torn down has threads that may abort the process.
+    # NCCL complains of groups that nobody has left.
     atexit.register(_leave_process_group)
     if torch.cuda.is_available():
         # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.

@@ -199,3 +199,6 @@ def main(model_folder: str, output: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    # As init_process_group advises a rank to end.
+    sys.stdout.flush()
+    os._exit(0)
