@@ -1,89 +1,300 @@
-"""Step folders of a run: written aside, renamed when whole, and named by `latest`. Nothing here needs torch.
+"""Whole checkpoints of a run: written aside, renamed when whole, and named by `latest`. Nothing here needs torch.
 
-<run_dir>/checkpoints/step_12/hf/    a model that from_pretrained loads
-<run_dir>/checkpoints/latest         the text "step_12"
-<run_dir>/checkpoints/best           the text "step_9", where a run marks its best step
+<folder>/step_12/state/trainer.json   the trainer's own state, plain JSON
+<folder>/step_12/state/<role>/...     what the ranks of a role resume from
+<folder>/step_12/hf/                  a model that from_pretrained loads
+<folder>/latest                       the text "step_12"
+<folder>/best                         the text "step_9", where a run marks its best step
+
+Hidden names are of a write that is going on, or whose process was killed; the next writer removes them:
+
+.step_12.partial   being written
+.step_12.gone      being removed
+.step_12.old       whole, from before a resume, while the new step_12 takes its place; without a step_12 it is put back
+
+JSON has no NaN and no infinity: in trainer.json they are {"__float__": "nan"}, "inf" and "-inf". All other floats are
+written with the digits that bring back the same bits.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 BEST = "best"
+STATE_FILE = Path("state", "trainer.json")
+
 _STEP = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"\.(step_\d+|latest|best|probe)\.(partial|gone|old)")
+_FLOAT = "__float__"
+_NOT_FINITE = {"nan", "inf", "-inf"}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_UNSET = object()
 
 
-def export_step(run_dir: str | Path, step: int, write: Callable[[Path], object]) -> Path:
-    """Write the model of one step and make it the latest.
+class CheckpointError(OSError):
+    """A checkpoint could not be written; what was there before is whole. The message is one line for the user."""
 
-    A reader sees the folder of a step whole or not at all, whenever this process dies. A folder of the same
-    step, from before a resume, is replaced.
+
+class Checkpoints:
+    """The step folders of one run: `<folder>/step_12/{state,hf}`, `latest`, `best`. One process writes.
+
+    Whenever this process dies, a reader sees a step whole or not at all, and `latest` and `best` name whole ones.
 
     Args:
-        run_dir: the run's folder.
-        step: the step that was finished last.
-        write: fills the folder it is given; it exists and is empty. It may call the ranks of a train role.
-
-    Returns:
-        `<run_dir>/checkpoints/step_<step>/hf`.
-    """
-    if step < 0:
-        raise ValueError(f"step={step} is negative; count the steps from 0")
-    root = Path(run_dir) / "checkpoints"
-    folder = root / f"step_{step}"
-    aside = root / f".step_{step}.partial"
-    # What lies here is from a process that died in the middle: only one process of a run exports.
-    shutil.rmtree(aside, ignore_errors=True)
-    (aside / "hf").mkdir(parents=True)
-    try:
-        write(aside / "hf")
-        if not any((aside / "hf").iterdir()):
-            raise ValueError(f"nothing was written for step {step}; write(path) must fill the folder it is given")
-        _replace_folder(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    _write_name(root, LATEST, folder.name)
-    return folder / "hf"
-
-
-def latest_step(run_dir: str | Path) -> Path | None:
-    """Find the step folder that `latest` names; None when nothing was exported yet."""
-    root = Path(run_dir) / "checkpoints"
-    name = _read_name(root, LATEST)
-    if name is None:
-        return None
-    folder = root / name
-    if not _STEP.fullmatch(name) or not folder.is_dir():
-        raise ValueError(
-            f"{root / LATEST} names {name!r}, which is no step folder here; write one of {_steps(root)} into it, or "
-            "remove it to start anew"
-        )
-    return folder
-
-
-def mark_best(run_dir: str | Path, step: int) -> None:
-    """Let `best` name this step, and remove the folder of the step that was best before, unless it is the latest.
-
-    Whenever this process dies, `best` names a whole folder: the old one goes after the new one has the name.
+        folder: where the steps lie; made when it is not there.
+        keep: how many of the newest steps stay. The best stays beside them.
+        max_bytes: what all steps together may take; the latest and the best stay whatever they take.
 
     Raises:
-        ValueError: the step was not exported.
+        ValueError: the folder cannot be made or written into, or a limit is none.
     """
-    root = Path(run_dir) / "checkpoints"
-    name = f"step_{step}"
-    if not (root / name).is_dir():
+
+    def __init__(self, folder: str | Path, keep: int = 3, max_bytes: float = math.inf) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep} would keep no checkpoint; set it to 1 or more")
+        if not max_bytes > 0:
+            raise ValueError(f"max_bytes={max_bytes} leaves no room for a checkpoint; set it above 0")
+        self.folder = Path(folder).expanduser().absolute()
+        self.keep = keep
+        self.max_bytes = max_bytes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            # Asking for permissions says nothing of a read-only or a full disk; making something does.
+            probe = self.folder / ".probe.partial"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise ValueError(
+                f"checkpoints cannot be written to {self.folder}: {error.strerror or error}; set another ckpt_path or "
+                "run_dir"
+            ) from error
+
+    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
+        """Write one step whole, make it the latest, and remove what is over the limits.
+
+        A folder of the same step, from before a resume, is replaced. When the write fails, what it left is removed,
+        and `latest` and all whole steps are as before.
+
+        Args:
+            step: the step that was finished last.
+            state: plain JSON values for state/trainer.json; see `read_state`.
+            write: fills the folder it is given, which has an empty `state`: `state/<role>/...`, `hf/...`. It may call
+                the ranks of a role.
+
+        Returns:
+            The step's folder.
+
+        Raises:
+            ValueError: the step is negative, or the state holds what JSON cannot.
+            CheckpointError: the disk is full, read-only or not ours. Other errors of `write` pass through.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} is negative; count the steps from 0")
+        text = json.dumps(_to_json(state, "state"), allow_nan=False) + "\n"
+        aside = self.folder / f".step_{step}.partial"
+        try:
+            self._sweep()
+            (aside / "state").mkdir(parents=True)
+            write(aside)
+            (aside / STATE_FILE).write_text(text, encoding="utf-8")
+            _sync_tree(aside)
+            folder = self._commit(aside, f"step_{step}")
+        except Exception as error:
+            fault = _disk_fault(error, self.folder)
+            if fault is None:
+                raise
+            what = f"checkpoint of step {step} could not be written to {self.folder}"
+            raise CheckpointError(self._explain(what, fault)) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.prune()
+        return folder
+
+    def mark_best(self, step: int) -> None:
+        """Let `best` name this step; the one that was best before stays only within the limits.
+
+        Raises:
+            ValueError: the step was not saved.
+            CheckpointError: the name could not be written; the former best still is it.
+        """
+        name = f"step_{step}"
+        if not (self.folder / name).is_dir():
+            raise ValueError(
+                f"{self.folder} has no {name} to mark as the best, only {_names(self.folder)}; save the step before it "
+                "is marked"
+            )
+        try:
+            self._write_aside(BEST, name).replace(self.folder / BEST)
+            _sync(self.folder)
+        except OSError as error:
+            what = f"step {step} could not be marked as the best in {self.folder}"
+            fault = _disk_fault(error, self.folder) or _Fault(str(error), "check the disk")
+            raise CheckpointError(self._explain(what, fault)) from error
+        self.prune()
+
+    def latest(self) -> Path | None:
+        """Find the step folder that `latest` names; None when nothing was saved yet.
+
+        Raises:
+            ValueError: it names none.
+        """
+        return _named(self.folder, LATEST)
+
+    def best(self) -> Path | None:
+        """Find the step folder that `best` names; None when none was marked yet.
+
+        Raises:
+            ValueError: it names none.
+        """
+        return _named(self.folder, BEST)
+
+    def prune(self) -> list[Path]:
+        """Remove the oldest steps beyond the limits, never the latest nor the best; returns what was removed.
+
+        Steps above the latest are from before a resume from an older step: nothing leads on from them, so they
+        count as the oldest. What cannot be removed is said in a warning; the run goes on.
+        """
+        latest = _read_name(self.folder, LATEST)
+        safe = {latest, _read_name(self.folder, BEST)}
+        names = _names(self.folder)
+        if latest in names:
+            after = names.index(latest) + 1
+            names = names[after:] + names[:after]
+        over = set(names[: -self.keep])
+        removed = []
+        size = {name: _bytes_of(self.folder / name) for name in names} if self.max_bytes < math.inf else {}
+        for name in names:
+            if name not in safe and (name in over or sum(size.values()) > self.max_bytes):
+                folder = self.folder / name
+                if _remove(folder):
+                    removed.append(folder)
+                    size.pop(name, None)
+        return removed
+
+    def _commit(self, aside: Path, name: str) -> Path:
+        """Give the whole folder its name and make it the latest; undone when one half fails."""
+        target, old = self.folder / name, self.folder / f".{name}.old"
+        # All that takes room is on the disk before the first name changes.
+        pointer = self._write_aside(LATEST, name)
+        try:
+            # A folder cannot be renamed over a full one. Killed between these two, the old one is put back later.
+            if target.exists():
+                target.rename(old)
+            aside.rename(target)
+            _sync(self.folder)
+            pointer.replace(self.folder / LATEST)
+        except OSError:
+            if not aside.exists():
+                target.rename(aside)
+            if old.exists():
+                old.rename(target)
+            pointer.unlink(missing_ok=True)
+            raise
+        _sync(self.folder)
+        if old.exists():
+            _remove(old)
+        return target
+
+    def _write_aside(self, file: str, name: str) -> Path:
+        aside = self.folder / f".{file}.partial"
+        try:
+            with aside.open("w", encoding="utf-8") as stream:
+                stream.write(name + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        return aside
+
+    def _sweep(self) -> None:
+        """Clear away what a write left that did not come to its end."""
+        for path in sorted(self.folder.iterdir()):
+            if not _LEFTOVER.fullmatch(path.name):
+                continue
+            step = path.with_name(path.stem.removeprefix("."))
+            if path.suffix == ".old" and not step.is_dir():
+                path.rename(step)
+            else:
+                _remove(path)
+
+    def _explain(self, what: str, fault: _Fault) -> str:
+        name = _read_name(self.folder, LATEST)
+        last = f"the last whole one is {name}" if name in _names(self.folder) else "there is no whole one yet"
+        return f"{what}: {fault.reason}; {last}; {fault.advice}"
+
+
+def find_checkpoint(resume: str, folder: str | Path) -> Path | None:
+    """Find the step folder to resume from.
+
+    Args:
+        resume: "none": None. "auto": the latest in `folder`, or None when there is none. Else a path: a step folder,
+            a folder with `latest`, or a run's folder with `checkpoints/latest`.
+        folder: the folder of the run's checkpoints; it need not be there.
+
+    Raises:
+        ValueError: nothing is there, or nothing to resume from.
+    """
+    if resume == "none":
+        return None
+    try:
+        found = _named(Path(folder).expanduser().absolute(), LATEST) if resume == "auto" else _find(resume)
+    except (OSError, RuntimeError) as error:
+        # The second is pathlib's, for a home that is not known and for links in a circle.
+        raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
+    if found is not None and not (found / STATE_FILE).is_file():
         raise ValueError(
-            f"{root} has no {name} to mark as the best, only {_steps(root)}; export the step before it is marked"
+            f"resume={resume}: {found} holds a model but no state to resume from (no {STATE_FILE}); set resume to "
+            "another checkpoint, or to none"
         )
-    before = _read_name(root, BEST)
-    _write_name(root, BEST, name)
-    if before is not None and _STEP.fullmatch(before) and before not in (name, _read_name(root, LATEST)):
-        _remove_folder(root / before)
+    return found
+
+
+def check_resume(resume: str, folder: str | Path) -> None:
+    """See, before a run starts, that it can go on from where `resume` says, or begin anew in `folder`.
+
+    Raises:
+        ValueError: as `find_checkpoint`; or `resume` is "none" and `folder` holds checkpoints already.
+    """
+    found = find_checkpoint("auto" if resume == "none" else resume, folder)
+    if resume == "none" and found is not None:
+        raise ValueError(
+            f"{folder} holds checkpoints already, up to {found.name}; set resume=auto to go on from there, or name "
+            "another folder"
+        )
+
+
+def read_state(step_folder: Path) -> dict[str, Any]:
+    """Read what `save` was given as `state`; lists where it had tuples, and the same bits in every float.
+
+    Raises:
+        ValueError: state/trainer.json is missing, or is no JSON object as `save` writes it.
+    """
+    file = step_folder / STATE_FILE
+    advice = "resume from another checkpoint, or set resume to none"
+    try:
+        state = json.loads(file.read_bytes(), object_hook=_from_json, parse_constant=_no_constant)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}; {advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}; {advice}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} holds a {type(state).__name__}, not an object with the trainer's state; {advice}")
+    return state
 
 
 def step_of(folder: Path) -> int:
@@ -93,44 +304,205 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
-def _replace_folder(source: Path, target: Path) -> None:
-    if not target.exists():
-        source.rename(target)
-        return
-    # A folder cannot be renamed over a full one. Between these two lines the step is missing, never half.
-    old = _set_aside(target)
-    source.rename(target)
-    shutil.rmtree(old)
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
+    """Say which options differ, one line each: "actor_learning_rate: 1e-06 -> 2e-06", nested ones as a.b.
+
+    In the order of `now`, then those that only `before` has. Lists and tuples are equal, as JSON has but one of them,
+    and so are two NaN. A name in `ignore` stands for all that is nested in it.
+    """
+    old, new = _flat(before), _flat(now)
+    lines = []
+    for name in dict.fromkeys([*new, *old]):
+        parts = name.split(".")
+        ignored = any(".".join(parts[: end + 1]) in ignore for end in range(len(parts)))
+        left, right = old.get(name, _UNSET), new.get(name, _UNSET)
+        if not ignored and (_UNSET in (left, right) or _to_json(left, name) != _to_json(right, name)):
+            lines.append(f"{name}: {_shown(left)} -> {_shown(right)}")
+    return lines
 
 
-def _remove_folder(folder: Path) -> None:
-    if folder.is_dir():
-        # Under its own name it would be seen by halves while it goes.
-        shutil.rmtree(_set_aside(folder))
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        # An empty mapping has no options to stand for it.
+        nested = isinstance(value, Mapping) and len(value) > 0
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
 
 
-def _set_aside(folder: Path) -> Path:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    return folder.rename(old)
+def _shown(value: object) -> str:
+    return "(not set)" if value is _UNSET else repr(value)
+
+
+# --- JSON
+
+
+def _to_json(value: Any, where: str) -> Any:
+    """The value with lists for tuples and marks for what is no JSON number; `where` is its name in errors."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: float.__repr__(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists and mappings"
+        )
+    for name in value:
+        if not isinstance(name, str) or name == _FLOAT:
+            raise ValueError(f"{where} has the key {name!r}; use strings as keys, and not {_FLOAT!r}")
+    return {name: _to_json(item, f"{where}.{name}") for name, item in value.items()}
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    if _FLOAT not in value:
+        return value
+    if len(value) > 1 or value[_FLOAT] not in _NOT_FINITE:
+        raise ValueError(f"{value} is none of the floats {sorted(_NOT_FINITE)}")
+    return float(value[_FLOAT])
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not in JSON")
+
+
+# --- names
+
+
+def _find(resume: str) -> Path:
+    given = Path(resume).expanduser()
+    path = given.absolute() if _STEP.fullmatch(given.name) else given.resolve()
+    found = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
+    if resume.strip():
+        found = found or _named(path, LATEST) or _named(path / "checkpoints", LATEST)
+    if found is None:
+        raise ValueError(
+            f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
+            f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
+        )
+    return found
+
+
+def _named(root: Path, file: str) -> Path | None:
+    name = _read_name(root, file)
+    if name is None:
+        return None
+    folder = root / name
+    if not _STEP.fullmatch(name) or not _put_back(folder):
+        raise ValueError(
+            f"{root / file} names {name!r}, which is no step folder here; write one of {_names(root)} into it, or "
+            "remove it to start anew"
+        )
+    return folder
 
 
 def _read_name(root: Path, file: str) -> str | None:
     try:
         return (root / file).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
 
-def _write_name(root: Path, file: str, name: str) -> None:
-    aside = root / f".{file}.partial"
-    with aside.open("w", encoding="utf-8") as stream:
-        stream.write(name + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(root / file)
+def _names(root: Path) -> list[str]:
+    found = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return [path.name for path in sorted(found, key=step_of)]
 
 
-def _steps(root: Path) -> list[str]:
-    names = [path.name for path in root.glob("step_*") if _STEP.fullmatch(path.name)]
-    return sorted(names, key=lambda name: step_of(Path(name)))
+def _put_back(folder: Path) -> bool:
+    """Whether the step is there; one whose process was killed while it replaced it gets its name back first."""
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.is_dir() or not old.is_dir():
+        return folder.is_dir()
+    try:
+        old.rename(folder)
+    except OSError:
+        # The process lives, and has put the new one there in this moment.
+        if not folder.is_dir():
+            raise
+    return True
+
+
+# --- the disk
+
+
+def _remove(path: Path) -> bool:
+    """Remove a step's folder, or what a write left; False, with a warning, where the disk does not let us."""
+    going = path
+    try:
+        if not path.is_dir():
+            path.unlink()
+            return True
+        if path.suffix not in (".partial", ".gone"):
+            # Under its own name it would be seen by halves while it goes.
+            going = path.with_name(f".{path.name.removeprefix('.').partition('.')[0]}.gone")
+            if going.exists():
+                shutil.rmtree(going)
+            path.rename(going)
+        shutil.rmtree(going)
+    except OSError as error:
+        logger.warning("%s could not be removed and takes room: %s; remove it by hand", going, error)
+        return False
+    return True
+
+
+def _sync_tree(folder: Path) -> None:
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for place, _, files in os.walk(folder, topdown=False, onerror=fail):
+        for file in files:
+            _sync(Path(place, file))
+        _sync(Path(place))
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for folders, and say so with this.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
+class _Fault(NamedTuple):
+    reason: str
+    advice: str
+
+
+def _disk_fault(error: Exception, folder: Path) -> _Fault | None:
+    """Why the disk did not take it, and what to do; None when the error is not of the disk."""
+    text = str(error).partition("\n")[0]
+    if isinstance(error, OSError):
+        # Ranks and servers that do not answer are no fault of the disk, though Python counts both under OSError.
+        if isinstance(error, ConnectionError) or (isinstance(error, TimeoutError) and error.errno is None):
+            return None
+        code, reason = error.errno, error.strerror or text
+        if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
+            reason += f": {error.filename}"
+    elif match := re.search(r"\(os error (\d+)\)", text):
+        # Safetensors and tokenizers, in Rust, have errors of their own, with the number in the text.
+        code = int(match.group(1))
+        reason = os.strerror(code)
+    elif "inline_container.cc" in text or "PytorchStreamWriter failed" in text:
+        # torch.save names the reason only when it opens its file. Later on it is, in practice, a full disk.
+        code = None if "strerror" in text else errno.ENOSPC
+        reason = f"torch could not write its file ({text})"
+    else:
+        return None
+    if code in _NO_SPACE:
+        # On a full disk this shows what was left over, under a quota that the disk is not the limit.
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        return _Fault(f"{reason} ({free / 1e6:.0f} MB free)", "free space, or set ckpt_path")
+    if code == errno.EFBIG:
+        return _Fault(reason, "raise the limit for a file (ulimit -f), or set ckpt_path")
+    return _Fault(reason, "make it writable, or set ckpt_path" if code in _NOT_OURS else "check it, or set ckpt_path")

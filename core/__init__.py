@@ -2,11 +2,11 @@
 
 from core.config import Refused, describe_options, given_options, load_config, options_of
 from core.context import Identity, Member, WorkloadContext, say
-from core.errors import ConfigError, JobError, WorkerDied
+from core.errors import ConfigError, JobError, WorkerDied, WorkerTimeout
 from core.futures import Future, FutureSequence
 from core.invocation import replicate, rpc, trainer_invocation
 from core.job import Job, JobBuilder, RLJobBuilder
-from core.observers import CallEvent, Observer
+from core.observers import CallEvent, JobEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
 from core.role_group import RoleGroup
 from core.roles import Role
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "JobBuilder",
     "JobError",
+    "JobEvent",
     "JobResult",
     "Member",
     "Observer",
@@ -34,6 +35,7 @@ __all__ = [
     "RoleGroup",
     "RoleSpec",
     "WorkerDied",
+    "WorkerTimeout",
     "WorkloadContext",
     "describe_options",
     "given_options",

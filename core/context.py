@@ -5,6 +5,7 @@ its context when they are run through `contextvars.copy_context().run`.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from core.invocation import Export
+from core.recovery import Recovery
 from core.roles import Role
 
 Kind = Literal["train", "run"]
@@ -54,6 +56,8 @@ class Member:
     role: Role
     rank: int
     handle: Any
+    attempt: int = 1
+    """Which process of this worker it is: one more for each replacement."""
 
     @property
     def name(self) -> str:
@@ -78,7 +82,11 @@ Directory = dict[Role, RoleEntry]
 
 @dataclass(frozen=True)
 class Identity:
-    """Which worker of which role of which job this is; `began` is when the run did, in seconds since the epoch."""
+    """Which worker of which role of which job this is.
+
+    `began` is when the run did, in seconds since the epoch. `attempt` is 1, and one more each time that this worker
+    was started again, alone or with the whole job.
+    """
 
     job: str
     run_id: str
@@ -112,6 +120,10 @@ class WorkloadContext:
     collocated_with: tuple[Role, ...] = ()
     rendezvous: tuple[str, int] | None = None
     release_port: Callable[[], None] = lambda: None
+    recovery: Recovery = field(default_factory=Recovery)
+    tell: Callable[[str, Any], None] = lambda *_: None
+    """Sends the master a message: its kind, and what it says."""
+    stop_requested: threading.Event = field(default_factory=threading.Event)
 
 
 _current: ContextVar[WorkloadContext | None] = ContextVar("troupe_workload", default=None)

@@ -1,13 +1,14 @@
 """The side channel of each process: one thread that answers the master while the main thread works.
 
-It carries the user's lines to the terminal, answers "what are you doing, since when, with how much memory", and tells
-of a death at once: the operating system closes the connection of a process that is gone.
+It carries the user's lines to the terminal, answers "what are you doing, since when, with how much memory", passes on
+what the master has to say (stop, a worker was replaced), and tells of a death at once, in both directions: the
+operating system closes the connection of a process that is gone.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -17,34 +18,48 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Status:
-    """What a process is doing: the call, since when (seconds since the epoch), and its memory in bytes."""
+    """What a process is doing: the call, for how many seconds, and its memory in bytes."""
 
     doing: str
-    since: float
+    seconds: float
     memory_bytes: int
 
 
 class ControlServer:
-    """The process's end. It listens on `address` for one master that knows the key."""
+    """The process's end. It listens on `address` for one master that knows the key.
 
-    def __init__(self, ip: str, key: bytes, status: Callable[[], Status]) -> None:
+    Args:
+        ip: where to listen, on a port of its own.
+        key: what the master must know.
+        answer: what each kind of message does; what it returns, if anything, is sent back under the same kind.
+        orphaned: called when the master is gone.
+    """
+
+    def __init__(
+        self,
+        ip: str,
+        key: bytes,
+        answer: Mapping[str, Callable[..., Any]],
+        orphaned: Callable[[], None] = lambda: None,
+    ) -> None:
         self._listener = Listener((ip, 0), authkey=key)
         self.address: Any = self._listener.address
-        self._status = status
+        self._answer = answer
+        self._orphaned = orphaned
         self._lock = threading.Lock()
         self._connection: Any = None
-        self._waiting: list[str] = []
+        self._waiting: list[tuple[str, Any]] = []
         threading.Thread(target=self._serve, name="troupe-control", daemon=True).start()
 
-    def say(self, text: str) -> None:
-        """Send a line to the terminal; lines said before the master connects are kept for it."""
+    def send(self, kind: str, payload: Any) -> None:
+        """Send the master a message; what is sent before it connects is kept for it."""
         with self._lock:
             if self._connection is None:
-                self._waiting.append(text)
+                self._waiting.append((kind, payload))
             else:
-                # The master may be gone already; then there is no terminal left to show the line on.
+                # The master may be gone already; then there is nobody left to hear it.
                 with contextlib.suppress(OSError):
-                    self._connection.send(("say", text))
+                    self._connection.send((kind, payload))
 
     def _serve(self) -> None:
         connection = None
@@ -55,13 +70,18 @@ class ControlServer:
         self._listener.close()
         with self._lock:
             self._connection = connection
-            for text in self._waiting:
-                connection.send(("say", text))
-        with contextlib.suppress(EOFError, OSError):
-            while connection.recv() == "status":
-                status = self._status()
-                with self._lock:
-                    connection.send(("status", status))
+            for message in self._waiting:
+                connection.send(message)
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    kind, *details = connection.recv()
+                    answer = self._answer[kind](*details)
+                    if answer is not None:
+                        self.send(kind, answer)
+        finally:
+            # The master is gone; or it can no longer be heard, which comes to the same.
+            self._orphaned()
 
 
 class ControlLink:
@@ -69,28 +89,39 @@ class ControlLink:
 
     def __init__(self, name: str, address: tuple[str, int], key: bytes) -> None:
         self.name = name
-        self.status = Status("starting", time.time(), 0)
+        self.status = Status("starting", 0.0, 0)
+        self.heard = time.monotonic()
+        """When the process last said anything."""
         self.alive = True
+        self._unanswered: float | None = None
         self._connection: Any = Client(address, authkey=key)
 
-    def poll(self) -> list[str]:
-        """Lines that the process has said since the last time; notices when the process is gone."""
-        lines: list[str] = []
+    def poll(self) -> list[tuple[str, Any]]:
+        """Messages since the last time, but for the status, which is stored; notices when the process is gone."""
+        messages: list[tuple[str, Any]] = []
         try:
             while self.alive and self._connection.poll():
                 kind, payload = self._connection.recv()
-                if kind == "say":
-                    lines.append(payload)
-                else:
+                self.heard, self._unanswered = time.monotonic(), None
+                if kind == "status":
                     self.status = payload
+                else:
+                    messages.append((kind, payload))
         except (EOFError, OSError):
             self.alive = False
-        return lines
+        return messages
 
-    def ask_status(self) -> None:
-        """Ask what the process is doing; a later `poll` stores the answer in `status`."""
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the first message that has found no answer of any kind."""
+        return 0.0 if self._unanswered is None else time.monotonic() - self._unanswered
+
+    def send(self, kind: str, *details: Any) -> None:
+        """Send the process a message; a later `poll` returns what it answers."""
+        if self._unanswered is None:
+            self._unanswered = time.monotonic()
         try:
-            self._connection.send("status")
+            self._connection.send((kind, *details))
         except OSError:
             self.alive = False
 

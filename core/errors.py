@@ -5,6 +5,12 @@ class WorkerDied(RuntimeError):
     """A process that was asked for something is gone: killed, out of memory, or crashed below Python."""
 
 
+class WorkerTimeout(TimeoutError):
+    """Workers did not answer within the time that their method is given. `missing`: (role, rank, attempt) of each."""
+
+    missing: tuple[tuple[str, int, int], ...] = ()
+
+
 class ConfigError(ValueError):
     """The user's configuration cannot work; the message says what to set."""
 

@@ -6,12 +6,12 @@ wait: its peers may be stuck in a collective that can never complete.
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from core.context import Member, Outcome, Transport, WorkloadContext
-from core.errors import with_note
+from core.errors import WorkerDied, WorkerTimeout, with_note
+from core.invocation import Export
 from core.sharding import join
 
 T = TypeVar("T")
@@ -20,15 +20,60 @@ FIRST_REPORT_AFTER_S = 60.0
 """Seconds of waiting before the first "still waiting" line; the pause doubles each time."""
 
 _GRACE_AFTER_FAILURE_S = 1.0
+_LOOK_FOR_REPLACEMENT_S = 0.05
 
 
-@dataclass(frozen=True)
 class Pending:
-    """One call on its way: to whom, which method, and the backend's reference to its outcome."""
+    """One call on its way to one worker.
 
-    member: Member
-    method: str
-    reference: Any
+    A call to a worker that is being replaced waits for the replacement. One that the worker did not live to answer is
+    sent again if its method is idempotent.
+    """
+
+    def __init__(
+        self,
+        context: WorkloadContext,
+        member: Member,
+        export: Export,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._context = context
+        self._export = export
+        # Kept only where they may be needed again: they may be large.
+        self._arguments = (args, kwargs) if export.idempotent else None
+        living = context.recovery.replacement(member)
+        assert living is not None
+        self.member = living
+        if export.replay:
+            self._before = context.recovery.remember(living, export.name, args, kwargs)
+        self.reference = context.transport.send(living, export.name, args, kwargs)
+
+    @property
+    def method(self) -> str:
+        """Its name."""
+        return self._export.name
+
+    def outcome(self) -> Outcome | None:
+        """What came of it, once its reference is ready; None if it is to be sent again."""
+        found, recovery = self._context.transport.outcome(self.reference), self._context.recovery
+        if isinstance(found.error, WorkerDied):
+            recovery.met_death(self.member)
+            if self._arguments and recovery.may_return(self.member):
+                return None
+        if found.error is not None and self._export.replay:
+            recovery.take_back(self.member, self.method, self._before)
+        return found
+
+    def send_again(self, timeout: float) -> bool:
+        """Send it to the replacement, if there is one after `timeout` seconds."""
+        assert self._arguments is not None
+        living = self._context.recovery.replacement(self.member, timeout)
+        if living is None or living == self.member:
+            return False
+        self.member = living
+        self.reference = self._context.transport.send(living, self.method, *self._arguments)
+        return True
 
 
 def _describe(calls: Sequence[Pending]) -> str:
@@ -40,27 +85,35 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
     """Values of all calls, in their order.
 
     Raises:
-        TimeoutError: after `timeout` seconds some had not answered; it names role, method and ranks.
+        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks.
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
     began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
-    waiting, outcomes = list(calls), dict[int, Outcome]()
-    while waiting:
+    waiting, lost, outcomes = list(calls), list[Pending](), dict[int, Outcome]()
+    while waiting or lost:
         elapsed = time.monotonic() - began
         pause = report_at - elapsed if timeout is None else min(report_at - elapsed, timeout - elapsed)
+        if lost:
+            waiting += [call for call in lost if call.send_again(_LOOK_FOR_REPLACEMENT_S)]
+            lost, pause = [call for call in lost if call not in waiting], 0.0
         ready = set(context.transport.wait([c.reference for c in waiting], max(0.0, pause)))
-        done = [call for call in waiting if call.reference in ready]
+        for call in [call for call in waiting if call.reference in ready]:
+            outcome = call.outcome()
+            if outcome is None:
+                lost.append(call)
+            else:
+                outcomes[id(call)] = outcome
         waiting = [call for call in waiting if call.reference not in ready]
-        for call in done:
-            outcomes[id(call)] = context.transport.outcome(call.reference)
-        if any(outcomes[id(call)].error is not None for call in done):
+        if any(outcome.error is not None for outcome in outcomes.values()):
             _raise_first(calls, waiting, outcomes, context.transport)
-        elapsed = time.monotonic() - began
-        if waiting and timeout is not None and elapsed >= timeout:
-            raise TimeoutError(f"no answer after {timeout:g} s from {_describe(waiting)}")
-        if waiting and elapsed >= report_at:
-            context.say(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(waiting)}")
+        elapsed, missing = time.monotonic() - began, [*waiting, *lost]
+        if missing and timeout is not None and elapsed >= timeout:
+            late = WorkerTimeout(f"no answer after {timeout:g} s from {_describe(missing)}")
+            late.missing = tuple((call.member.role, call.member.rank, call.member.attempt) for call in missing)
+            raise late
+        if missing and elapsed >= report_at:
+            context.say(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(missing)}")
             report_at *= 2
     return [outcomes[id(call)].value for call in calls]
 
@@ -73,7 +126,7 @@ def _raise_first(
     while waiting and time.monotonic() < deadline:
         ready = set(transport.wait([c.reference for c in waiting], max(0.0, deadline - time.monotonic())))
         for call in [c for c in waiting if c.reference in ready]:
-            outcomes[id(call)] = transport.outcome(call.reference)
+            outcomes[id(call)] = call.outcome() or Outcome()
         waiting = [c for c in waiting if c.reference not in ready]
     failed = [call for call in calls if id(call) in outcomes and outcomes[id(call)].error is not None]
     error = outcomes[id(failed[0])].error

@@ -8,19 +8,26 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.context import Directory, Identity, Transport, WorkloadContext, activate
+from core.context import Directory, Identity, Member, Transport, WorkloadContext, activate
 from core.control import ControlServer, Status, memory_bytes
 from core.invocation import Export, exports_of
-from core.observers import CallEvent, Observers
+from core.observers import CallEvent
+from core.recovery import Recovery
 from core.roles import Role
 from core.sharding import payload_bytes
 from core.workload import BaseWorkload, rendezvous_environment
+
+IDLE = "idle"
+"""What a process does between two calls."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,10 @@ class HostSpec:
     working_dir: Path
     shared_dir: Path
     log_file: Path | None
-    observers: tuple[str, ...] = ()
+    reports_calls: bool = False
+    """Whether the master wants to hear of every call."""
+    recovers: bool = False
+    """Whether the master replaces who dies."""
 
 
 @dataclass
@@ -54,6 +64,7 @@ class HostReport:
     """What a host answers when it is up: where its control channel is, and the ports kept for rendezvous."""
 
     ip: str
+    hostname: str
     pid: int
     control: tuple[str, int]
     ports: dict[Role, int] = field(default_factory=dict)
@@ -73,10 +84,23 @@ class Host:
         self._spec = spec
         self._prepare_process()
         self._ip = ip
-        self._doing = ("starting", time.time())
-        self._control = ControlServer(ip, spec.key, self._status)
+        self._doing = ("starting", time.monotonic())
+        self._transport = transport
+        self._directory: Directory = {}
+        self._recovery = Recovery(self._directory if spec.recovers else None)
+        self._stop_requested = threading.Event()
+        answer: dict[str, Callable[..., Any]] = {
+            "status": self._status,
+            "stack": self._stack,
+            "stop": self._stop_requested.set,
+            "lost": self._recovery.lose,
+            "replay": self._replay,
+            "replaced": lambda *member: self._recovery.replace(_member(*member)),
+        }
+        # Without a master nobody would end this process.
+        self._control = ControlServer(ip, spec.key, answer, orphaned=lambda: os._exit(1))
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger().addHandler(_ToTerminal(self._control.say))
+        logging.getLogger().addHandler(_ToTerminal(partial(self._control.send, "say")))
         self._workers: dict[tuple[Role, int], _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
         config = pickle.loads(spec.config)
@@ -85,16 +109,17 @@ class Host:
             context = WorkloadContext(
                 identity=worker.identity,
                 config=config,
-                directory={},
+                directory=self._directory,
                 transport=transport,
                 say=self._say,
                 shared_dir=spec.shared_dir,
                 collocated_with=worker.collocated_with,
                 release_port=lambda role=role: self._release_port(role),
+                recovery=self._recovery,
+                tell=self._control.send,
+                stop_requested=self._stop_requested,
             )
             self._workers[role, worker.identity.rank] = _Worker(context)
-        first = self._workers[spec.workers[0].identity.role, spec.workers[0].identity.rank].context
-        self._observers = Observers([load_object(path)(first) for path in spec.observers])
 
     def _prepare_process(self) -> None:
         # Before any user module is imported: libraries read these once.
@@ -117,11 +142,31 @@ class Host:
 
     def _status(self) -> Status:
         doing, since = self._doing
-        return Status(doing, since, memory_bytes())
+        return Status(doing, time.monotonic() - since, memory_bytes())
+
+    def _stack(self) -> tuple[str, str]:
+        """Where the main thread is; all threads are written to the log."""
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return self._spec.name, "".join(traceback.format_stack(frame))
+
+    def _replay(self, role: str, rank: int, handle: bytes, attempt: int) -> None:
+        """Repeat on a replacement what this process had called on the lost worker, while the main thread goes on."""
+        member = _member(role, rank, handle, attempt)
+
+        def repeat() -> None:
+            error = None
+            try:
+                self._recovery.replay(member, self._transport)
+            except Exception as failure:  # noqa: BLE001 - the master raises it
+                error = failure
+            self._control.send("replayed", ((self._spec.name, role, rank, attempt), error))
+
+        threading.Thread(target=repeat, name="troupe-replay", daemon=True).start()
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
-        self._control.say(text)
+        self._control.send("say", text)
 
     def _release_port(self, role: Role) -> None:
         reserved = self._reserved.pop(role, None)
@@ -132,7 +177,7 @@ class Host:
         """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
         run_id = self._spec.workers[0].identity.run_id
         print(f"{self._spec.name}: process {os.getpid()} on {self._ip} in run {run_id}", flush=True)
-        report = HostReport(self._ip, os.getpid(), self._control.address)
+        report = HostReport(self._ip, socket.gethostname(), os.getpid(), self._control.address)
         for worker in self._spec.workers:
             load_object(worker.entrypoint)
             if worker.rendezvous and worker.identity.rank == 0:
@@ -153,17 +198,17 @@ class Host:
     ) -> dict[Role, tuple[dict[str, Export], str]]:
         """Make the workloads and run their `setup()`; returns what each role exports and its class's name."""
         found: dict[Role, tuple[dict[str, Export], str]] = {}
+        self._recovery.meet(directory, self._directory)
         for spec in self._spec.workers:
             role, rank = spec.identity.role, spec.identity.rank
             worker = self._workers[role, rank]
             local_rank, local_world_size = local[role, rank]
             worker.context.identity = replace(spec.identity, local_rank=local_rank, local_world_size=local_world_size)
             worker.context.rendezvous = rendezvous.get(role)
-            worker.context.directory.update(directory)
             activate(worker.context)
             if spec.rendezvous:
                 os.environ.update(rendezvous_environment(worker.context))
-            self._doing = (f"{role} set-up", time.time())
+            self._doing = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
             worker.instance = _instantiate(cls, worker.context, master_handle)
             if isinstance(worker.instance, BaseWorkload):
@@ -171,13 +216,12 @@ class Host:
             worker.exports = exports_of(worker.instance)
             callers_view = {name: entry.without_stub() for name, (entry, _) in worker.exports.items()}
             found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
-        self._doing = ("idle", time.time())
+        self._doing = (IDLE, time.monotonic())
         return found
 
     def connect(self, directory: Directory) -> None:
         """Tell all workloads who the others are."""
-        for worker in self._workers.values():
-            worker.context.directory.update(directory)
+        self._recovery.meet(directory, self._directory)
 
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one exported method of one workload."""
@@ -211,16 +255,24 @@ class Host:
         who, began, clock = worker.context.identity, time.time(), time.monotonic()
         activate(worker.context)
         event = CallEvent(who.job, who.role, who.rank, name, began, payload_bytes(*args, *kwargs.values()))
-        self._doing = (f"{who.role}.{name}", began)
-        self._observers.tell(event)
+        self._doing = (f"{who.role}.{name}", clock)
+        self._report(event)
         failed = True
         try:
             result = function(*args, **kwargs)
             failed = False
             return result
         finally:
-            self._doing = ("idle", time.time())
-            self._observers.tell(replace(event, seconds=time.monotonic() - clock, failed=failed))
+            self._doing = (IDLE, time.monotonic())
+            self._report(replace(event, seconds=time.monotonic() - clock, failed=failed))
+
+    def _report(self, event: CallEvent) -> None:
+        if self._spec.reports_calls:
+            self._control.send("event", event)
+
+
+def _member(role: str, rank: int, handle: bytes, attempt: int) -> Member:
+    return Member(Role(role), rank, pickle.loads(handle), attempt)
 
 
 class _ToTerminal(logging.Handler):

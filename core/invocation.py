@@ -6,11 +6,12 @@ callers when the job starts, so that a caller never needs to import the workload
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 Target = Literal["ALL", "RANK0"]
+Replay = Literal["last"]
 
 _MARK = "__troupe_export__"
 
@@ -50,10 +51,16 @@ class Export:
     attribute: str
     spec: CallSpec | None = None
     stub: Callable[..., Any] | None = None
+    idempotent: bool = False
+    replay: Replay | None = None
+
+    def __post_init__(self) -> None:
+        if self.replay not in (None, "last"):
+            raise ValueError(f"replay={self.replay!r}; set replay='last' (repeat the last call) or leave it out")
 
     def without_stub(self) -> "Export":
         """What callers need; the stub itself stays in its process."""
-        return Export(self.name, self.attribute, self.spec)
+        return replace(self, stub=None)
 
 
 class Replicated:
@@ -82,18 +89,24 @@ def trainer_invocation(
     auto_shard: bool = True,
     pre_func: Callable[..., Any] | None = None,
     post_func: Callable[[Any], Any] | None = None,
+    idempotent: bool = False,
+    replay: Replay | None = None,
 ) -> Callable[[F], F]: ...
-def trainer_invocation(function: Any = None, /, **options: Any) -> Any:
+def trainer_invocation(
+    function: Any = None, /, *, idempotent: bool = False, replay: Replay | None = None, **options: Any
+) -> Any:
     """Make a method callable through the trainer's role groups, `self.RG_ACTOR.update(batch)`.
 
     Args:
         blocking: wait for the results; False returns a Future at once.
         is_async: wait with `timeout` for all targets, and raise TimeoutError naming the ranks that are missing.
-        timeout: seconds, only with is_async.
+        timeout: seconds, only with is_async. Workers that have not answered by then are taken for hung, and ended.
         target: "ALL" workers, or "RANK0" alone, which returns the single value instead of a list.
         auto_shard: split lists, arrays and batches over the workers; everything else goes whole to all.
         pre_func: runs on the caller's side; what it returns is sent (a tuple is several arguments).
         post_func: runs on the caller's side over the list of results; what it returns is the result.
+        idempotent: a call that a dying instance of a `run` role did not answer may be sent again to its replacement.
+        replay: "last" repeats the last successful call in a replacement, before it is given any work.
 
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
@@ -101,12 +114,14 @@ def trainer_invocation(function: Any = None, /, **options: Any) -> Any:
     unknown = set(options) - set(CallSpec.__dataclass_fields__)
     if unknown:
         raise ValueError(
-            f"trainer_invocation has no {sorted(unknown)}; it knows {sorted(CallSpec.__dataclass_fields__)}"
+            f"trainer_invocation has no {sorted(unknown)}; it knows "
+            f"{sorted({*CallSpec.__dataclass_fields__, 'idempotent', 'replay'})}"
         )
     spec = CallSpec(**options)
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, Export(method.__name__, method.__name__, spec))
+        entry = Export(method.__name__, method.__name__, spec, idempotent=idempotent, replay=replay)
+        setattr(method, _MARK, entry)
         return method
 
     return mark if function is None else mark(function)
@@ -115,19 +130,20 @@ def trainer_invocation(function: Any = None, /, **options: Any) -> Any:
 _exported_functions: list[tuple[Export, Callable[..., Any]]] = []
 
 
-def rpc(name: Any = None, /, *, export: bool = False) -> Any:
+def rpc(name: Any = None, /, *, export: bool = False, idempotent: bool = False, replay: Replay | None = None) -> Any:
     """Bind a method to a remote-call stub: `@rpc(remote_call.actor_forward)`.
 
     The name under which the method can be called is the stub's, a string, or the method's own (`@rpc`; outside of a
     class `@rpc()`, since a bare `@rpc` would be taken for the use of a stub).
-    `export=True` makes a function outside of any class callable in every workload of its process.
+    `export=True` makes a function outside of any class callable in every workload of its process. `idempotent` and
+    `replay` are those of `trainer_invocation`.
 
     Raises:
         ValueError: `name` is neither a stub nor a string.
     """
 
     def mark(method: Callable[..., Any], stub: Callable[..., Any] | None, label: str) -> Callable[..., Any]:
-        entry = Export(label, method.__name__, None, stub)
+        entry = Export(label, method.__name__, None, stub, idempotent, replay)
         setattr(method, _MARK, entry)
         if export:
             _exported_functions.append((entry, method))
@@ -158,7 +174,7 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
         function = inspect.getattr_static(cls, attribute)
         entry = getattr(function, _MARK, None)
         if isinstance(entry, Export):
-            candidates.append((Export(entry.name, attribute, entry.spec, entry.stub), getattr(instance, attribute)))
+            candidates.append((replace(entry, attribute=attribute), getattr(instance, attribute)))
     module = inspect.getmodule(cls)
     for function in vars(module).values() if module else ():
         entry = getattr(function, _MARK, None)

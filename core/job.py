@@ -4,20 +4,23 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from core.context import Kind
 from core.errors import JobError
+from core.observers import Observer
 from core.placement import detect_devices, plan
 from core.plan import JobResult, Placement, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
 B = TypeVar("B", bound="JobBuilder")
+
+_SHORTEST_STALL_S = 5.0
 
 RESERVED_ENVIRONMENT = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
@@ -37,7 +40,12 @@ class Job(BaseModel):
     placement: Placement
     collocations: list[list[str]] = []
     global_env: dict[str, str] = {}
-    observers: list[str] = []
+    max_restarts: int = Field(default=3, ge=0)
+    """How often all starts again after the death of a rank or of the trainer."""
+    stall_timeout: float = Field(default=0.0, ge=0)
+    """Seconds without a sign of progress after which a process is taken for hung, and ended; 0: never."""
+    stop_grace: float = Field(default=0.0, ge=0)
+    """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
     config: Any = None
 
     @field_serializer("config")
@@ -52,7 +60,13 @@ class Job(BaseModel):
         return self.roles
 
     def submit(
-        self, name: str, *, log_dir: Path | None = None, address: str | None = None, began: float | None = None
+        self,
+        name: str,
+        *,
+        log_dir: Path | None = None,
+        address: str | None = None,
+        began: float | None = None,
+        observers: Sequence[Observer] = (),
     ) -> JobResult:
         """Run the job to its end on Ray.
 
@@ -62,19 +76,22 @@ class Job(BaseModel):
             address: a Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job.
             began: seconds since the epoch at which the user started the run, if that was before now; workloads find
                 it as `self.began`.
+            observers: hear, in this process, of every call when it begins and ends (CallEvent), and of what happens
+                to the job (JobEvent). One that raises is switched off with a warning.
 
         Returns:
             How it ended. A failure of the job is a result, not an exception.
         """
         from core.master import Master
 
-        return Master(self, name, log_dir, address, began).run()
+        return Master(self, name, log_dir, address, began, observers).run()
 
     @contextlib.contextmanager
     def running(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> Iterator[None]:
         """Start the roles and drive them from here, without a trainer: for notebooks, tests, one-off questions.
 
         Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
+        Nothing is replaced or started again: a death is the error of the call that meets it.
         """
         from core.master import Master
 
@@ -98,7 +115,7 @@ class JobBuilder:
         self._roles: dict[str, dict[str, Any]] = {}
         self._open: str | None = None
         self._collocations: list[list[str]] = []
-        self._observers: list[str] = []
+        self._limits: dict[str, Any] = {}
 
     # --- the job
 
@@ -129,9 +146,20 @@ class JobBuilder:
         self._global_env |= _checked_env(env)
         return self
 
-    def observer(self: B, path: str) -> B:
-        """A factory `package.module:function` that makes an observer from the WorkloadContext, in each process."""
-        self._observers.append(_normalised(path))
+    def recovery(self: B, max_restarts: int = 3, stall_timeout: float = 0.0, stop_grace: float = 0.0) -> B:
+        """What happens when processes die, hang, or are to stop.
+
+        Args:
+            max_restarts: how often all starts again after the death of a rank or of the trainer.
+            stall_timeout: seconds without a sign of progress after which a process is taken for hung, and ended;
+                0: never. Below 5 it would be shorter than the pauses between two questions.
+            stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return; 0: none.
+        """
+        if 0 < stall_timeout < _SHORTEST_STALL_S:
+            raise JobError(
+                f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g} seconds, or 0 for never"
+            )
+        self._limits = {"max_restarts": max_restarts, "stall_timeout": stall_timeout, "stop_grace": stop_grace}
         return self
 
     def with_collocation(self: B, *roles: str) -> B:
@@ -201,6 +229,10 @@ class JobBuilder:
         """The open role shares processes, rank by rank, with all roles of the same process name."""
         return self._set(process=name)
 
+    def max_restarts(self: B, count: int) -> B:
+        """How many instances of the open role are replaced in a run when they die; of `run` roles only."""
+        return self._set(max_restarts=count)
+
     # --- the check
 
     def build(self) -> Job:
@@ -226,7 +258,7 @@ class JobBuilder:
             placement=placement,
             collocations=self._collocations,
             global_env=self._global_env,
-            observers=self._observers,
+            **self._limits,
             config=self._config,
         )
 

@@ -1,4 +1,4 @@
-"""Observers hear when each call to a workload begins and ends. They live in the workload's process."""
+"""Observers hear, in the driver, when each call to a workload begins and ends, and what happens to the job."""
 
 import logging
 from collections.abc import Callable
@@ -25,16 +25,29 @@ class CallEvent:
     failed: bool = False
 
 
-Observer = Callable[[CallEvent], None]
+@dataclass(frozen=True)
+class JobEvent:
+    """Something that happened to the job as a whole, or to one of its processes. `time`: seconds since the epoch.
+
+    `kind` is one of "start", "lost", "replaced", "restart", "hung", "stop", "end".
+    """
+
+    kind: str
+    time: float
+    process: str = ""
+    text: str = ""
+
+
+Observer = Callable[[Any], None]
 
 
 class Observers:
-    """The observers of one process. One that raises is dropped with a warning: watching never stops a run."""
+    """All of them. One that raises is dropped with a warning: watching never stops a run."""
 
     def __init__(self, observers: list[Observer]) -> None:
         self._observers = observers
 
-    def tell(self, event: CallEvent) -> None:
+    def tell(self, event: CallEvent | JobEvent) -> None:
         """Pass an event to all observers."""
         for observer in list(self._observers):
             try:

@@ -36,6 +36,8 @@ class RoleSpec(BaseModel):
     env: dict[str, str] = {}
     process: str | None = None
     """Roles with the same name here share processes, rank by rank."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How many instances that died are replaced in a run, over all; of "run" roles only."""
 
     @property
     def total(self) -> int:
@@ -85,7 +87,10 @@ class JobResult(BaseModel):
     status: Literal["finished", "failed", "stopped"]
     error: str = ""
     traceback: str = ""
+    output: str = ""
+    """The last lines that a process which died had written."""
     attempt: int = 1
+    """How often the job was started, the restarts included."""
     elapsed: float = 0.0
     """Seconds from submission to the end."""
     peak_memory_bytes: int = 0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from core.context import Member, RoleEntry, WorkloadContext, current
+from core.errors import WorkerTimeout
 from core.futures import Future, FutureSequence, Pending
 from core.invocation import CallSpec, Export
 from core.roles import Role
@@ -123,7 +124,14 @@ class RoleGroup:
         future = Future(calls, self._context, finish)
         if not spec.blocking:
             return future
-        return future.result(spec.timeout if spec.is_async else None)
+        while True:
+            try:
+                return future.result(spec.timeout if spec.is_async else None)
+            except WorkerTimeout as late:
+                # The master ends who is late, as if it had died; what is idempotent then goes to the replacement.
+                self._context.tell("hung", (late.missing, str(late)))
+                if not (export.idempotent and self._context.recovery.may_return(self._entry.members[0])):
+                    raise
 
     # --- sending
 
@@ -173,4 +181,4 @@ class RoleGroup:
         return value
 
     def _send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
-        return Pending(member, export.name, self._context.transport.send(member, export.name, args, kwargs))
+        return Pending(self._context, member, export, args, kwargs)

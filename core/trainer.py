@@ -51,6 +51,11 @@ class BaseTrainer(BaseWorkload, ABC):
         self.init()
         self.fit()
 
+    def _handles(self, role: Role) -> list[Any]:
+        # Looked up at each use: a worker may have been replaced.
+        entry = self._context.directory.get(role)
+        return [member.handle for member in entry.members] if entry else []
+
     def _others(self) -> Directory:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
@@ -79,24 +84,24 @@ class BaseTrainer(BaseWorkload, ABC):
     @property
     def actors(self) -> list[Any]:
         """Handles of the ACTOR workers."""
-        return self.actor_handles.get(Role.ACTOR, [])
+        return self._handles(Role.ACTOR)
 
     @property
     def critics(self) -> list[Any]:
         """Handles of the CRITIC workers."""
-        return self.actor_handles.get(Role.CRITIC, [])
+        return self._handles(Role.CRITIC)
 
     @property
     def rollouts(self) -> list[Any]:
         """Handles of the ROLLOUT workers."""
-        return self.actor_handles.get(Role.ROLLOUT, [])
+        return self._handles(Role.ROLLOUT)
 
     @property
     def rewards(self) -> list[Any]:
         """Handles of the REWARD workers."""
-        return self.actor_handles.get(Role.REWARD, [])
+        return self._handles(Role.REWARD)
 
     @property
     def references(self) -> list[Any]:
         """Handles of the REFERENCE workers."""
-        return self.actor_handles.get(Role.REFERENCE, [])
+        return self._handles(Role.REFERENCE)

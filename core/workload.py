@@ -69,6 +69,19 @@ class BaseWorkload:
         return self._context.identity.run_id
 
     @property
+    def attempt(self) -> int:
+        """1, and one more each time that I was started again, alone or with the whole job."""
+        return self._context.identity.attempt
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the user has asked the run to stop: save what is to be kept, and return from `run()`.
+
+        It comes true in the workload that drives the job, if the job has a `stop_grace`.
+        """
+        return self._context.stop_requested.is_set()
+
+    @property
     def began(self) -> float:
         """When the user started this run, in seconds since the epoch."""
         return self._context.identity.began

@@ -15,13 +15,20 @@ class SampleStream(Generic[Item]):
     of the step at hand, from 1 to `steps`; a state saved there resumes with the step after it.
     """
 
-    def __init__(self, generate: Callable[[int], Item], steps: int, queue_size: int = 0) -> None:
+    def __init__(
+        self,
+        generate: Callable[[int], Item],
+        steps: int,
+        queue_size: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Set the stream before its first step.
 
         Args:
             generate: makes the samples of the step whose number it is given, first step 1.
             steps: training steps in all, those before a resume included.
             queue_size: batches generated ahead of training; this version generates inline, which is 0.
+            stopped: asked before each step; once it is true the iteration ends, with steps left.
         """
         if steps < 0:
             raise ValueError(f"steps={steps} is negative; set it to 0 or more")
@@ -31,6 +38,7 @@ class SampleStream(Generic[Item]):
                 "set queue_size=0"
             )
         self._generate = generate
+        self._stopped = stopped
         self.steps = steps
         self.step = 0
         """The step whose batch was handed out last; 0 before the first."""
@@ -41,7 +49,7 @@ class SampleStream(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """Generate and hand out the batches of the steps that are left."""
-        while self.step < self.steps:
+        while self.step < self.steps and not self._stopped():
             # A step counts only once its samples are there: after a failure the same step is tried again.
             batch = self._generate(self.step + 1)
             self.step += 1

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines.causal import evaluate, without_progress_bars
 from components.engines.config import DeepSpeedConfig
+from components.engines.engine_state import EngineState, disk_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,6 +122,7 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._deepspeed = deepspeed
+        self._adam = optimizer
         self._stage = _deepspeed_stage(config)
         settings = _deepspeed_json(model, config)
         # Some of its optimizers print how much memory they take, whatever the log level.
@@ -279,15 +281,64 @@ class DeepSpeedEngine:
         Args:
             path: folder, made when missing.
             tokenizer: saved into the same folder.
+
+        Raises:
+            OSError: rank 0 cannot write there. The ranks are through with gathering then.
         """
         weights = dict(self.gathered_parameters())
         if self.rank != 0:
             return
         model: Any = self.model
-        with without_progress_bars():
-            model.save_pretrained(path, state_dict=weights)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path)
+        with disk_errors(f"write {path}"):
+            with without_progress_bars():
+                model.save_pretrained(path, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(path)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write everything that training goes on from. All ranks call this, and each writes a share.
+
+        The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers
+        and each rank's random state. Call it between two train_steps, and not after an error of one.
+
+        Args:
+            folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
+
+        Raises:
+            OSError: some rank cannot write. On all ranks, each of which may go on.
+        """
+        self._state().save(Path(folder), self.step_count)
+
+    def load_state(self, folder: str | Path) -> list[str]:
+        """Go on exactly where `save_state` was called. All ranks call this, and each reads what it needs.
+
+        The engine is one just made from the same architecture; its own weights do not matter. Learning rate,
+        schedule and AdamW's settings are those of its config. Load after the last engine of a process was made,
+        because making one seeds the generator that dropout draws from.
+
+        With the settings it was saved with, training goes on to the last bit. With other ranks or another zero_stage
+        the state is the same to the last bit, and later results differ by the order of sums; with other ranks dropout
+        starts anew from the config's seed, and all ranks get the buffers of rank 0.
+
+        Returns:
+            What will not be exact, a sentence each; nothing when all is.
+
+        Raises:
+            ValueError: the folder is not whole, or the state of another model. On all ranks.
+            OSError: some rank cannot read. On all ranks.
+        """
+        self.step_count, inexact = self._state().load(Path(folder))
+        return inexact
+
+    def _state(self) -> EngineState:
+        return EngineState(
+            model=self.model,
+            adam=self._adam,
+            zero=self._engine.optimizer,
+            zero_stage=self._stage,
+            settings={"precision": self.config.precision, "adam_offload": self.config.adam_offload},
+            device=self.device,
+        )
 
 
 def _import_deepspeed() -> Any:

@@ -124,11 +124,12 @@ class RayBackend:
         """Bytes of a value whose class may be defined in the driver's own script."""
         return cloudpickle.dumps(value)
 
-    def create(self, spec: HostSpec, plan: HostPlan, env: Mapping[str, str]) -> Any:
+    def create(self, spec: HostSpec, plan: HostPlan, env: Mapping[str, str], attempt: int = 1) -> Any:
         """Start one host; returns its handle at once."""
         assert self._group is not None
+        again = f"-{attempt}" if attempt > 1 else ""
         options: dict[str, Any] = {
-            "name": f"troupe-{self._run_id}-{spec.name}",
+            "name": f"troupe-{self._run_id}-{spec.name}{again}",
             "namespace": f"troupe-{self._run_id}",
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
@@ -151,11 +152,14 @@ class RayBackend:
         """End a host at once."""
         ray.kill(handle, no_restart=True)
 
-    def stop(self) -> None:
-        """Give everything back; ends the cluster if it was started for this job."""
+    def release(self) -> None:
+        """Give back what the job has reserved."""
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
             self._group = None
+
+    def stop(self) -> None:
+        """End the cluster if it was started for this job."""
         if self._own_cluster:
             ray.shutdown()
             self._own_cluster = False

@@ -249,6 +249,24 @@ class PPOConfig:
     colocate_all_models: bool = False
     """All roles with a model share devices."""
 
+    # --- checkpoints and recovery
+    resume: str = "auto"
+    """`auto` goes on from the latest checkpoint of run_dir (or ckpt_path) if there is one, a path from that step, run
+    or folder of checkpoints; `none` begins anew, in a folder without a run."""
+    save_steps: int = 10
+    """A checkpoint every so many steps; -1 only of the best policy and when the training ends or is stopped."""
+    ckpt_path: str | None = None
+    """Folder of the checkpoints. Default: run_dir/checkpoints."""
+    max_ckpt_num: int = 3
+    """How many checkpoints are kept, the newest ones; the best one is kept beside."""
+    max_ckpt_mem: float | None = None
+    """GB that the checkpoints may take together; the oldest go first, the latest and the best never. Default: any."""
+    max_restarts: int = 3
+    """How often all starts again from the latest checkpoint when a trained rank dies; and how many workers of each
+    other role may be replaced."""
+    stall_timeout: float = 1800.0
+    """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+
     # --- output
     save_path: str | None = None
     """A second place for the trained model; it is always in the run folder's checkpoints."""
@@ -264,6 +282,8 @@ class PPOConfig:
     """W&B group."""
     wandb_run_name: str | None = None
     """W&B run. Default: the run folder's name."""
+    use_tensorboard: str | None = None
+    """Write TensorBoard's files: a folder, or `true` for run_dir/tensorboard."""
 
     def __post_init__(self) -> None:
         self._check_sources()
@@ -271,6 +291,7 @@ class PPOConfig:
         self._check_rewards()
         self._check_algorithm()
         self._check_evaluation()
+        self._check_checkpoints()
         # The engines' own checks, before any engine starts.
         for learning_rate in (self.actor_learning_rate, self.critic_learning_rate):
             self.engine(learning_rate, steps=1)
@@ -385,6 +406,15 @@ class PPOConfig:
             raise ConfigError(f"eval_temperature={self.eval_temperature}; set it to 0 or more")
         if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
             raise ConfigError("eval_temperature=0 gives the same answer every time; set eval_n_samples_per_prompt=1")
+
+    def _check_checkpoints(self) -> None:
+        self._at_least_one("max_ckpt_num")
+        if self.save_steps == 0 or self.save_steps < -1:
+            raise ConfigError(f"save_steps={self.save_steps}; set 1 or more, or -1 for the best and the last step only")
+        if self.max_ckpt_mem is not None and not self.max_ckpt_mem > 0:
+            raise ConfigError(f"max_ckpt_mem={self.max_ckpt_mem}; set a number of GB above 0, or leave it out")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts}; set it to 0 or more")
 
     def check_given(self, given: Collection[str]) -> None:
         """Refuse options that a user has named and that have no effect beside the others.
@@ -520,6 +550,16 @@ class PPOConfig:
         if self.use_dynamic_batch:
             return self.rollout_max_tokens_per_gpu or self.train_max_tokens_per_gpu, 0
         return UNLIMITED, self.micro_rollout_batch_size
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the step folders are."""
+        return Path(self.ckpt_path).expanduser() if self.ckpt_path else Path(self.run_dir) / "checkpoints"
+
+    @property
+    def max_ckpt_bytes(self) -> float:
+        """What the checkpoints may take together."""
+        return float("inf") if self.max_ckpt_mem is None else self.max_ckpt_mem * 1e9
 
     @property
     def dtype(self) -> str:

@@ -5,7 +5,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.tracking import finish_summary, open_run_folder, redact
+from components.checkpoint import check_resume
+from components.tracking import EventLog, finish_summary, open_run_folder, redact
 from components.warm_start import resolve_model
 from core import Job, RLJobBuilder, Role, describe_options, given_options, load_config
 
@@ -14,6 +15,8 @@ from .data import check_inputs
 from .layout import resolved
 
 PRESET = Path(__file__).parent / "tiny.yaml"
+STOP_GRACE_S = 600.0
+"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
 
 def read_config(arguments: list[str]) -> PPOConfig:
@@ -29,6 +32,7 @@ def build_job(config: PPOConfig) -> Job:
     roles = f"{__package__}.roles"
     nodes = (config.actor_num_nodes, config.critic_num_nodes, config.ref_num_nodes, config.reward_num_nodes)
     builder = RLJobBuilder().config(config).node_num(max(nodes))
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
     builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
     builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)
@@ -36,12 +40,14 @@ def build_job(config: PPOConfig) -> Job:
         builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
         builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
     builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1).resource(accelerator=1)
+    builder.max_restarts(config.max_restarts)
     rewards = config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
     builder.reward(f"{roles}.reward:Reward").total(rewards).resource(accelerator=1 if config.reward_models else 0)
+    builder.max_restarts(config.max_restarts)
     if config.needs_reference:
         builder.reference(f"{roles}.reference:Reference").total(
             config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
-        ).resource(accelerator=1)
+        ).resource(accelerator=1).max_restarts(config.max_restarts)
     if config.colocate_all_models:
         builder.with_collocation_all(*(() if config.reward_models else (Role.REWARD,)))
     if config.colocate_actor_ref:
@@ -75,7 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
             print("".join(f"{RECIPE}: {note}\n" for note in notes), end="", file=sys.stderr)
             return 0
         check_inputs(config)
-        run_dir = open_run_folder(config.run_dir)
+        run_dir = open_run_folder(config.run_dir, config.resume)
+        check_resume(config.resume, config.ckpt_path or run_dir / "checkpoints")
     except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
@@ -84,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     for line in (f"run folder {run_dir}", describe(config, job), *notes):
         print(f"{RECIPE}: {line}", flush=True)
-    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
+    events = EventLog(run_dir / "events.jsonl")
+    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began, observers=[events])
+    events.close()
     finish_summary(
         run_dir,
         result.status,
@@ -93,7 +102,10 @@ def main(arguments: list[str] | None = None) -> int:
         seed=config.seed,
         peak_memory_bytes=result.peak_memory_bytes,
         seconds={"warm_start": warm_start},
+        attempts=result.attempt,
     )
+    if result.output and result.status == "failed":
+        print(result.output, file=sys.stderr)
     if result.status != "finished":
         print(f"{RECIPE}: {result.status}: {result.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
     return result.exit_code

@@ -112,6 +112,18 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
     return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 
 
+def save_state(path: str) -> list[Future[list[None]]]:
+    """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic."""
+    return [RoleGroup(role, optional=True).call(save_state, path) for role in (Role.ACTOR, Role.CRITIC)]
+
+
+def load_state(path: str) -> list[Future[list[list[str]]]]:
+    """Go on exactly where `save_state` was called; what cannot be exact is returned in words."""
+    return [
+        RoleGroup(role).call(load_state, path) for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)
+    ]
+
+
 def save_model(path: str) -> None:
     """Write the policy as a folder that `from_pretrained` loads. All ranks take part."""
     RoleGroup(Role.ACTOR).call(save_model, path).result()

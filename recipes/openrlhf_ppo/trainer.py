@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from components.batch import Batch
-from components.checkpoint import export_step, mark_best
+from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from components.data.evaluation import best_metric, heldout_metrics
 from components.data.prompts import PromptSource
 from components.data.stream import SampleStream
 from components.engines.config import SamplingConfig
-from components.tracking import Tracker, console_line
+from components.tracking import Tracker, console_line, redact
 from core import BaseTrainer
 
 from . import remote_call
@@ -31,18 +31,36 @@ class PPOTrainer(BaseTrainer):
     config: PPOConfig
 
     def init(self) -> None:
-        """Prepare the data, and let every role load its model at the same time."""
+        """Prepare the data, let every role load its model at the same time, and go on from a checkpoint if there is."""
         config = self.config
-        self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, wandb=wandb_options(config))
+        self.checkpoints = Checkpoints(config.checkpoint_dir, config.max_ckpt_num, config.max_ckpt_bytes)
+        self.resumed = self.find_resumed()
+        saved = read_state(self.resumed) if self.resumed else {}
+        self.tracker = Tracker(
+            config.run_dir,
+            RECIPE,
+            config,
+            config.seed,
+            wandb=wandb_options(config),
+            tensorboard=config.use_tensorboard,
+            resume_step=saved.get("stream", {}).get("step", 0),
+            state=saved.get("tracker"),
+            code=Path(__file__).parent,
+        )
         self.tokenizer = open_tokenizer(config, config.pretrain)
         self.prompts = self.read_prompts(train_rows(config), "prompts", shuffle=True)
         self.heldout = self.heldout_prompts()
-        self.stream = SampleStream(self.generate, self.count_steps())
-        self.version, self.tokens_seen = 0, 0
+        self.stream = SampleStream(self.generate, self.count_steps(), stopped=lambda: self.stop_requested)
+        self.version, self.tokens_seen, self.training_seconds = 0, 0, 0.0
+        self.scores: dict[str, dict[str, float]] = {}
         self.best: tuple[str, float] | None = None
+        self.took_to_save: dict[str, float] = {}
+        self.failed_saves = 0
         self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
         self.init_roles(self.stream.steps)
+        if self.resumed is not None:
+            self.load(self.resumed, saved)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
     def count_steps(self) -> int:
@@ -72,16 +90,21 @@ class PPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        start = end = self.score() | self.evaluate()
-        if start:
-            self.deciding(start)  # a best_eval_metric_key that is none is found out now
-            self.say(f"before training: {console_line(0, scores_in(start))}")
-        self.training_seconds = 0.0
+        if self.resumed is None:
+            self.score_start()
         for samples in self.stream:
             experience, took = self.make_experience(samples)
             metrics = self.train(experience)
-            end = self.record(experience, metrics | took)
-        self.finish(start, end)
+            is_best = self.record(experience, metrics | took)
+            self.save_when_due(is_best)
+        if len(self.stream):
+            self.say(
+                f"stopped after step {self.stream.step} of {self.stream.steps}; the same command goes on from there"
+            )
+        else:
+            self.finish()
+        self.tracker.close()
+        remote_call.end_job()
 
     # --- the stages
 
@@ -95,7 +118,9 @@ class PPOTrainer(BaseTrainer):
         ).result()
         self.check_version(samples)
         self.generation_seconds = time.time() - began
-        return samples
+        return samples.with_objects(
+            status=["truncated" if cut else "finished" for cut in samples["truncated"].tolist()]
+        )
 
     def make_experience(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
         """Ask every role for its view of the answers at the same time, and turn them into advantages."""
@@ -131,24 +156,34 @@ class PPOTrainer(BaseTrainer):
             remote_call.sync_weights(step)
         return metrics | {"timing_s/sync": time.time() - began - metrics["timing_s/train"]}
 
-    def record(self, experience: Batch, metrics: dict[str, float]) -> dict[str, float]:
-        """Evaluate when it is time, and write the step down and show it; returns all of its metrics."""
+    def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
         step, config, is_last = self.stream.step, self.config, not len(self.stream)
         self.tokens_seen += experience.num_tokens
-        metrics = describe(experience, config) | metrics
+        metrics = describe(experience, config) | metrics | self.took_to_save
         metrics["timing_s/step"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
         metrics["perf/tokens_per_second"] = experience.num_tokens / metrics["timing_s/step"]
         self.training_seconds += metrics["timing_s/step"]
         if is_last or (config.eval_steps > 0 and step % config.eval_steps == 0):
-            metrics |= self.evaluate() | (self.score() if is_last else {})
-            self.keep_best(metrics)
+            self.scores["end"] = self.evaluate() | (self.score() if is_last else {})
+            metrics |= self.scores["end"]
+        is_best = self.is_best(metrics)
         self.tracker.log(step, metrics)
         self.tracker.rollouts(step, experience)
+        if self.tracker.wants_samples and step % SHOW_SAMPLES_EVERY == 1:
+            self.tracker.samples(step, readable(experience, self.tokenizer, SHOWN_SAMPLES))
         self.say(console_line(step, {label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
         self.tracker.update_summary(steps=step)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
-        return metrics
+        return is_best
+
+    def score_start(self) -> None:
+        """What the policy can do before it is trained."""
+        self.scores["start"] = start = self.score() | self.evaluate()
+        if start:
+            self.deciding(start)  # a best_eval_metric_key that is none is found out now
+            self.say(f"before training: {console_line(0, scores_in(start))}")
 
     def score(self) -> dict[str, float]:
         """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
@@ -189,17 +224,15 @@ class PPOTrainer(BaseTrainer):
         view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD)).result()
         return answers.with_sequences(**view.per_sequence)
 
-    def keep_best(self, metrics: dict[str, float]) -> None:
-        """Export the policy if it is the best on the held-out prompts so far."""
-        step = self.stream.step
-        found = self.deciding(metrics)
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the policy is the best on the held-out prompts so far."""
+        found = self.deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
         if found is None or (self.best is not None and found[1] <= self.best[1]):
-            return
+            return False
         self.best = found
-        self.export(step)
-        mark_best(self.config.run_dir, step)
         if self.config.eval_steps > 0:
-            self.say(f"step {step} is the best so far: {found[0]} {found[1]:.3f}")
+            self.say(f"step {self.stream.step} is the best so far: {found[0]} {found[1]:.3f}")
+        return True
 
     def deciding(self, metrics: dict[str, float]) -> tuple[str, float] | None:
         """Name and value of the metric that decides which step is the best; None where nothing does."""
@@ -208,10 +241,11 @@ class PPOTrainer(BaseTrainer):
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         return best_metric(heldout, self.config.best_eval_metric_key)
 
-    def finish(self, start: dict[str, float], end: dict[str, float]) -> None:
-        """Export the policy, sum up what was gained, and end every role."""
-        seconds = self.training_seconds
-        folder = self.export(self.stream.step)
+    def finish(self) -> None:
+        """Sum up what was gained, and say where the policy is."""
+        seconds, start, end = self.training_seconds, self.scores.get("start", {}), self.scores.get("end", {})
+        if self.config.save_path:
+            self.export(Path(self.config.save_path))
         score = None
         if self.heldout is not None:
             names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
@@ -226,24 +260,77 @@ class PPOTrainer(BaseTrainer):
                 f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
                 f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
             )
-        self.say(f"trained policy: {folder}")
-        self.tracker.close()
-        remote_call.end_job()
+        self.say(f"trained policy: {self.checkpoints.latest()}/hf")
+
+    # --- checkpoints
+
+    def find_resumed(self) -> Path | None:
+        """Where to go on from: the run's own checkpoint when the job was started again, else what `resume` says."""
+        folder = self.checkpoints.folder
+        own = find_checkpoint("auto", folder) if self.attempt > 1 else None
+        return own or find_checkpoint(self.config.resume, folder)
+
+    def save_when_due(self, is_best: bool) -> None:
+        """Write a checkpoint every `save_steps` steps, of the best policy, and whenever the training ends."""
+        step, began, is_end = self.stream.step, time.time(), self.stop_requested or not len(self.stream)
+        is_due = self.config.save_steps > 0 and step % self.config.save_steps == 0
+        if not (is_due or is_best or is_end):
+            self.took_to_save = {}
+            return
+        try:
+            self.checkpoints.save(step, self.state(), self.write)
+            if is_best:
+                self.checkpoints.mark_best(step)
+        except CheckpointError as error:
+            if is_end:
+                raise
+            self.failed_saves += 1
+            self.say(f"warning: {error}; the training goes on")
+        self.took_to_save = {"timing_s/checkpoint": time.time() - began, "checkpoint/failed": float(self.failed_saves)}
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the training goes on from, but for the models."""
+        return {
+            "stream": self.stream.state_dict(),
+            "prompts": self.prompts.state_dict(),
+            "weight_version": self.version,
+            "tokens_seen": self.tokens_seen,
+            "training_seconds": self.training_seconds,
+            "scores": self.scores,
+            "best": self.best,
+            "tracker": self.tracker.state_dict(),
+            "config": redact(self.config),
+        }
+
+    def write(self, folder: Path) -> None:
+        """Let the roles write what they hold into a step's folder."""
+        remote_call.wait_all(remote_call.save_state(str(folder / "state")))
+        self.export(folder / "hf")
+        if self.config.save_value_network:
+            remote_call.save_value_model(str(folder / "critic"))
+
+    def export(self, folder: Path) -> None:
+        """Write policy and tokenizer as a folder that from_pretrained loads."""
+        remote_call.save_model(str(folder))
+        self.tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Go on where a checkpoint was written."""
+        self.stream.load_state_dict(saved["stream"])
+        self.prompts.load_state_dict(saved["prompts"])
+        self.version, self.tokens_seen = saved["weight_version"], saved["tokens_seen"]
+        self.training_seconds, self.scores = saved["training_seconds"], saved["scores"]
+        self.best = saved["best"] and tuple(saved["best"])
+        self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
+        for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
+            self.say(f"changed since that checkpoint: {line}")
+        for future in remote_call.load_state(str(folder / "state")):
+            for line in future.result()[0]:
+                self.say(f"not exactly as before: {line}")
+        if self.version:
+            remote_call.sync_weights(self.version)
 
     # --- parts
-
-    def export(self, step: int) -> Path:
-        """Write the policy as it is into the step's checkpoint, once; returns the folder that from_pretrained loads."""
-        folder = Path(self.config.run_dir) / "checkpoints" / f"step_{step}" / "hf"
-        return folder if folder.is_dir() else export_step(self.config.run_dir, step, self.save)
-
-    def save(self, folder: Path) -> None:
-        """Write policy and tokenizer, and once more to save_path where that is set; the critic beside, if asked for."""
-        for place in [folder, *([self.config.save_path] if self.config.save_path else [])]:
-            remote_call.save_model(str(place))
-            self.tokenizer.save_pretrained(place)
-        if self.config.save_value_network:
-            remote_call.save_value_model(str(folder.with_name("critic")))
 
     def read_prompts(self, rows: list[dict[str, Any]], what: str, shuffle: bool) -> PromptSource:
         """Prompts as token ids; says how many are too long."""
@@ -272,6 +359,13 @@ class PPOTrainer(BaseTrainer):
             )
 
 
+IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
+"""Options that may differ from those of a checkpoint without being worth a word."""
+
+SHOW_SAMPLES_EVERY = 10
+SHOWN_SAMPLES = 8
+"""How many answers W&B and TensorBoard show, and of how many steps one."""
+
 READ_BY_REWARD = ("tokens", "prompt_length", "prompt", "label")
 """Columns that the reward role looks at."""
 
@@ -292,6 +386,18 @@ def scores_in(metrics: dict[str, float]) -> dict[str, float]:
     shown = ("score", "score_greedy")
     names = [name for name in metrics if name.startswith("eval/") and (name.endswith(shown) or "_pass" in name)]
     return {name: metrics[name] for name in names}
+
+
+def readable(experience: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """The first answers of a step as text, with what they were worth."""
+    shown = experience.select(slice(0, count))
+    rows = []
+    for i in range(len(shown)):
+        tokens = shown.row(i, "tokens").tolist()[int(shown["prompt_length"][i]) :]
+        numbers = {name: float(shown[name][i]) for name in ("reward", "score")}
+        texts = {"prompt": shown["prompt"][i], "answer": tokenizer.decode(tokens), "label": str(shown["label"][i])}
+        rows.append(texts | numbers | {"status": shown["status"][i]})
+    return rows
 
 
 def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:

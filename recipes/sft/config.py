@@ -70,6 +70,21 @@ class SFTConfig:
     max_tokens_per_gpu: int = 16192
     """Token budget of a micro-batch on one rank. Changes memory and speed, never the result."""
 
+    # --- checkpoints and recovery
+    resume: str = "auto"
+    """`auto` goes on from the latest checkpoint of run_dir (or ckpt_path) if there is one, a path from that step, run
+    or folder of checkpoints; `none` begins anew, in a folder without a run."""
+    save_steps: int = 100
+    """A checkpoint every so many optimizer steps; -1 only when the training ends or is stopped."""
+    ckpt_path: str | None = None
+    """Folder of the checkpoints. Default: run_dir/checkpoints."""
+    max_ckpt_num: int = 3
+    """How many checkpoints are kept, the newest ones."""
+    max_restarts: int = 3
+    """How often all starts again from the latest checkpoint when a rank dies."""
+    stall_timeout: float = 1800.0
+    """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+
     # --- placement and output
     num_nodes: int = 1
     """Machines that train."""
@@ -77,6 +92,10 @@ class SFTConfig:
     """Ranks per machine. Default: 1."""
     save_path: str | None = None
     """A second place for the trained model; it is always in the run folder's checkpoints."""
+    use_wandb: bool = False
+    """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
+    use_tensorboard: bool = False
+    """Write TensorBoard's files to run_dir/tensorboard."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -85,10 +104,19 @@ class SFTConfig:
             raise ConfigError("pretrain is empty; set pretrain=FOLDER, or pretrain=new:sort for a tiny model")
         if not self.dataset:
             raise ConfigError("dataset is empty; set dataset=FILE.jsonl, or dataset=task:sort")
-        for name in ("train_batch_size", "max_epochs", "max_samples", "max_len"):
+        for name in ("train_batch_size", "max_epochs", "max_samples", "max_len", "max_ckpt_num"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        if self.save_steps == 0 or self.save_steps < -1:
+            raise ConfigError(f"save_steps={self.save_steps}; set 1 or more, or -1 for the last step only")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts}; set it to 0 or more")
         self.engine(total_steps=1, has_gpu=False)  # the engine's own checks, before it starts
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the step folders are."""
+        return Path(self.ckpt_path).expanduser() if self.ckpt_path else Path(self.run_dir) / "checkpoints"
 
     def engine(self, total_steps: int, has_gpu: bool) -> DeepSpeedConfig:
         """The training engine."""

@@ -5,15 +5,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from components.checkpoint import check_resume
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.hub import find_model
-from components.tracking import finish_summary, open_run_folder, redact
+from components.tracking import EventLog, finish_summary, open_run_folder, redact
 from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
 
 from .config import RECIPE, SFTConfig
 
 PRESET = Path(__file__).parent / "tiny.yaml"
+STOP_GRACE_S = 600.0
+"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
 
 def read_config(arguments: list[str]) -> SFTConfig:
@@ -24,7 +27,7 @@ def read_config(arguments: list[str]) -> SFTConfig:
 
 def build_job(config: SFTConfig) -> Job:
     """What runs where."""
-    builder = JobBuilder().config(config)
+    builder = JobBuilder().config(config).recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
     builder.role(Role.TRAINER).run(f"{__package__}.trainer:SFTTrainer")
     builder.role(Role.ACTOR).train(f"{__package__}.roles.actor:Actor").resource(accelerator=1)
     builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
@@ -61,18 +64,28 @@ def main(arguments: list[str] | None = None) -> int:
             print(plan)
             return 0
         check_inputs(config)
-        run_dir = open_run_folder(config.run_dir)
+        run_dir = open_run_folder(config.run_dir, config.resume)
+        check_resume(config.resume, config.ckpt_path or run_dir / "checkpoints")
     except ValueError as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
     (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     print(f"{RECIPE}: run folder {run_dir}", flush=True)
     job.config = replace(config, run_dir=str(run_dir))
-    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began)
-    memory = result.peak_memory_bytes
+    events = EventLog(run_dir / "events.jsonl")
+    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began, observers=[events])
+    events.close()
     finish_summary(
-        run_dir, result.status, result.error or None, recipe=RECIPE, seed=config.seed, peak_memory_bytes=memory
+        run_dir,
+        result.status,
+        result.error or None,
+        recipe=RECIPE,
+        seed=config.seed,
+        peak_memory_bytes=result.peak_memory_bytes,
+        attempts=result.attempt,
     )
+    if result.output and result.status == "failed":
+        print(result.output, file=sys.stderr)
     if result.status != "finished":
         print(f"{RECIPE}: {result.status}: {result.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
     return result.exit_code

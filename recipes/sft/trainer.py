@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from components.checkpoint import export_step
+from components.batch import Batch
+from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
+from components.data.stream import SampleStream
 from components.data.supervised import SupervisedData, encode_demonstrations, load_demonstrations
 from components.data.tasks import get_task
 from components.data.tiny_model import character_tokenizer, tiny_model
-from components.tracking import Tracker, console_line
+from components.tracking import Tracker, WandbConfig, console_line, redact
 from core import BaseTrainer, replicate
 
 from . import remote_call
@@ -25,9 +27,23 @@ class SFTTrainer(BaseTrainer):
     config: SFTConfig
 
     def init(self) -> None:
-        """Encode the demonstrations and let every rank load the model."""
+        """Encode the demonstrations, let every rank load the model, and go on from a checkpoint if there is one."""
         config = self.config
-        self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed)
+        self.checkpoints = Checkpoints(config.checkpoint_dir, config.max_ckpt_num)
+        resumed = self.find_resumed()
+        saved = read_state(resumed) if resumed else {}
+        self.tracker = Tracker(
+            config.run_dir,
+            RECIPE,
+            config,
+            config.seed,
+            wandb=WandbConfig() if config.use_wandb else None,
+            tensorboard="true" if config.use_tensorboard else None,
+            resume_step=saved.get("stream", {}).get("step", 0),
+            state=saved.get("tracker"),
+            code=Path(__file__).parent,
+        )
+        self.tokens_seen, self.training_seconds = 0, 0.0
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = self.model_path(scratch)
             self.tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -35,47 +51,137 @@ class SFTTrainer(BaseTrainer):
             held = config.eval_samples
             self.train_data = data.batch.select(slice(0, len(data.batch) - held))
             self.eval_data = data.batch.select(slice(len(data.batch) - held, None)) if held else None
-            steps = config.max_epochs * -(-len(self.train_data) // config.train_batch_size)
+            self.steps_per_epoch = -(-len(self.train_data) // config.train_batch_size)
+            steps = config.max_epochs * self.steps_per_epoch
+            self.stream = SampleStream(self.minibatch, steps, stopped=lambda: self.stop_requested)
             self.RG_ACTOR.load(model_path, steps)
         self.say(f"{data.kept} demonstrations (left out: {data.dropped}), {steps} optimizer steps")
+        if resumed is not None:
+            self.load(resumed, saved)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
     def fit(self) -> None:
         """Train, and leave the result in the run folder."""
-        began, step, tokens = time.time(), 0, 0
-        self.say_eval(step)
-        for epoch in range(self.config.max_epochs):
-            for index_B in minibatches(len(self.train_data), self.config.train_batch_size, self.config.seed, epoch):
-                step += 1
-                minibatch = self.train_data.select(index_B)
-                metrics = self.RG_ACTOR.train_step(replicate(minibatch))
-                tokens += minibatch.num_tokens
-                self.record(step, metrics)
-        self.say_eval(step)
-        seconds = time.time() - began
-        self.tracker.update_summary(
-            steps=step, seconds={"training": seconds}, tokens_per_second=tokens / max(seconds, 1e-9)
-        )
-        self.say(f"trained model: {export_step(self.config.run_dir, step, self.save)}")
+        if self.stream.step == 0:
+            self.say_eval(0)
+        for minibatch in self.stream:
+            began = time.time()
+            metrics = self.RG_ACTOR.train_step(replicate(minibatch))
+            self.tokens_seen += minibatch.num_tokens
+            self.training_seconds += time.time() - began
+            self.record(metrics)
+            self.save_when_due()
+        if len(self.stream):
+            self.say(
+                f"stopped after step {self.stream.step} of {self.stream.steps}; the same command goes on from there"
+            )
+        else:
+            self.finish()
         self.tracker.close()
         remote_call.end_job()
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def minibatch(self, step: int) -> Batch:
+        """The demonstrations of one optimizer step."""
+        epoch, position = divmod(step - 1, self.steps_per_epoch)
+        order = minibatches(len(self.train_data), self.config.train_batch_size, self.config.seed, epoch)
+        return self.train_data.select(order[position])
+
+    def record(self, metrics: dict[str, float]) -> None:
         """Write the step down; show every tenth."""
-        self.tracker.log(step, {f"actor/{name}": value for name, value in metrics.items()})
+        step = self.stream.step
+        evaluated = {} if len(self.stream) else self.say_eval(step)
+        self.tracker.log(step, {f"actor/{name}": value for name, value in metrics.items()} | evaluated)
+        seconds = {"training": self.training_seconds}
         if step == 1:
-            self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
+            seconds["to_first_step"] = time.time() - self.began
         if step == 1 or step % 10 == 0:
+            self.tracker.update_summary(steps=step, seconds=seconds)
             self.say(console_line(step, {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}))
 
-    def say_eval(self, step: int) -> None:
-        """Report the loss on the demonstrations that were held out."""
+    def say_eval(self, step: int) -> dict[str, float]:
+        """Report the loss on the demonstrations that were held out; empty where none are."""
         if self.eval_data is None:
-            return
+            return {}
         logprob_N = self.RG_ACTOR.logprobs(self.eval_data.only("tokens"))["logprob"]
-        loss = float(-logprob_N[self.eval_data["loss_mask"]].mean())
-        self.tracker.log(step, {"eval/loss": loss})
-        self.say(console_line(step, {"eval/loss": loss}))
+        found = {"eval/loss": float(-logprob_N[self.eval_data["loss_mask"]].mean())}
+        if step == 0:
+            self.tracker.log(step, found)
+        self.say(console_line(step, found))
+        return found
+
+    def finish(self) -> None:
+        """Sum up, and say where the model is."""
+        if self.config.save_path:
+            self.export(Path(self.config.save_path))
+        seconds = self.training_seconds
+        self.tracker.update_summary(
+            steps=self.stream.step,
+            seconds={"training": seconds},
+            tokens_per_second=self.tokens_seen / max(seconds, 1e-9),
+        )
+        self.say(f"trained model: {self.checkpoints.latest()}/hf")
+
+    # --- checkpoints
+
+    def find_resumed(self) -> Path | None:
+        """Where to go on from: the run's own checkpoint when the job was started again, else what `resume` says."""
+        folder = self.checkpoints.folder
+        own = find_checkpoint("auto", folder) if self.attempt > 1 else None
+        return own or find_checkpoint(self.config.resume, folder)
+
+    def save_when_due(self) -> None:
+        """Write a checkpoint every `save_steps` steps, and whenever the training ends."""
+        step, is_end = self.stream.step, self.stop_requested or not len(self.stream)
+        if not is_end and (self.config.save_steps < 1 or step % self.config.save_steps):
+            return
+        try:
+            self.checkpoints.save(step, self.state(), self.write)
+        except CheckpointError as error:
+            if is_end:
+                raise
+            self.say(f"warning: {error}; the training goes on")
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the training goes on from, but for the model."""
+        return {
+            "stream": self.stream.state_dict(),
+            "demonstrations": len(self.train_data),
+            "tokens_seen": self.tokens_seen,
+            "training_seconds": self.training_seconds,
+            "tracker": self.tracker.state_dict(),
+            "config": redact(self.config),
+        }
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Go on where a checkpoint was written.
+
+        Raises:
+            ValueError: the demonstrations are others than before.
+        """
+        if saved["demonstrations"] != len(self.train_data):
+            raise ValueError(
+                f"{folder} was written with {saved['demonstrations']} demonstrations, now there are "
+                f"{len(self.train_data)}; resume with the same data, or set resume=none and another run_dir"
+            )
+        self.stream.load_state_dict(saved["stream"])
+        self.tokens_seen, self.training_seconds = saved["tokens_seen"], saved["training_seconds"]
+        self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
+        for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
+            self.say(f"changed since that checkpoint: {line}")
+        for line in self.RG_ACTOR.load_state(str(folder / "state")):
+            self.say(f"not exactly as before: {line}")
+
+    def write(self, folder: Path) -> None:
+        """Let the ranks write what they hold into a step's folder."""
+        self.RG_ACTOR.save_state(str(folder / "state"))
+        self.export(folder / "hf")
+
+    def export(self, folder: Path) -> None:
+        """Write model and tokenizer as a folder that from_pretrained loads."""
+        self.RG_ACTOR.save(str(folder))
+        self.tokenizer.save_pretrained(folder)
+
+    # --- parts
 
     def model_path(self, scratch: str) -> str:
         """The model to load: the user's, or a new one written into `scratch`."""
@@ -99,8 +205,6 @@ class SFTTrainer(BaseTrainer):
             rows, self.tokenizer, max_tokens=config.max_len, input_template=config.input_template
         )
 
-    def save(self, folder: Path) -> None:
-        """Write model and tokenizer, and once more to save_path where that is set."""
-        for place in [folder, *([Path(self.config.save_path)] if self.config.save_path else [])]:
-            self.RG_ACTOR.save(str(place))
-            self.tokenizer.save_pretrained(place)
+
+IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
+"""Options that may differ from those of a checkpoint without being worth a word."""

@@ -1,143 +1,296 @@
-"""Step folders: whole or absent, and `latest` names a whole one."""
+"""Step folders: what is in them, which stay, how they are found, and what their state brings back."""
 
-import subprocess
-import sys
-from collections.abc import Callable
+import json
+import math
+import random
+import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from components.checkpoint import export_step, latest_step, mark_best, step_of
-
-PROJECT = Path(__file__).parents[2]
-
-
-def writer(text: str) -> Callable[[Path], object]:
-    return lambda path: (path / "weights").write_text(text)
+from components.checkpoint import Checkpoints, changed_options, find_checkpoint, read_state, step_of
+from tests.components.checkpoint_steps import assert_whole, names, save
 
 
-def test_an_exported_step_is_found_as_the_latest(tmp_path: Path) -> None:
-    assert latest_step(tmp_path) is None
-    assert export_step(tmp_path, 5, writer("five")) == tmp_path / "checkpoints" / "step_5" / "hf"
-    assert export_step(tmp_path, 10, writer("ten")) == tmp_path / "checkpoints" / "step_10" / "hf"
-    latest = latest_step(tmp_path)
-    assert latest is not None
-    assert step_of(latest) == 10
-    assert (latest / "hf" / "weights").read_text() == "ten"
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_10\n"
+def test_a_saved_step_is_whole_and_the_latest(tmp_path: Path) -> None:
+    box = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert box.latest() is None
+    assert box.best() is None
+    assert save(box, 5) == box.folder / "step_5"
+    assert save(box, 10) == box.folder / "step_10"
+    assert box.latest() == box.folder / "step_10"
+    assert names(box.folder) == ["latest", "step_10", "step_5"]
+    assert (box.folder / "latest").read_text() == "step_10\n"
+    assert_whole(box.folder / "step_5")
+    assert_whole(box.folder / "step_10")
+    assert step_of(box.folder / "step_10") == 10
+
+
+def test_write_is_given_an_empty_state_folder_that_no_reader_takes_for_a_step(tmp_path: Path) -> None:
+    seen: list[Path] = []
+
+    def write(folder: Path) -> None:
+        seen.append(folder)
+        assert [path.relative_to(folder) for path in folder.rglob("*")] == [Path("state")]
+        assert find_checkpoint("auto", folder.parent) is None
+
+    Checkpoints(tmp_path).save(1, {}, write)
+    assert [path.name for path in seen] == [".step_1.partial"]
 
 
 def test_a_step_done_again_replaces_the_folder_whole(tmp_path: Path) -> None:
-    folder = export_step(tmp_path, 5, writer("before"))
-    (folder / "stale").write_text("")
-    assert export_step(tmp_path, 5, writer("after")) == folder
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"weights": "after"}
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_5"]
+    box = Checkpoints(tmp_path)
+    (save(box, 5, "before") / "stale").write_text("")
+    assert_whole(save(box, 5, "after"))
+    assert names(tmp_path / "step_5") == ["hf", "state"]
+    assert read_state(tmp_path / "step_5")["generation"] == "after"
+    assert names(tmp_path) == ["latest", "step_5"]
 
 
-def test_a_failed_write_leaves_the_older_step_the_latest(tmp_path: Path) -> None:
-    export_step(tmp_path, 5, writer("five"))
-
-    def fail(path: Path) -> None:
-        (path / "half").write_text("")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        export_step(tmp_path, 6, fail)
-    with pytest.raises(ValueError, match="nothing was written for step 7"):
-        export_step(tmp_path, 7, lambda path: None)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_5"]
-    assert latest_step(tmp_path) == tmp_path / "checkpoints" / "step_5"
+def test_a_relative_folder_is_the_same_for_a_rank_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Checkpoints("here").folder == tmp_path / "here"
+    save(Checkpoints("here"), 1)
+    assert find_checkpoint("auto", "here") == tmp_path / "here" / "step_1"
 
 
-def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    export_step(tmp_path, 5, writer("five"))
-    code = (
-        "import os, signal, sys\nfrom components.checkpoint import export_step\n"
-        "def write(path):\n    (path / 'half').write_text('')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "export_step(sys.argv[1], 6, write)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, cwd=PROJECT)
-    assert killed.returncode == -9
-    assert latest_step(tmp_path) == tmp_path / "checkpoints" / "step_5"
-    assert not (tmp_path / "checkpoints" / "step_6").exists()
-    # What the dead process left is in nobody's way.
-    folder = export_step(tmp_path, 6, writer("six"))
-    assert [path.name for path in folder.iterdir()] == ["weights"]
+# --- limits
 
 
-def test_a_latest_that_names_nothing_lists_the_steps_there_are(tmp_path: Path) -> None:
+def test_the_newest_stay_and_the_best_beside_them(tmp_path: Path) -> None:
+    box = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        save(box, step)
+    box.mark_best(1)
+    for step in (9, 10, 11):
+        save(box, step)
+    assert names(tmp_path) == ["best", "latest", "step_1", "step_10", "step_11"]
+    assert box.best() == tmp_path / "step_1"
+    box.mark_best(11)
+    assert names(tmp_path) == ["best", "latest", "step_10", "step_11"]
+    assert (tmp_path / "best").read_text() == "step_11\n"
+    # Within the limits the former best stays.
+    box.mark_best(10)
+    assert names(tmp_path) == ["best", "latest", "step_10", "step_11"]
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "left"), [(3009, [1, 2, 3]), (3008, [2, 3]), (2006, [2, 3]), (2005, [3]), (1, [3])]
+)
+def test_the_oldest_go_until_all_together_fit(tmp_path: Path, max_bytes: int, left: list[int]) -> None:
+    # 1000 bytes, and "{}\n" in trainer.json: 1003 bytes a step.
+    box = Checkpoints(tmp_path, keep=9, max_bytes=max_bytes)
+    for step in (1, 2, 3):
+        box.save(step, {}, lambda folder: (folder / "weights").write_bytes(b"w" * 1000))
+    assert names(tmp_path) == ["latest", *[f"step_{step}" for step in left]]
+
+
+def test_the_best_stays_where_the_bytes_are_not_enough_for_it(tmp_path: Path) -> None:
+    box = Checkpoints(tmp_path, max_bytes=1)
+    save(box, 1)
+    box.mark_best(1)
+    save(box, 2)
+    save(box, 3)
+    assert names(tmp_path) == ["best", "latest", "step_1", "step_3"]
+
+
+def test_smaller_limits_apply_to_what_is_there_when_asked(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(Checkpoints(tmp_path), step)
+    assert Checkpoints(tmp_path, keep=3).prune() == []
+    assert Checkpoints(tmp_path, keep=1).prune() == [tmp_path / "step_1", tmp_path / "step_2"]
+    assert Checkpoints(tmp_path, keep=1).prune() == []
+
+
+def test_steps_above_the_one_that_was_resumed_go_first(tmp_path: Path) -> None:
+    box = Checkpoints(tmp_path, keep=3)
+    for step in (4, 6, 8):
+        save(box, step)
+    # Resumed from step 4: 6 and 8 are of the run that was left.
+    save(box, 5)
+    assert names(tmp_path) == ["latest", "step_4", "step_5", "step_8"]
+    save(box, 6)
+    assert names(tmp_path) == ["latest", "step_4", "step_5", "step_6"]
+
+
+@pytest.mark.parametrize("limits", [{"keep": 0}, {"max_bytes": 0.0}, {"max_bytes": -1.0}, {"max_bytes": math.nan}])
+def test_limits_that_leave_nothing_are_refused(tmp_path: Path, limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(limits))}=.*; set it"):
+        Checkpoints(tmp_path, **limits)
+
+
+# --- names that are wrong
+
+
+def test_a_step_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
+    box = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"has no step_4 to mark as the best, only \[\]; save the step"):
+        box.mark_best(4)
+    save(box, 5)
+    box.mark_best(5)
+    with pytest.raises(ValueError, match=r"has no step_4 to mark as the best, only \['step_5'\]"):
+        box.mark_best(4)
+    assert box.best() == tmp_path / "step_5"
+
+
+@pytest.mark.parametrize("name", ["step_11", "..", "", "step_9/hf"])
+@pytest.mark.parametrize("file", ["latest", "best"])
+def test_a_name_of_nothing_lists_the_steps_there_are(tmp_path: Path, file: str, name: str) -> None:
+    box = Checkpoints(tmp_path)
     for step in (9, 10):
-        export_step(tmp_path, step, writer(""))
-    (tmp_path / "checkpoints" / "latest").write_text("step_11")
-    with pytest.raises(ValueError, match=r"names 'step_11', .* write one of \['step_9', 'step_10'\] into it"):
-        latest_step(tmp_path)
+        save(box, step)
+    (tmp_path / file).write_text(name)
+    message = rf"{file} names '{name}', .* write one of \['step_9', 'step_10'\] into it"
+    with pytest.raises(ValueError, match=message):
+        box.latest() if file == "latest" else box.best()
+    # It is in the way of nothing that follows.
+    box.mark_best(10)
+    save(box, 11)
+    assert (box.best(), box.latest()) == (tmp_path / "step_10", tmp_path / "step_11")
+    assert names(tmp_path) == ["best", "latest", "step_10", "step_11", "step_9"]
 
 
 def test_a_negative_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step=-1 is negative"):
-        export_step(tmp_path, -1, writer(""))
+        save(Checkpoints(tmp_path), -1)
 
 
-def steps_of(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in {"latest", "best"})
+# --- state
 
 
-def best(run_dir: Path) -> str:
-    return (run_dir / "checkpoints" / "best").read_text()
+def test_every_float_comes_back_with_the_same_bits_from_a_file_that_is_json(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    floats = [*struct.unpack("<5000d", draw.randbytes(40000)), 0.1, -0.0, 5e-324, 1.7976931348623157e308]
+    state = {
+        "floats": floats,
+        "worst": math.nan,
+        "best": {"reward": [-math.inf, math.inf]},
+        "step": 2**70,
+        "none": None,
+    }
+    folder = Checkpoints(tmp_path).save(1, state, lambda folder: None)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not in JSON")
+
+    raw = json.loads((folder / "state" / "trainer.json").read_text(), parse_constant=refuse)
+    assert raw["worst"] == {"__float__": "nan"}
+    assert raw["best"] == {"reward": [{"__float__": "-inf"}, {"__float__": "inf"}]}
+    back = read_state(folder)
+    assert math.isnan(back.pop("worst"))
+    # A NaN has many bit patterns and is one value here; all others are compared by their bits.
+    expected = [math.nan if math.isnan(value) else value for value in floats]
+    assert struct.pack("<5004d", *back.pop("floats")) == struct.pack("<5004d", *expected)
+    assert back == {"best": {"reward": [-math.inf, math.inf]}, "step": 2**70, "none": None}
 
 
-def test_the_best_step_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        export_step(tmp_path, step, writer(str(step)))
-    mark_best(tmp_path, 1)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_1\n", ["step_1", "step_2", "step_3"])
-    mark_best(tmp_path, 1)
-    assert steps_of(tmp_path) == ["step_1", "step_2", "step_3"]
-    mark_best(tmp_path, 3)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_3\n", ["step_2", "step_3"])
-    # Step 3 is no longer the best, but the latest: a run resumes from it.
-    mark_best(tmp_path, 2)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_2\n", ["step_2", "step_3"])
-    assert latest_step(tmp_path) == tmp_path / "checkpoints" / "step_3"
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"seen": {1: "a"}}, r"state\.seen has the key 1; use strings as keys"),
+        ({"a": [0, {"b": {1, 2}}]}, r"state\.a\[1\]\.b is a set, which JSON cannot hold"),
+        ({"path": Path("x")}, r"state\.path is a PosixPath"),
+        ({"a": {"__float__": "nan"}}, r"state\.a has the key '__float__'"),
+    ],
+)
+def test_a_state_that_would_not_come_back_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict[str, Any], message: str
+) -> None:
+    written: list[Path] = []
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(tmp_path).save(1, state, written.append)
+    assert written == []
+    assert names(tmp_path) == []
 
 
-def test_a_step_that_was_not_exported_is_not_the_best(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no step_4 to mark as the best, only \[\]; export the step"):
-        mark_best(tmp_path, 4)
-    export_step(tmp_path, 5, writer("five"))
-    mark_best(tmp_path, 5)
-    with pytest.raises(ValueError, match=r"has no step_4 to mark as the best, only \['step_5'\]"):
-        mark_best(tmp_path, 4)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_5\n", ["step_5"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "trainer.json cannot be read: No such file or directory; resume from another"),
+        ("", "is no JSON: Expecting value"),
+        ('{"step": 3', "is no JSON: Expecting"),
+        ('{"loss": NaN}', "is no JSON: NaN is not in JSON"),
+        ('{"loss": {"__float__": "1.5"}}', r"is no JSON: .* is none of the floats \['-inf', 'inf', 'nan'\]"),
+        ("[1, 2]", "holds a list, not an object"),
+    ],
+)
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    (tmp_path / "state").mkdir()
+    if text is not None:
+        (tmp_path / "state" / "trainer.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_state(tmp_path)
 
 
-@pytest.mark.parametrize("before", ["step_77", "..", "", "hf"])
-def test_a_best_that_names_no_step_here_is_replaced_and_nothing_removed(tmp_path: Path, before: str) -> None:
-    export_step(tmp_path, 5, writer("five"))
-    (tmp_path / "checkpoints" / "best").write_text(before)
-    mark_best(tmp_path, 5)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_5\n", ["step_5"])
+# --- finding
 
 
-def test_a_process_killed_while_the_old_best_goes_leaves_the_new_one_named(tmp_path: Path) -> None:
+def test_none_and_a_run_without_checkpoints_start_anew(tmp_path: Path) -> None:
+    save(Checkpoints(tmp_path), 1)
+    assert find_checkpoint("none", tmp_path) is None
+    assert find_checkpoint("auto", tmp_path / "missing") is None
+    assert find_checkpoint("auto", tmp_path / "latest" / "below_a_file") is None
+    Checkpoints(tmp_path / "empty")
+    assert find_checkpoint("auto", tmp_path / "empty") is None
+
+
+def test_a_step_a_folder_of_steps_and_a_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run" / "checkpoints"
     for step in (1, 2):
-        export_step(tmp_path, step, writer(str(step)))
-    mark_best(tmp_path, 1)
-    # It dies when the first file is about to go: what is left does not lie under a step's name.
-    code = (
-        "import os, shutil, signal, sys\nfrom components import checkpoint\n"
-        "def die(event, args):\n"
-        "    if event == 'shutil.rmtree' and os.path.isdir(args[0]):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.addaudithook(die)\ncheckpoint.mark_best(sys.argv[1], 2)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, cwd=PROJECT)
-    assert killed.returncode == -9
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_2\n", [".step_1.old", "step_2"])
-    # What the dead process left is in nobody's way.
-    export_step(tmp_path, 3, writer("3"))
-    export_step(tmp_path, 1, writer("1"))
-    mark_best(tmp_path, 1)
-    mark_best(tmp_path, 3)
-    assert (best(tmp_path), steps_of(tmp_path)) == ("step_3\n", [".step_1.old", "step_1", "step_3"])
+        save(Checkpoints(folder), step)
+    (tmp_path / "good").symlink_to(folder / "step_1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(folder / "step_1" / "state")
+    elsewhere = tmp_path / "other"
+    assert find_checkpoint("auto", folder) == folder / "step_2"
+    assert find_checkpoint("auto", "~/run/checkpoints") == folder / "step_2"
+    assert find_checkpoint(f"{folder}/step_1/", elsewhere) == folder / "step_1"
+    assert find_checkpoint(str(folder), elsewhere) == folder / "step_2"
+    assert find_checkpoint(str(tmp_path / "run"), elsewhere) == folder / "step_2"
+    assert find_checkpoint("~/run", elsewhere) == folder / "step_2"
+    assert find_checkpoint("..", elsewhere) == folder / "step_1"
+    assert find_checkpoint(str(tmp_path / "good"), elsewhere) == folder / "step_1"
+
+
+def test_a_place_without_a_checkpoint_is_refused_with_where_was_looked(tmp_path: Path) -> None:
+    message = rf"^resume={tmp_path}/x: there is no checkpoint; looked for a step folder at {tmp_path}/x, for "
+    with pytest.raises(
+        ValueError, match=message + rf"{tmp_path}/x/latest and for {tmp_path}/x/checkpoints/latest; set"
+    ):
+        find_checkpoint(f"{tmp_path}/x", tmp_path)
+    for resume in (f"{tmp_path}/step_3", "", " "):
+        with pytest.raises(ValueError, match=rf"^resume={resume}: there is no checkpoint"):
+            find_checkpoint(resume, tmp_path)
+    with pytest.raises(ValueError, match=r"^resume=~nobody_by_this_name/run cannot be read: .*; set resume to"):
+        find_checkpoint("~nobody_by_this_name/run", tmp_path)
+
+
+def test_a_step_that_is_only_a_model_is_refused(tmp_path: Path) -> None:
+    folder = save(Checkpoints(tmp_path), 3)
+    shutil.rmtree(folder / "state")
+    for resume in ("auto", str(folder), str(tmp_path)):
+        with pytest.raises(ValueError, match=rf"^resume={resume}: .*step_3 holds a model but no state to resume from"):
+            find_checkpoint(resume, tmp_path)
+
+
+# --- options
+
+
+def test_options_that_changed_are_listed_in_the_order_of_now() -> None:
+    before = {
+        "seed": 1,
+        "gone": None,
+        "lr": 1e-6,
+        "betas": [0.9, 0.95],
+        "limit": math.nan,
+        "wandb": {"org": "a", "n": 1},
+    }
+    now = {"lr": 2e-6, "betas": (0.9, 0.95), "limit": math.nan, "wandb": {"org": "b", "n": 1}, "new": 3, "seed": 1}
+    lines = ["lr: 1e-06 -> 2e-06", "wandb.org: 'a' -> 'b'", "new: (not set) -> 3", "gone: None -> (not set)"]
+    assert changed_options(before, now) == lines
+    assert changed_options(before, now, ignore={"lr", "wandb", "gone"}) == ["new: (not set) -> 3"]
+    assert changed_options(before, now, ignore=["wandb.org", "new", "gone", "l"]) == ["lr: 1e-06 -> 2e-06"]
+    assert changed_options(before, before) == []
+    assert changed_options({"a": {}}, {"a": {"b": None}}) == ["a.b: (not set) -> None", "a: {} -> (not set)"]

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ import yaml
 from components.batch import Batch
 from components.tracking import (
     Tracker,
-    WandbConfig,
     console_line,
     finish_summary,
     read_summary,
@@ -56,12 +54,41 @@ def test_numbers_that_json_does_not_know_become_null_and_are_named(tracker: Trac
     assert record["nonfinite"] == ["loss", "ratio"]
 
 
+def test_numbers_in_mappings_lists_and_tensors_are_strict_json_too(tracker: Tracker) -> None:
+    tracker.log(
+        1,
+        {
+            "heads": {"a": torch.tensor(math.nan), "b": {"c": [1.0, -math.inf]}},
+            "per_layer": torch.tensor([1.0, math.inf]),
+            "norm": torch.tensor(math.inf, dtype=torch.bfloat16, requires_grad=True),
+            "share": np.float32("nan"),
+            "count": np.array([1, 2]),
+            "fine": {"x": (1, 2)},
+        },
+    )
+    (record,) = records(tracker.run_dir)
+    assert record["heads"] == {"a": None, "b": {"c": [1.0, None]}}
+    assert record["per_layer"] == [1.0, None]
+    assert (record["norm"], record["share"], record["count"]) == (None, None, [1, 2])
+    assert record["fine"] == {"x": [1, 2]}
+    assert record["nonfinite"] == ["heads", "per_layer", "norm", "share"]
+
+
+def test_a_metric_that_cannot_be_read_does_not_stop_the_run(tracker: Tracker, caplog: pytest.LogCaptureFixture) -> None:
+    meta = torch.empty(2, device="meta")  # it has no numbers
+    for step in (1, 2):
+        tracker.log(step, {"loss": meta})
+    assert caplog.text.count("metrics of") == 1
+    assert "is switched off" in caplog.text
+
+
 def test_metrics_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "toy", {}, seed=0)
     for step in (1, 2, 3):
         tracker.log(step, {"try": 1})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("no record\n[1]\n")
         file.write('{"step": 4, "tr')  # killed in the middle of a line
     resumed = Tracker(tmp_path, "toy", {}, seed=0, resume_step=2)
     resumed.log(3, {"try": 2})
@@ -116,6 +143,22 @@ def test_rollouts_are_a_parquet_file_with_a_row_per_sequence(tracker: Tracker) -
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_rollouts_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
+    def steps() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+
+    batch = Batch([1], {"tokens": torch.tensor([5])})
+    tracker = Tracker(tmp_path, "toy", {}, seed=0)
+    for step in (1, 2, 10):
+        tracker.rollouts(step, batch)
+    (tmp_path / "rollouts" / ".step_000011.parquet.partial").write_text("killed")
+    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
+    Tracker(tmp_path, "toy", {}, seed=0, resume_step=2)
+    assert steps() == ["notes.txt", "step_000001.parquet", "step_000002.parquet"]
+    Tracker(tmp_path, "toy", {}, seed=0)
+    assert steps() == ["notes.txt"]
+
+
 def test_the_summary_is_current_all_along_and_closed_by_the_driver(tracker: Tracker) -> None:
     tracker.update_summary(steps=2, seconds={"setup": 1.5}, score={"start": 0.2, "examples": 64})
     tracker.update_summary(seconds={"training": 9.0}, score={"end": 0.8}, tokens_per_second=math.nan)
@@ -124,6 +167,8 @@ def test_the_summary_is_current_all_along_and_closed_by_the_driver(tracker: Trac
         "status": "running",
         "steps": 2,
         "seed": 3,
+        "attempts": None,
+        "resumed_from": None,
         "score": {"start": 0.2, "examples": 64, "end": 0.8},
         "seconds": {"setup": 1.5, "warm_start": None, "to_first_step": None, "training": 9.0},
         "peak_memory_bytes": None,
@@ -156,6 +201,32 @@ def test_a_resumed_run_keeps_its_summary_and_a_new_one_in_the_same_folder_does_n
     anew = read_summary(tmp_path)
     assert anew is not None
     assert anew["score"] is None
+
+
+def test_a_resumed_summary_keeps_what_is_not_set_again_and_says_where_it_began(tmp_path: Path) -> None:
+    Tracker(tmp_path, "toy", {}, seed=0).update_summary(seconds={"setup": 2.0, "training": 5.0}, attempts=1)
+    resumed = Tracker(tmp_path, "toy", {}, seed=0, resume_step=7)
+    resumed.update_summary(seconds={"training": 9.0}, attempts=2)
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert summary["seconds"] == {"setup": 2.0, "warm_start": None, "to_first_step": None, "training": 9.0}
+    assert (summary["attempts"], summary["resumed_from"]) == (2, 7)
+
+
+def test_half_a_summary_or_one_of_an_older_version_is_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "summary.json").write_text('{"recipe": "to')
+    finish_summary(tmp_path, "failed", recipe="toy", tokens_per_second=torch.tensor(math.inf))
+    assert "cannot be read and is begun anew" in caplog.text
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert (summary["recipe"], summary["status"], summary["tokens_per_second"]) == ("toy", "failed", None)
+    (tmp_path / "summary.json").write_text('{"recipe": "old", "status": "stopped", "seconds": {"setup": 1.0}}')
+    finish_summary(tmp_path, "finished", attempts=2)
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert (summary["recipe"], summary["attempts"], summary["seconds"]) == ("old", 2, {"setup": 1.0})
 
 
 def test_fields_that_a_summary_does_not_have_are_refused(tracker: Tracker) -> None:
@@ -240,48 +311,26 @@ def test_keys_and_tokens_are_hidden_in_command_lines_and_texts() -> None:
     assert redact({"note": f"mail sk-{'a' * 20} to x"}) == {"note": "mail *** to x"}
 
 
+def test_every_item_under_a_secrets_name_and_parameters_of_urls_are_hidden() -> None:
+    assert redact({"api_key": ["a", "b"], "token": None, "secret": ("c",)}) == {
+        "api_key": ["***", "***"],
+        "token": None,
+        "secret": ["***"],
+    }
+    assert redact("get https://host/rm?max=5&api_key=abc#top") == "get https://host/rm?max=5&api_key=***#top"
+
+
+def test_a_key_of_the_configuration_is_found_again_in_other_texts(tmp_path: Path) -> None:
+    key = "4e1f-no-look-of-its-own-77"
+    redact({"api_key": key, "wandb": {"key": f"{key}-longer"}})
+    finish_summary(tmp_path, "failed", error=f"401 for {key} and {key}-longer")
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    assert summary["error"] == "401 for *** and ***"
+
+
 def test_config_and_environment_are_written_without_secrets(tmp_path: Path) -> None:
     Tracker(tmp_path, "toy", Config(), seed=0)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["wandb"] == {"key": "***", "project": "p"}
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-
-
-@pytest.fixture
-def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-
-
-def test_wandb_without_a_key_is_kept_offline_and_says_so(
-    tmp_path: Path, no_wandb_key: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_dir = tmp_path / "run"
-    tracker = Tracker(run_dir, "toy", Config(), seed=0, wandb=WandbConfig())
-    tracker.log(1, {"reward": 0.5, "loss": math.nan})
-    tracker.close()
-    assert f"no W&B key found (WANDB_API_KEY or netrc): this run is kept offline in {run_dir}/wandb" in caplog.text
-    assert "switched off" not in caplog.text
-    (stored,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    # W&B's own process writes the file, some time after finish() has returned.
-    deadline = time.monotonic() + 20
-    while b"reward" not in stored.read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert b"reward" in stored.read_bytes()
-
-
-def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
-    tmp_path: Path, no_wandb_key: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    key = "0123456789abcdef" * 2 + "01234567"
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig(key=key, init_timeout=1.0))
-    tracker.log(1, {"reward": 0.5})
-    tracker.close()
-    assert "W&B does not answer" in caplog.text
-    assert "switched off" not in caplog.text
-    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert key.encode() not in written
-    assert not (tmp_path / "no-netrc").exists()

@@ -15,29 +15,29 @@ KEY = b"k" * 32
 
 
 def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
-    server = ControlServer("127.0.0.1", KEY, lambda: Status("sorting", 5.0, 7))
-    server.say("early")
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
+    server.send("say", "early")
     link = ControlLink("X-0", server.address, KEY)
     deadline = time.monotonic() + 5
-    lines: list[str] = []
-    while lines != ["early"] and time.monotonic() < deadline:
+    lines: list[tuple[str, str]] = []
+    while len(lines) < 1 and time.monotonic() < deadline:
         lines += link.poll()
         time.sleep(0.01)
-    server.say("late")
+    server.send("say", "late")
     while len(lines) < 2 and time.monotonic() < deadline:
         lines += link.poll()
         time.sleep(0.01)
-    assert lines == ["early", "late"]
+    assert lines == [("say", "early"), ("say", "late")]
 
 
 def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() -> None:
-    server = ControlServer("127.0.0.1", KEY, lambda: Status("sorting", 5.0, 7))
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(AuthenticationError):
         ControlLink("X-0", server.address, b"wrong" * 8)
     link = ControlLink("X-0", server.address, KEY)
-    link.ask_status()
+    link.send("status")
     deadline = time.monotonic() + 5
     while link.status.doing != "sorting" and time.monotonic() < deadline:
         link.poll()
@@ -45,9 +45,9 @@ def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() ->
 
 
 def test_the_status_is_answered_while_the_main_thread_is_busy() -> None:
-    server = ControlServer("127.0.0.1", KEY, lambda: Status("sorting", 5.0, 7))
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
     link = ControlLink("X-0", server.address, KEY)
-    link.ask_status()
+    link.send("status")
     answered = threading.Event()
     deadline = time.monotonic() + 5
     while link.status.doing != "sorting" and time.monotonic() < deadline:
@@ -59,7 +59,7 @@ def test_the_status_is_answered_while_the_main_thread_is_busy() -> None:
 def test_a_killed_process_is_noticed_at_once() -> None:
     code = (
         "from core.control import ControlServer, Status; import time;"
-        "print(ControlServer('127.0.0.1', b'k' * 32, lambda: Status('', 0.0, 0)).address[1], flush=True);"
+        "print(ControlServer('127.0.0.1', b'k' * 32, {'status': lambda: Status('', 0.0, 0)}).address[1], flush=True);"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

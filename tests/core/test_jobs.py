@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 
-from core import JobBuilder, JobResult, Role, RoleGroup
+from core import CallEvent, JobBuilder, JobEvent, JobResult, Role, RoleGroup
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-SEEN_BY_OBSERVER = "TROUPE_TEST_EVENTS"
 
-
-def run(script: Callable[[Any], None], log_dir: Path | None = None, **env: str) -> JobResult:
+def run(script: Callable[[Any], None], **options: Any) -> JobResult:
     """A trainer that runs `script(trainer)`, and two actor ranks."""
-    builder = JobBuilder().device_type("CPU").config(script).global_env(env)
+    builder = JobBuilder().device_type("CPU").config(script).recovery(max_restarts=0)
     builder.role("trainer").run("workers.Script").resource(cpu=0.5)
     builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
-    return builder.build().submit("test", log_dir=log_dir)
+    return builder.build().submit("test", **options)
 
 
 def left_behind(result: JobResult) -> list[str]:
@@ -138,32 +136,40 @@ def test_two_jobs_of_one_name_run_side_by_side_without_meeting() -> None:
     assert ports[0] == ports[1] != ports[2] == ports[3]
 
 
-def test_observers_hear_when_each_call_begins_and_ends(tmp_path: Path) -> None:
-    builder = JobBuilder().device_type("CPU").global_env({SEEN_BY_OBSERVER: str(tmp_path / "events")})
-    builder.observer("observing:to_file")
-    builder.role("actor").run("workers.Echo").resource(cpu=0.5)
-    with builder.build().running("watched"):
-        RoleGroup("ACTOR").echo(b"1234")
-    begin, end = (tmp_path / "events").read_text().splitlines()
-    assert begin == "ACTOR 0 echo 4 begins"
-    assert end == "ACTOR 0 echo 4 ends"
+def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[Any] = []
 
+    def broken(event: Any) -> None:
+        raise OSError("disk full")
 
-def test_a_failing_observer_is_dropped_and_stops_nothing() -> None:
-    builder = JobBuilder().device_type("CPU").observer("observing:broken")
-    builder.role("actor").run("workers.Echo").resource(cpu=0.5)
-    with builder.build().running("watched"):
-        assert RoleGroup("ACTOR").echo(1) == [(0, 1)]
-        assert RoleGroup("ACTOR").echo(2) == [(0, 2)]
+    def script(trainer: Any) -> None:
+        trainer.RG_ACTOR.echo(b"1234")
+        with pytest.raises(KeyError):
+            trainer.RG_ACTOR.fail(1)
+
+    assert run(script, observers=[broken, heard.append]).status == "finished"
+    calls = [event for event in heard if isinstance(event, CallEvent) and event.role == "ACTOR"]
+    told = [(call.rank, call.method, call.bytes, call.seconds is not None, call.failed) for call in calls]
+    for rank in (0, 1):
+        assert [(name, *rest) for r, name, *rest in told if r == rank] == [
+            ("echo", 4, False, False),
+            ("echo", 4, True, False),
+            ("fail", 0, False, False),
+            ("fail", 0, True, rank == 1),
+        ]
+    assert [event.kind for event in heard if isinstance(event, JobEvent)] == ["start", "end"]
+    assert caplog.text.count("failed and is switched off") == 1
 
 
 def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     import json
     import socket
 
-    from core.master import _started, sweep_shared
+    from core.shared_memory import process_start, sweep_shared
 
-    for name, pid, started in (("dead", 2**22 + 1, "1"), ("living", os.getpid(), _started(os.getpid()))):
+    for name, pid, started in (("dead", 2**22 + 1, "1"), ("living", os.getpid(), process_start(os.getpid()))):
         folder = tmp_path / f"troupe-{name}"
         folder.mkdir()
         (folder / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": started}))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +46,24 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def pids(self) -> dict[str, int]:
-        """Process id of each worker, from the first line of its log."""
-        return {
-            log.stem: int(log.read_text().split("process ")[1].split()[0])
+        """Process id of each worker as it was started last, from its log."""
+        return {name: pids[-1] for name, pids in self.starts().items()}
+
+    def starts(self) -> dict[str, list[int]]:
+        """Process ids of all starts of each worker."""
+        found = {
+            log.stem: [int(pid) for pid in re.findall(r"^\S+: process (\d+) on ", log.read_text(), re.MULTILINE)]
             for log in (self.run_dir / "logs").glob("*.log")
-            if "process " in log.read_text()
         }
+        return {name: pids for name, pids in found.items() if pids}
 
     def left_behind(self) -> list[str]:
         """What of the run is still there: processes, shared memory, actors, placement groups."""
         import ray
         from ray.util import placement_group_table
 
-        run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split("in run ")[1].split()[0]
-        found = [name for name, pid in self.pids().items() if is_alive(pid)]
+        run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
+        found = [name for name, pids in self.starts().items() if any(map(is_alive, pids))]
         # Reward code runs in children of the reward role, whose process id stands at the end of their command.
         found += [f"reward code in {pid}" for pid in running("reward_workers", self.pids().get("reward-0"))]
         found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
@@ -68,11 +74,15 @@ class Run:
 
     def wait_for_step(self, step: int, timeout: float = 60) -> None:
         """Until that many steps are written down."""
+        self.wait_until(lambda: len(self.metrics) >= step, timeout)
+
+    def wait_until(self, condition: Callable[[], object], timeout: float = 60, pause: float = 0.05) -> None:
+        """Until something is true of the running run."""
         deadline = time.monotonic() + timeout
-        while len(self.metrics) < step:
+        while not condition():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "the run is too slow"
-            time.sleep(0.05)
+            time.sleep(pause)
 
 
 def running(module: str, last_argument: object) -> list[int]:

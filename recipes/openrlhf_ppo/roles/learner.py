@@ -6,8 +6,9 @@ from torch import nn
 
 from components.batch import Batch
 from components.engines.deepspeed_engine import DeepSpeedEngine, LossFunction, init_process_group
-from core import BaseWorkload
+from core import BaseWorkload, rpc
 
+from .. import remote_call
 from ..algorithm import minibatches
 from ..config import PPOConfig
 
@@ -42,6 +43,16 @@ class Learner(BaseWorkload):
         means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
         # On the first optimizer step of a batch the policy is the one that made the old log-probabilities.
         return means | {f"first_{name}": history[0][name] for name in ("ratio_mean",) if name in history[0]}
+
+    @rpc(remote_call.save_state)
+    def save_state(self, path: str) -> None:
+        """All ranks write a part."""
+        self.engine.save_state(Path(path) / self.role.lower())
+
+    @rpc(remote_call.load_state)
+    def load_state(self, path: str) -> list[str]:
+        """All ranks read."""
+        return self.engine.load_state(Path(path) / self.role.lower())
 
     def keep(self, minibatch: Batch, step: int) -> str:
         """Write a batch that could not be trained on to the run folder, once; says where."""

@@ -17,7 +17,7 @@ class Reference(BaseWorkload):
 
     config: PPOConfig
 
-    @rpc(remote_call.reference_init)
+    @rpc(remote_call.reference_init, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ class Reference(BaseWorkload):
         )
         self.model.to(self.device).eval().requires_grad_(False)
 
-    @rpc(remote_call.reference_forward)
+    @rpc(remote_call.reference_forward, idempotent=True)
     def forward(self, samples: Batch) -> Batch:
         """Log-probabilities at the sampling temperature."""
         max_tokens, max_sequences = self.config.forward_limits
@@ -39,6 +39,6 @@ class Reference(BaseWorkload):
         )
         return Batch(samples.lengths, {"reference_logprob": logprob_N})
 
-    @rpc(remote_call.end_job)
+    @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """Nothing is held outside the process."""

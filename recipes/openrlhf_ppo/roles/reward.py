@@ -21,7 +21,7 @@ class Reward(BaseWorkload):
 
     config: PPOConfig
 
-    @rpc(remote_call.reward_init)
+    @rpc(remote_call.reward_init, idempotent=True, replay="last")
     def init_model(self, tokenizer_path: str) -> None:
         """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
         config = self.config
@@ -43,7 +43,7 @@ class Reward(BaseWorkload):
             self.tokenizer = open_tokenizer(config, tokenizer_path)
             self.source = open_reward(config.reward_code, config.reward_settings())
 
-    @rpc(remote_call.reward_forward)
+    @rpc(remote_call.reward_forward, idempotent=True)
     def forward(self, samples: Batch) -> Batch:
         """`reward`, `score` and `reward_failed` per answer, and whatever else is logged."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source)
@@ -82,7 +82,7 @@ class Reward(BaseWorkload):
         if len(output.failures) > NAMED_FAILURES:
             self.say(f"and {len(output.failures) - NAMED_FAILURES} more failed")
 
-    @rpc(remote_call.end_job)
+    @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes of reward code."""
         if self.source is not None:

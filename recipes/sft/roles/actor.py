@@ -39,6 +39,16 @@ class Actor(BaseWorkload):
         return Batch(demonstrations.lengths, {"logprob": logprob_N})
 
     @trainer_invocation
+    def save_state(self, folder: str) -> None:
+        """Write what training goes on from; all ranks write a part."""
+        self.engine.save_state(f"{folder}/actor")
+
+    @trainer_invocation(post_func=lambda notes: notes[0])
+    def load_state(self, folder: str) -> list[str]:
+        """Go on exactly where `save_state` was called; what cannot be exact is returned in words."""
+        return self.engine.load_state(f"{folder}/actor")
+
+    @trainer_invocation
     def save(self, path: str) -> None:
         """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
         self.engine.save_hf(path)

@@ -1,11 +1,17 @@
 """One rank of the DeepSpeed tests: everything that needs a DeepSpeed process, done once; the tests read the record.
 
-Usage: deepspeed_worker.py MODEL_FOLDER OUTPUT_FOLDER, with or without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Usage: deepspeed_worker.py MODEL_FOLDER OUTPUT_FOLDER [save STATES | load STATES], with or without RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. STATES/1 and STATES/2 are for the states that so many ranks saved.
 """
 
+import contextlib
+import gc
 import os
+import resource
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +162,195 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="_")), eos_token="$")
 
 
-def main(model_folder: str, output: Path) -> None:
+STATES: dict[str, dict[str, Any]] = {
+    **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
+    **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (1, 2, 3)},
+    "offload-2": {"zero_stage": 2, "adam_offload": True},
+    **{f"odd-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
+    "one_group-1": {"zero_stage": 1, "weight_decay": 0.0},
+}
+"""What is saved by one process and loaded by another. The odd ones have dropout, buffers and frozen parameters."""
+IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3")
+"""What is trained by an engine that is never saved, too."""
+FRESH = ("fp32-0", "bf16-1", "fp32-3")
+"""What is saved before the first step, too."""
+CROSSED = [
+    ("fp32-0", "fp32-0"),
+    ("fp32-1", "fp32-3"),
+    ("fp32-3", "fp32-0"),
+    ("fp32-3", "fp32-3"),
+    ("bf16-2", "bf16-2"),
+    ("bf16-1", "fp32-3"),
+    ("fp32-2", "bf16-3"),
+    ("offload-2", "fp32-1"),
+    ("odd-2", "odd-3"),
+]
+"""As what a state was saved by another number of ranks, and as what it is loaded."""
+HALF = 2
+
+
+def all_minibatches() -> list[Batch]:
+    return [*minibatches(), ragged(5, 6)]
+
+
+def state_engine(case: str, model_folder: str) -> DeepSpeedEngine:
+    model = load_policy(model_folder)
+    if case.startswith("odd"):
+        attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
+        for attention in attentions:
+            attention.attention_dropout = 0.4
+        # Counts what its rank has seen.
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        model.register_buffer("scale", torch.full((2, 3), 0.1))
+        model.register_buffer("scratch", torch.zeros(1), persistent=False)
+        for name, parameter in model.named_parameters():
+            if "layers.0.mlp" in name or "layers.0.input_layernorm" in name:
+                parameter.requires_grad_(False)
+    # DeepSpeed collects garbage several times for each engine, and looks at all that was ever imported.
+    gc.freeze()
+    return DeepSpeedEngine(model, config(max_tokens=40, **STATES[case]))
+
+
+def seeing_nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+    seen = dict(model.named_buffers()).get("module.seen")
+    if seen is not None:
+        seen += batch.num_tokens
+    return nll(model, batch, totals)
+
+
+def go_on(engine: DeepSpeedEngine, batches: list[Batch]) -> dict[str, Any]:
+    record: dict[str, Any] = {"metrics": [engine.train_step(batch, seeing_nll) for batch in batches]}
+    return record | look(engine)
+
+
+def look(engine: DeepSpeedEngine) -> dict[str, Any]:
+    return {
+        "weights": weights(engine),
+        "output": engine.forward(own_part(engine), logprobs),
+        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
+        "step_count": engine.step_count,
+    }
+
+
+def public_moments(engine: DeepSpeedEngine) -> dict[str, Tensor | None]:
+    """What DeepSpeed itself says of one parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    moments = {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+    return {"weight": safe_get_full_fp32_param(parameter), **moments}
+
+
+def save_states(model_folder: str, states: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for case in STATES:
+        engine = state_engine(case, model_folder)
+        first = go_on(engine, all_minibatches()[:HALF])
+        folder = states / str(engine.world_size) / case
+        engine.save_state(folder)
+        if case == "fp32-3":
+            # A matrix of 64 times 64, with its moments, has 49,152 bytes.
+            replace(engine._state(), file_bytes=100_000).save(folder.with_name("several_files"), engine.step_count)
+        record[case] = {"saved": first, "public": public_moments(engine) if case == "one_group-1" else {}}
+        record[case] |= go_on(engine, all_minibatches()[HALF:])
+    for case in IN_ONE_GO:
+        record[f"in_one_go-{case}"] = go_on(state_engine(case, model_folder), all_minibatches())
+    for case in FRESH:
+        fresh = state_engine(case, model_folder)
+        record[f"fresh-{case}"] = {"saved": look(fresh)}
+        fresh.save_state(states / str(fresh.world_size) / f"fresh-{case}")
+    return record
+
+
+def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+
+    def load(case: str, folder: Path, name: str, batches: list[Batch]) -> None:
+        engine = state_engine(case, model_folder)
+        record[name] = {"inexact": engine.load_state(folder), "loaded": look(engine)}
+        engine.save_state(output / name)
+        record[name] |= go_on(engine, batches)
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    own, other = states / str(world_size), states / str(3 - world_size)
+    for case in STATES:
+        load(case, own / case, case, all_minibatches()[HALF:])
+    load("fp32-3", own / "several_files", "several_files", all_minibatches()[HALF:])
+    for case in FRESH:
+        load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
+    for saved, loaded in CROSSED:
+        load(loaded, other / saved, f"{saved}-{loaded}", all_minibatches()[HALF:])
+    record["errors"] = state_errors(model_folder, own, output)
+    return record
+
+
+@contextlib.contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file of this process gets larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    engine = state_engine("fp32-2", model_folder)
+    before = weights(engine)
+    last = f"rank_{engine.world_size - 1}-00000.safetensors"
+
+    def damaged(name: str, damage: Callable[[Path], object]) -> Path:
+        """A copy of a state; each rank makes its own, and the last one damages it."""
+        folder = output / f"{name}{engine.rank}"
+        shutil.copytree(states / "fp32-2", folder)
+        if engine.rank == engine.world_size - 1:
+            damage(folder)
+        return folder
+
+    def message(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            return f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}"
+        return "no error"
+
+    def too_large(work: Callable[[], object]) -> str:
+        with small_files(40_000 if engine.rank == engine.world_size - 1 else -1):
+            return message(work)
+
+    value = DeepSpeedEngine(load_value_model(model_folder), config(zero_stage=1))
+    note = (states / "fp32-2" / "engine.json").read_text()
+    folders = {
+        "nothing": damaged("nothing", shutil.rmtree),
+        "no_file": damaged("no_file", lambda folder: (folder / last).unlink()),
+        "half_a_file": damaged("half_a_file", lambda folder: os.truncate(folder / last, 5000)),
+        "no_note": damaged("no_note", lambda folder: (folder / "engine.json").unlink()),
+        "half_a_note": damaged("half_a_note", lambda folder: (folder / "engine.json").write_text(note[:-9])),
+        "newer": damaged("newer", lambda f: (f / "engine.json").write_text(note.replace('"format": 1', '"format": 2'))),
+        "other_shape": damaged("other_shape", lambda f: (f / "engine.json").write_text(note.replace("128", "127"))),
+    }
+    record: dict[str, Any] = {name: message(lambda: engine.load_state(folders[name])) for name in folders}  # noqa: B023
+    record["other_model"] = message(lambda: value.load_state(states / "fp32-2"))
+    record["full_disk"] = too_large(lambda: engine.save_state(output / "full"))
+    record["full_disk_note"] = (output / "full" / "engine.json").exists()
+    record["full_disk_hf"] = too_large(lambda: engine.save_hf(output / "full_hf"))
+    (output / f"file{engine.rank}").touch()
+    record["folder_is_a_file"] = message(lambda: engine.save_state(output / f"file{engine.rank}"))
+    after = weights(engine)
+    record["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
+    record["good"] = engine.load_state(states / "fp32-2")
+    record["goes_on"] = go_on(engine, all_minibatches()[HALF:])
+    return record
+
+
+def main(model_folder: str, output: Path, *state: str) -> None:
     torch.set_num_threads(1)
+    if state:
+        kind, states = state[0], Path(state[1])
+        record = save_states(model_folder, states) if kind == "save" else load_states(model_folder, states, output)
+        torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
+        return
 
     def engine(**changes: Any) -> DeepSpeedEngine:
         return DeepSpeedEngine(load_policy(model_folder), config(**changes))
@@ -198,7 +391,7 @@ def main(model_folder: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
     # As init_process_group advises a rank to end.
     sys.stdout.flush()
     os._exit(0)

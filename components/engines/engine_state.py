@@ -1,0 +1,418 @@
+"""All that training goes on from, on disk, whatever the ZeRO stage and the number of ranks that wrote it.
+
+<folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
+<folder>/rank_0-00000.safetensors      whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
+<folder>/own_0.safetensors             what a rank has for itself: random state and buffers
+
+`weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank.
+
+DeepSpeed's `safe_get_full_*` functions are not used. With two parameter groups, ZeRO 1 and 2 link the moments of the
+first alone; before the first step there are none to give; and their sum over the ranks turns -0.0 into 0.0.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+NOTE = "engine.json"
+FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CONSEQUENCES = {
+    "zero_stage": "gradients are added in another order",
+    "precision": "the master weights are the same, but forward and backward passes round differently",
+    "adam_offload": "gradients are added in another order",
+    "device": "its kernels round differently, and dropout starts anew",
+}
+"""Of a setting that was another when the state was saved."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn what libraries raise in place of an OSError into one, with its number; other errors pass.
+
+    Args:
+        what: is being done, as in "write /runs/7".
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        code = _errno_in(str(error))
+        if code is None:
+            raise
+        raise OSError(code, f"cannot {what}: {error}; look at the room, the quota and the rights there") from error
+
+
+def _errno_in(message: str) -> int | None:
+    """The error number that libraries written in Rust print, or that the system's words stand for."""
+    number = re.search(r"\(os error (\d+)\)", message)
+    if number is not None:
+        return int(number.group(1))
+    return next((code for code in _DISK_ERRORS if os.strerror(code) in message), None)
+
+
+class _Attempt:
+    """Work on files between collectives. After an error it is left out, until all ranks can stop together."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.error: OSError | ValueError | None = None
+
+    def do(self, work: Callable[[], object]) -> None:
+        if self.error is not None:
+            return
+        try:
+            with disk_errors(self.what):
+                work()
+        except (OSError, ValueError) as error:
+            self.error = error
+
+    def end(self) -> None:
+        """Raise on all ranks if one has failed: there its own error, elsewhere one of its kind that names it."""
+        mine = None
+        if self.error is not None:
+            mine = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
+        all_ranks: list[Any] = [mine]
+        if dist.get_world_size() > 1:
+            all_ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(all_ranks, mine)
+        if self.error is not None:
+            raise self.error
+        for rank, failure in enumerate(all_ranks):
+            if failure is not None:
+                code, text = failure[0], f"rank {rank} could not {self.what}: {failure[1]}"
+                raise ValueError(text) if code is None else OSError(code, text)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank has of one parameter, within the tensor that its AdamW steps."""
+
+    flat: Tensor
+    """Master weights. AdamW's state for this tensor has its moments, in the same order."""
+    offset: int
+    """Where the part begins in `flat`."""
+    start: int
+    """Where it begins in the parameter, laid flat."""
+    count: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Cut the part out of `flat` or of a moment, as a view."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.count)
+
+    def copy_from(self, whole: Tensor, into: Tensor) -> None:
+        self.of(into).copy_(whole.view(-1).narrow(0, self.start, self.count))
+
+
+@dataclass
+class _Saved:
+    """A folder that is being read."""
+
+    note: dict[str, Any]
+    readers: dict[str, Any]
+    """Of safetensors, by file."""
+    own: Any
+    """The one of what this rank has for itself; of rank 0's, when another number of ranks saved."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of one engine, where it lies. All ranks make the same calls in the same order."""
+
+    model: nn.Module
+    adam: torch.optim.AdamW
+    """It steps the parameters (zero_stage 0), or this rank's parts of them."""
+    zero: Any
+    """DeepSpeed's optimizer around it; not used with zero_stage 0."""
+    zero_stage: int
+    settings: dict[str, Any]
+    """Others on which the last bits of results depend: "precision" and "adam_offload"."""
+    device: torch.device
+    """Where collectives are computed."""
+    file_bytes: int = 2**30
+    """What a rank collects before it writes a file. A parameter that is larger by itself has one of its own."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def save(self, folder: Path, step_count: int) -> None:
+        """Write the folder. The note comes last: a folder that has one is whole."""
+        parameters = dict(self.model.named_parameters())
+        plan = self._plan(parameters)
+        last_of_file = {file: name for name, (_, file) in plan.items()}
+        attempt = _Attempt(f"write {folder}")
+        attempt.do(partial(self._begin, folder))
+        collected: dict[str, Tensor] = {}
+        for name, (writer, file) in plan.items():
+            # After an error too, since the other ranks gather.
+            collected |= self._gathered(name, parameters[name], writer)
+            if writer == self.rank and last_of_file[file] == name:
+                attempt.do(partial(save_file, collected, folder / file))
+                collected = {}
+        attempt.end()
+        if self.rank == 0:
+            note = self._note(parameters, plan) | {"step_count": step_count}
+            attempt.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
+        attempt.end()
+
+    def load(self, folder: Path) -> tuple[int, list[str]]:
+        """Take everything from the folder, once all ranks have found it whole; before that nothing is changed.
+
+        Returns:
+            The number of optimizer steps; and what is not exact, a sentence each.
+        """
+        saved = _Saved({}, {}, None)
+        with ExitStack() as stack:
+            attempt = _Attempt(f"read {folder}")
+            attempt.do(lambda: self._open(saved, folder, stack))
+            attempt.end()
+            self._fill(saved)
+        self._refresh()
+        return saved.note["step_count"], self._remarks(saved.note)
+
+    def _part(self, parameter: Any) -> _Part | None:
+        """None where other ranks have all of it."""
+        if hasattr(parameter, "ds_id"):
+            if parameter.requires_grad:
+                group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
+                flat = self.zero.fp32_partitioned_groups_flat[group]
+            else:
+                flat, offset, count = parameter.ds_tensor, 0, parameter.ds_tensor.numel()
+            # The last part is filled up to the size of the others, and may be nothing but filling.
+            start = min(self.rank * count, parameter.ds_numel)
+            return _Part(flat, offset, start, min(count, parameter.ds_numel - start))
+        if not hasattr(parameter, "_hp_mapping"):
+            return _Part(parameter, 0, 0, parameter.numel())
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        flat = self.adam.param_groups[mapping.param_group_index]["params"][0]
+        master, own = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Part(flat, master.start, own.start, own.numel)
+
+    def _adam_step(self, parameter: nn.Parameter) -> int | None:
+        """AdamW's own number of the parameter's last step; None where it has no moments."""
+        if not parameter.requires_grad:
+            return None
+        if not _is_partitioned(parameter):
+            state = self.adam.state.get(parameter)
+            return int(state["step"]) if state else None
+        # All are stepped together, and this rank may have no part of this one.
+        return max((int(state["step"]) for state in self.adam.state.values() if state), default=None)
+
+    def _gathered(self, name: str, parameter: nn.Parameter, writer: int) -> dict[str, Tensor]:
+        """The whole tensors of one parameter on the CPU of `writer`; nothing on the others."""
+        part, shape = self._part(parameter), _shape(parameter)
+        whole: dict[str, Tensor] = {}
+        for key in ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS):
+            tensor = torch.empty(0)
+            if part is not None:
+                tensor = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key]).float()
+            if _is_partitioned(parameter) and self.world_size > 1:
+                # Added as integers, all but one of which are 0, the parts arrive with every bit.
+                bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self.device)
+                if part is not None:
+                    bits.narrow(0, part.start, part.count).copy_(tensor.view(torch.int32))
+                dist.reduce(bits, dst=writer)
+                tensor = bits.view(torch.float32)
+            if self.rank == writer:
+                # A copy, since tensors of one file may share no memory.
+                whole[f"{name}/{key}"] = tensor.to("cpu", copy=True).view(shape)
+        return whole
+
+    def _plan(self, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, str]]:
+        """Which rank writes which parameter, into which file: equal shares at any time, so that all write together."""
+        plan: dict[str, tuple[int, str]] = {}
+        written, filled, files = ([0] * self.world_size for _ in range(3))
+        for name, parameter in parameters.items():
+            nbytes = 4 * _shape(parameter).numel() * (1 if self._adam_step(parameter) is None else 1 + len(MOMENTS))
+            writer = written.index(min(written))
+            if filled[writer] and filled[writer] + nbytes > self.file_bytes:
+                files[writer] += 1
+                filled[writer] = 0
+            written[writer] += nbytes
+            filled[writer] += nbytes
+            plan[name] = (writer, f"rank_{writer}-{files[writer]:05d}.safetensors")
+        return plan
+
+    def _begin(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            (folder / NOTE).unlink(missing_ok=True)
+        own = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
+        own["cpu/random"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            own["cuda/random"] = torch.cuda.get_rng_state()
+        save_file(own, folder / f"own_{self.rank}.safetensors")
+
+    def _note(self, parameters: dict[str, nn.Parameter], plan: dict[str, tuple[int, str]]) -> dict[str, Any]:
+        entries = {
+            name: {"shape": list(_shape(parameter)), "adam_step": self._adam_step(parameter), "file": plan[name][1]}
+            for name, parameter in parameters.items()
+        }
+        steps = [entry["adam_step"] for entry in entries.values() if entry["adam_step"] is not None]
+        return {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            **self._settings(),
+            "adam_step": max(steps, default=None),
+            "parameters": entries,
+            "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self._buffers().items()},
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        return {"zero_stage": self.zero_stage, **self.settings, "device": self.device.type}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        persistent = self.model.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+
+    def _open(self, saved: _Saved, folder: Path, stack: ExitStack) -> None:
+        """Find all that is to be read, and refuse what is not whole or of another model."""
+        note = _read_note(folder)
+        _same_model(folder, "parameter", note["parameters"], dict(self.model.named_parameters()))
+        _same_model(folder, "buffer", note["buffers"], self._buffers())
+        files = sorted({entry["file"] for entry in note["parameters"].values()})
+        saved.readers |= {file: stack.enter_context(_open(folder / file)) for file in files}
+        for name, entry in note["parameters"].items():
+            for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
+                _has_tensor(folder / entry["file"], saved.readers[entry["file"]], f"{name}/{key}", entry["shape"])
+        own = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
+        saved.own = stack.enter_context(_open(folder / own))
+        for name, entry in note["buffers"].items():
+            _has_tensor(folder / own, saved.own, f"{name}/buffer", entry["shape"])
+        saved.note |= note
+
+    @torch.no_grad()
+    def _fill(self, saved: _Saved) -> None:
+        for name, parameter in self.model.named_parameters():
+            part = self._part(parameter)
+            if part is not None:
+                self._fill_part(name, parameter, part, saved)
+        for name, buffer in self._buffers().items():
+            buffer.copy_(saved.own.get_tensor(f"{name}/buffer"))
+        if saved.note["world_size"] == self.world_size:
+            torch.set_rng_state(saved.own.get_tensor("cpu/random"))
+            if self.device.type == saved.note["device"] == "cuda":
+                torch.cuda.set_rng_state(saved.own.get_tensor("cuda/random"))
+
+    def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
+        entry = saved.note["parameters"][name]
+        reader = saved.readers[entry["file"]]
+        # What a reader gives is the file itself, mapped into memory: what is not copied is not read.
+        part.copy_from(reader.get_tensor(f"{name}/weight"), into=part.flat)
+        # ZeRO steps all parameters together, also those that had no gradient, and so no moments, without it.
+        step = saved.note["adam_step"] if _is_partitioned(parameter) else entry["adam_step"]
+        if step is None or not parameter.requires_grad:
+            self.adam.state.pop(part.flat, None)
+            return
+        state = self.adam.state[part.flat]
+        state["step"] = torch.tensor(float(step), device=part.flat.device)
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = torch.zeros_like(part.flat)
+            if entry["adam_step"] is None:
+                part.of(state[key]).zero_()
+            else:
+                part.copy_from(reader.get_tensor(f"{name}/{key}"), into=state[key])
+
+    def _remarks(self, note: dict[str, Any]) -> list[str]:
+        remarks = []
+        if note["world_size"] != self.world_size:
+            remarks.append(
+                f"saved by {note['world_size']} rank(s), loaded by {self.world_size}: gradients are added in another "
+                "order, and dropout starts anew from its seed"
+            )
+        for name, value in self._settings().items():
+            if note[name] != value:
+                remarks.append(f"saved with {name}={note[name]}, loaded with {name}={value}: {CONSEQUENCES[name]}")
+        steps = {entry["adam_step"] for entry in note["parameters"].values() if entry["adam_step"] is not None}
+        if len(steps) > 1 and self.zero_stage > 0:
+            remarks.append(
+                f"AdamW had stepped some parameters {min(steps)} times and others {max(steps)}, and ZeRO counts once: "
+                f"all go on from {max(steps)}"
+            )
+        return remarks
+
+    def _refresh(self) -> None:
+        """Give the master weights to the passes, as DeepSpeed does at the end of a step."""
+        if self.zero_stage == 3:
+            self.zero._partition_all_parameters()
+            for group in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero._post_step(set())
+        elif self.zero_stage > 0:
+            self.zero.update_lp_params()
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def _shape(tensor: Any) -> torch.Size:
+    """Of the whole parameter, also where a rank has a part of it."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _read_note(folder: Path) -> dict[str, Any]:
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{folder} has no {NOTE}: it is no state of an engine, or its saving was cut short; take another one"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder / NOTE} is not what save_state writes ({error}); take another state") from error
+    if not isinstance(note, dict) or note.get("format") != FORMAT:
+        found = note.get("format") if isinstance(note, dict) else None
+        raise ValueError(f"{folder / NOTE} has format={found!r}, and this version reads {FORMAT}; take another state")
+    return note
+
+
+def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse a state whose names or shapes differ from the model's, naming the first that does."""
+    for name in [*saved, *(name for name in here if name not in saved)]:
+        there = f"shape {list(saved[name]['shape'])}" if name in saved else "absent"
+        own = f"shape {list(_shape(here[name]))}" if name in here else "absent"
+        if there != own:
+            raise ValueError(
+                f"{folder} is the state of another model: the {kind} {name} is {there} in it and {own} in the engine; "
+                "make the engine from the model that was trained there"
+            )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, but {NOTE} beside it names it; take another state") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not whole ({error}); take another state") from error
+
+
+def _has_tensor(path: Path, reader: Any, name: str, shape: list[int]) -> None:
+    found = reader.get_slice(name).get_shape() if name in reader.keys() else None  # noqa: SIM118 - no dict
+    if found != shape:
+        raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it says {shape}; take another state")

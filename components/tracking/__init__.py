@@ -1,0 +1,31 @@
+"""What a run leaves behind: metrics, rollouts, events, a summary. Files are the truth; W&B and TensorBoard read along.
+
+Nothing here may stop a training run: a sink that fails is switched off with one warning. Nothing here needs
+torch.
+
+<run_dir>/config.yaml  environment.json  metrics.jsonl  events.jsonl  summary.json  rollouts/step_000012.parquet
+          tensorboard/  wandb/  .lock
+"""
+
+from components.tracking.environment import write_environment
+from components.tracking.events import EventLog
+from components.tracking.redaction import redact
+from components.tracking.run_folder import open_run_folder
+from components.tracking.summary import Status, empty_summary, finish_summary, read_summary
+from components.tracking.tracker import Tracker, console_line, write_config
+from components.tracking.wandb_sink import WandbConfig
+
+__all__ = [
+    "EventLog",
+    "Status",
+    "Tracker",
+    "WandbConfig",
+    "console_line",
+    "empty_summary",
+    "finish_summary",
+    "open_run_folder",
+    "read_summary",
+    "redact",
+    "write_config",
+    "write_environment",
+]

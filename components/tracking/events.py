@@ -1,0 +1,60 @@
+"""events.jsonl: what happened when, one JSON object to a line, written at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from components.tracking.plain import LineFile, json_line, plain
+
+logger = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Appends every event that it is called with. After its first failure it says so once, and is off.
+
+    Several processes may append to one file; each line is a single write. A resumed run goes on behind what is there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the file, with its folder; a failure switches the log off and does not raise."""
+        self.path = Path(path)
+        self._lines: LineFile | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = LineFile(self.path)
+        except OSError as error:
+            self._switch_off(error)
+
+    def __call__(self, event: Any) -> None:
+        """Write one event, an instance of any dataclass: its fields, and `event`, the name of its class.
+
+        `CallEvent` is written as "call", `JobLost` as "job_lost". One whose `seconds` are None has only begun, and is
+        left out.
+        """
+        # The end of a call tells its beginning too.
+        if self._lines is None or getattr(event, "seconds", 0.0) is None:
+            return
+        try:
+            self._lines.add(json_line({"event": _event_name(type(event)), **plain(dataclasses.asdict(event))}))
+        # A full disk, a value that cannot be read: the run goes on whatever it is.
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(error)
+
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _switch_off(self, error: Exception) -> None:
+        self.close()
+        logger.warning("%s is switched off: %s: %s", self.path, type(error).__name__, error)
+
+
+def _event_name(kind: type) -> str:
+    name = kind.__name__.removesuffix("Event") or kind.__name__
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

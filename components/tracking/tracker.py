@@ -1,0 +1,187 @@
+"""The recorder of one run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from components.tracking.environment import write_environment
+from components.tracking.plain import plain, write_whole
+from components.tracking.redaction import hide_in_text, redact
+from components.tracking.sinks import JsonLines, SampleSink, Sink, TensorBoard, tensorboard_folder
+from components.tracking.summary import begin_summary, check_fields, merge_summary
+from components.tracking.wandb_sink import Wandb, WandbConfig
+
+if TYPE_CHECKING:
+    from components.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+WANDB_ID = "wandb_id"
+
+
+class Tracker:
+    """Records one run. Lives in the trainer's process, and is the only writer of the files while it runs."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        recipe: str,
+        config: Any,
+        seed: int,
+        *,
+        wandb: WandbConfig | None = None,
+        tensorboard: str | Path | None = None,
+        resume_step: int = 0,
+        state: Mapping[str, Any] | None = None,
+        code: Path | None = None,
+    ) -> None:
+        """Open the run's files; write its config and environment.
+
+        Args:
+            run_dir: the run's folder; made if missing.
+            recipe: the name of the recipe, for the summary.
+            config: a mapping or dataclass; written with keys and tokens hidden.
+            seed: the run's seed, for the summary.
+            wandb: log to W&B too; None leaves it off.
+            tensorboard: write TensorBoard's files too: "true" puts them in `<run_dir>/tensorboard`, a path there;
+                None, "" and "false" leave it off.
+            resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
+            state: `state_dict()` of the tracker that the checkpoint was written with: W&B goes on in the same run.
+            code: the recipe's folder; W&B keeps its Python files.
+        """
+        self.run_dir = Path(run_dir)
+        self._sinks: dict[str, Sink] = {}
+        self._off: set[str] = set()
+        self._wandb_id: str | None = (state or {}).get(WANDB_ID) if wandb is not None else None
+        redact(os.environ)  # so that no key that stands there is written
+        hidden = redact(config)
+        environment: dict[str, Any] = {}
+        self._guard("rollouts", lambda: _begin_rollouts(self.run_dir / "rollouts", resume_step))
+        self._guard("config.yaml", lambda: write_config(self.run_dir, config))
+        self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
+        self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
+        folder = tensorboard_folder(tensorboard or "", self.run_dir)
+        if folder is not None:
+            # In a folder of the user's other runs may stand beside; a new one must not void those.
+            own = folder == self.run_dir / "tensorboard"
+            purge_step = resume_step + 1 if own or resume_step else None
+            self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
+        if wandb is not None:
+            shown = {**hidden, "environment": environment} if isinstance(hidden, Mapping) else hidden
+            self._open_sink("W&B", lambda: self._start_wandb(shown, wandb, code))
+        self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a tracker that goes on from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
+        return {WANDB_ID: self._wandb_id}
+
+    @property
+    def wants_samples(self) -> bool:
+        """Whether anybody reads what `samples` is given; without, no text need be decoded for it."""
+        return any(isinstance(sink, SampleSink) for sink in self._sinks.values())
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of one step: numbers, text, or tensors and arrays; mappings and lists of them too."""
+        values: dict[str, Any] = {}
+        if self._guard("metrics", lambda: values.update(plain(metrics))):
+            self._tell(lambda sink: sink.log(step, values))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard.
+
+        The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
+        """
+        if not rows or not self.wants_samples:
+            return
+        values: list[dict[str, Any]] = []
+        if self._guard("samples", lambda: values.extend(plain(rows))):
+            self._tell(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
+
+    def rollouts(self, step: int, batch: Batch) -> None:
+        """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each."""
+        self._guard("rollouts", lambda: _write_rollouts(self.run_dir / "rollouts", step, batch))
+
+    def update_summary(self, **fields: Any) -> None:
+        """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""
+        check_fields(fields)
+        self._guard("summary.json", lambda: merge_summary(self.run_dir, fields))
+
+    def close(self) -> None:
+        """Flush the sinks. The summary's status is for `finish_summary`, which the driver calls."""
+        for name, sink in self._sinks.items():
+            self._guard(name, sink.close)
+        self._sinks.clear()
+
+    def _start_wandb(self, config: Any, options: WandbConfig, code: Path | None) -> Wandb:
+        run = Wandb(self.run_dir, config, options, self._wandb_id)
+        self._wandb_id = run.run_id
+        if code is not None:
+            self._guard("the code on W&B", lambda: run.send_code(code))
+        return run
+
+    def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
+        def open_it() -> None:
+            self._sinks[name] = make()
+
+        self._guard(name, open_it)
+
+    def _tell(self, act: Callable[[Sink], object]) -> None:
+        for name, sink in list(self._sinks.items()):
+            if not self._guard(name, lambda sink=sink: act(sink)):
+                del self._sinks[name]
+
+    def _guard(self, name: str, act: Callable[[], object]) -> bool:
+        """Do something that the run can live without; after its first failure it is not tried again."""
+        if name in self._off:
+            return False
+        try:
+            act()
+        # A full disk, a network that is gone, a bug in a sink: the training goes on whatever it is.
+        except Exception as error:  # noqa: BLE001
+            self._off.add(name)
+            what = f"{type(error).__name__}: {hide_in_text(str(error))}"
+            logger.warning("%s of %s is switched off: %s", name, self.run_dir, what)
+            return False
+        return True
+
+
+def console_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """Write the metrics of one step as `step=12 reward=0.512 ...`, four digits to a number."""
+    parts = [f"step={step}"]
+    for name, value in metrics.items():
+        number = plain(value)
+        parts.append(f"{name}={number:.4g}" if isinstance(number, float) else f"{name}={number}")
+    return " ".join(parts)
+
+
+def write_config(run_dir: Path, config: Any) -> None:
+    """Write config.yaml, with keys and tokens hidden."""
+    write_whole(run_dir / "config.yaml", yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True))
+
+
+def _begin_rollouts(folder: Path, resume_step: int) -> None:
+    """Make the folder of the rollouts, without those of steps that are done again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        found = re.fullmatch(r"step_(\d+)\.parquet", path.name)
+        if path.name.endswith(".partial") or (found and int(found[1]) > resume_step):
+            path.unlink()
+
+
+def _write_rollouts(folder: Path, step: int, batch: Batch) -> None:
+    import pyarrow.parquet
+
+    path = folder / f"step_{step:06d}.parquet"
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        pyarrow.parquet.write_table(batch.to_table(), aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""What the master sees of a job's processes: what they say and do, who is gone, who hangs."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.control import ControlLink, memory_bytes
+from core.host import IDLE, HostReport
+from core.observers import JobEvent, Observer, Observers
+from core.plan import HostPlan
+
+_STATUS_EVERY_S = 2.0
+_STACK_WITHIN_S = 2.0
+_TAIL_LINES = 20
+
+
+@dataclass
+class WatchedHost:
+    """One process of the job; replaced in place, so that its place in the job stays what it is."""
+
+    plan: HostPlan
+    log_file: Path | None
+    expendable: bool
+    """Whether it is replaced when it dies; the death of the others ends the attempt."""
+    handle: Any = None
+    attempt: int = 0
+    report: HostReport | None = None
+    link: ControlLink | None = None
+    replacing: bool = False
+    fault: str = ""
+    """Why it was ended, if it did not die by itself."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has died."""
+        return self.link is not None and not self.link.alive
+
+    def blame(self) -> str:
+        """One line about its end."""
+        assert self.link is not None and self.report is not None
+        who = f"{self.plan.name} (process {self.report.pid} on {self.report.ip})"
+        where = f"; its output: {self.log_file}" if self.log_file else ""
+        if self.fault:
+            return f"{who} hung and was ended: {self.fault}{where}"
+        status = self.link.status
+        seconds = status.seconds + time.monotonic() - self.link.heard
+        told = f"last seen {status.doing} for {seconds:.0f} s"
+        return f"{who} died: killed, out of memory, or crashed; {told}{where}"
+
+    def last_lines(self) -> str:
+        """The end of what it wrote, where its log is on this machine."""
+        if self.log_file is None:
+            return ""
+        with contextlib.suppress(OSError):
+            lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join(lines[-_TAIL_LINES:])
+        return ""
+
+
+class Watch:
+    """Hears all processes. What is not for the terminal or the observers is kept in `messages`."""
+
+    def __init__(self, observers: list[Observer], say: Callable[[str], None]) -> None:
+        self.hosts: list[WatchedHost] = []
+        self.messages: list[tuple[str, Any]] = []
+        self.peak_memory = 0
+        self._observers = Observers(observers)
+        self._say = say
+        self._next_status = 0.0
+        self._last_sign = time.monotonic()
+
+    def event(self, kind: str, process: str = "", text: str = "") -> None:
+        """Tell the observers of something that happened to the job."""
+        self._last_sign = time.monotonic()
+        self._observers.tell(JobEvent(kind, time.time(), process, text))
+
+    def poll(self) -> None:
+        """Show what the processes said, and keep their status fresh."""
+        links = [host.link for host in self.hosts if host.link is not None]
+        for link in links:
+            for kind, payload in link.poll():
+                if kind == "say":
+                    self._last_sign = time.monotonic()
+                    self._say(payload)
+                elif kind == "event":
+                    self._last_sign = time.monotonic()
+                    self._observers.tell(payload)
+                else:
+                    self.messages.append((kind, payload))
+        if time.monotonic() >= self._next_status:
+            self._next_status = time.monotonic() + _STATUS_EVERY_S
+            # The driver's children are Ray's own processes, which are not counted.
+            total = memory_bytes(descendants=False) + sum(link.status.memory_bytes for link in links if link.alive)
+            self.peak_memory = max(self.peak_memory, total)
+            for link in links:
+                if link.alive:
+                    link.send("status")
+
+    def take(self, kind: str) -> list[Any]:
+        """The messages of a kind, which are then gone."""
+        found = [payload for k, payload in self.messages if k == kind]
+        self.messages = [message for message in self.messages if message[0] != kind]
+        return found
+
+    def stalled(self, limit: float, driving: list[WatchedHost]) -> list[tuple[WatchedHost, str]]:
+        """Processes without a sign of progress for `limit` seconds, with what tells so.
+
+        A process that answers nothing, or is in one call for so long. Only when there is none: who drives the job, if
+        nobody does anything for it.
+        """
+        now, found = time.monotonic(), list[tuple[WatchedHost, str]]()
+        alive = [(host, host.link) for host in self.hosts if host.link is not None and host.link.alive]
+        for host, link in alive:
+            if link.silent_for > limit:
+                found.append((host, f"it has not answered for {link.silent_for:.0f} s"))
+            elif host not in driving and link.status.doing != IDLE and link.status.seconds > limit:
+                found.append((host, f"in {link.status.doing} for {link.status.seconds:.0f} s"))
+        quiet = now - self._last_sign
+        idle = all(h in driving or link.status.doing == IDLE for h, link in alive)
+        if not found and quiet > limit and idle and not any(host.replacing for host in self.hosts):
+            found = [
+                (host, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
+                for host, link in alive
+                if host in driving and link.status.seconds > limit
+            ]
+        return found
+
+    def stack(self, host: WatchedHost) -> str:
+        """Where the process is; its log has all threads. Empty if it cannot tell."""
+        assert host.link is not None and host.report is not None
+        host.link.send("stack")
+        deadline = time.monotonic() + _STACK_WITHIN_S
+        while time.monotonic() < deadline and host.link.alive:
+            self.poll()
+            answers = [text for name, text in self.take("stack") if name == host.plan.name]
+            if answers:
+                return answers[-1]
+            time.sleep(0.02)
+        if host.report.hostname == socket.gethostname():
+            # It holds Python's lock; the signal's handler needs none.
+            with contextlib.suppress(OSError):
+                os.kill(host.report.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+        return ""
+
+
+def kill_local(host: WatchedHost) -> None:
+    """End a process of this machine for sure: one that is stopped obeys nobody else."""
+    report, link = host.report, host.link
+    if report and link and link.alive and report.hostname == socket.gethostname():
+        with contextlib.suppress(OSError):
+            os.kill(report.pid, signal.SIGKILL)

@@ -1,0 +1,103 @@
+"""Workloads that die and hang when a test wants them to: a file `<when>-<role>-<rank>` in the job's folder says so."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from core import BaseTrainer, BaseWorkload, trainer_invocation
+
+
+def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
+    """Die or hang, once for each letter in the file of this moment: `k` is killed, `s` stopped, `l` loops."""
+    file = folder / f"{moment}-{worker.name.lower()}"
+    with contextlib.suppress(FileNotFoundError):
+        how = file.read_text()
+        if how[:1]:
+            file.write_text(how[1:])
+        if how[:1] == "l":
+            time.sleep(60)
+        elif how[:1]:
+            os.kill(os.getpid(), {"k": signal.SIGKILL, "s": signal.SIGSTOP}[how[0]])
+
+
+class Fragile(BaseWorkload):
+    """A worker that remembers what it was told, as an engine its weights."""
+
+    def __init__(self, master_handle: Any = None, config: Any = None) -> None:
+        super().__init__(master_handle, config)
+        self.folder: Path = self.config["folder"]
+        self.heard: list[Any] = []
+        strike(self.folder, "construct", self)
+
+    def setup(self) -> None:
+        strike(self.folder, "setup", self)
+
+    @trainer_invocation(idempotent=True, replay="last")
+    def load(self, value: str) -> None:
+        self.heard.append(("load", value))
+        strike(self.folder, "load", self)
+
+    @trainer_invocation(idempotent=True, replay="last")
+    def receive(self, version: int) -> None:
+        self.heard.append(("receive", version))
+        strike(self.folder, "receive", self)
+
+    @trainer_invocation(replay="last")
+    def tune(self, value: int) -> None:
+        if value < 0:
+            raise ValueError("below zero")
+        self.heard.append(("tune", value))
+
+    @trainer_invocation
+    def forget(self) -> None:
+        self.heard.append(("forget",))
+
+    @trainer_invocation(idempotent=True)
+    def double(self, items: list[int]) -> list[int]:
+        strike(self.folder, "double", self)
+        return [2 * item for item in items]
+
+    @trainer_invocation
+    def once(self, items: list[int]) -> list[int]:
+        strike(self.folder, "once", self)
+        return items
+
+    @trainer_invocation(idempotent=True, is_async=True, timeout=1.0)
+    def quick(self) -> int:
+        strike(self.folder, "quick", self)
+        return self.rank
+
+    @trainer_invocation(is_async=True, timeout=1.0)
+    def quick_once(self) -> int:
+        strike(self.folder, "quick_once", self)
+        return self.rank
+
+    @trainer_invocation(blocking=False)
+    def save(self, step: int) -> int:
+        time.sleep(0.5)
+        strike(self.folder, "save", self)
+        (self.folder / f"saved-{self.name}-{step}").write_text("whole")
+        return step
+
+    @trainer_invocation
+    def story(self) -> tuple[int, list[Any]]:
+        return self.attempt, self.heard
+
+    @trainer_invocation
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Script(BaseTrainer):
+    """Runs the function that the test put into the configuration, and keeps what it returns."""
+
+    def init(self) -> None:
+        strike(self.config["folder"], "init", self)
+
+    def fit(self) -> None:
+        folder: Path = self.config["folder"]
+        (folder / "result").write_text(repr(self.config["script"](self)))
+        strike(folder, "end", self)

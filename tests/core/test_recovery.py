@@ -1,0 +1,395 @@
+"""Who dies or hangs, when, and what then: the table of docs/runs.md, cell by cell, with real processes."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(90)]
+
+
+class Case:
+    """One job of a trainer, ranks (ACTOR) and two instances (TOOL), and what became of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Any] = []
+
+    def strike(self, moment: str, worker: str, how: str = "k") -> "Case":
+        """Let a worker die (k), stop (s) or loop (l) at a moment, once for each letter."""
+        (self.folder / f"{moment}-{worker}").write_text(how)
+        return self
+
+    def run(self, script: Callable[[Any], Any], tool_restarts: int = 3, ranks: int = 1, **limits: Any) -> JobResult:
+        """Run the script in the trainer."""
+        builder = JobBuilder().device_type("CPU").config({"folder": self.folder, "script": script})
+        builder.recovery(**({"max_restarts": 3} | limits))
+        builder.role("trainer").run("fragile.Script").resource(cpu=0.25)
+        builder.role("actor").train("fragile.Fragile").total(ranks).resource(cpu=0.25)
+        builder.role("tool").run("fragile.Fragile").total(2).resource(cpu=0.25).max_restarts(tool_restarts)
+        self.job = builder.build().submit("fragile", log_dir=self.folder / "logs", observers=[self.hear])
+        assert self.left_behind() == []
+        return self.job
+
+    def hear(self, event: Any) -> None:
+        self.events.append(event)
+
+    @property
+    def result(self) -> Any:
+        """What the script returned."""
+        return ast.literal_eval((self.folder / "result").read_text())
+
+    @property
+    def kinds(self) -> list[str]:
+        """What happened to the job."""
+        return [event.kind for event in self.events if isinstance(event, JobEvent)]
+
+    def left_behind(self) -> list[str]:
+        """Processes, ports, shared memory, actors and placement groups of the run that are still there."""
+        import ray
+        from ray.util import placement_group_table
+
+        run_id = self.job.run_id
+        pids = [
+            line.split("process ")[1].split()[0]
+            for log in (self.folder / "logs").glob("*.log")
+            for line in log.read_text().splitlines()
+            if f"in run {run_id}" in line
+        ]
+        assert len(pids) >= 4
+        # A process that is gone holds no port and has no children: Linux ends both with it.
+        found = [f"process {pid}" for pid in pids if is_alive(int(pid))]
+        found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
+        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        found += [actor["name"] for actor in actors if run_id in actor["name"]]
+        groups = placement_group_table().values()
+        return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def attempts(trainer: Any) -> Any:
+    """Which start of the trainer, of the ranks and of the tools this is."""
+    stories = [*trainer.RG_ACTOR.story(), *trainer.RG_TOOL.story()]
+    return [trainer.attempt, *(attempt for attempt, _ in stories)]
+
+
+# --- an instance of a `run` role
+
+
+def test_an_instance_that_dies_while_it_is_set_up_is_started_again(case: Case) -> None:
+    result = case.strike("construct", "tool-1").strike("setup", "tool-1").run(attempts)
+    assert (result.status, result.attempt, result.error) == ("finished", 1, "")
+    assert case.result == [1, 1, 1, 3]
+
+
+def test_an_instance_that_dies_in_a_call_is_replaced_replayed_and_asked_again(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        for version in (1, 2):
+            trainer.RG_TOOL.load(f"model {version}")
+            trainer.RG_TOOL.tune(version)
+            trainer.RG_TOOL.receive(version)
+        trainer.RG_TOOL.forget()
+        trainer.RG_TOOL.load("model 3")
+        with pytest.raises(ValueError, match="below zero"):
+            trainer.RG_TOOL.tune(-1)
+        return trainer.RG_TOOL.double([1, 2, 3]), trainer.RG_TOOL.story()
+
+    assert case.strike("double", "tool-0").run(script).status == "finished"
+    doubled, (first, second) = case.result
+    assert doubled == [[2, 4], [6]]
+    # The last call of each that succeeded, in the order of the last calls.
+    assert first == (2, [("tune", 2), ("receive", 2), ("load", "model 3")])
+    assert second[0] == 1
+    assert [kind for kind in case.kinds if kind != "stop"] == ["start", "lost", "replaced", "end"]
+
+
+def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        trainer.RG_TOOL.load("model")
+        os.kill(trainer.RG_TOOL.pid()[1], signal.SIGKILL)
+        time.sleep(0.5)  # the master is told by then; a call that is not idempotent waits for the replacement
+        return trainer.RG_TOOL.once([5, 6]), trainer.RG_TOOL.story()[1]
+
+    assert case.run(script).status == "finished"
+    assert case.result == ([[5], [6]], (2, [("load", "model")]))
+
+
+def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        trainer.RG_TOOL.load("model")
+        trainer.RG_TOOL.receive(1)
+        return trainer.RG_TOOL.story()[0]
+
+    assert case.strike("receive", "tool-0").run(script).status == "finished"
+    attempt, heard = case.result
+    assert attempt == 2
+    assert heard[0] == ("load", "model")
+    assert set(heard[1:]) == {("receive", 1)}
+
+
+def test_an_instance_that_dies_during_a_checkpoint_is_replaced_and_the_checkpoint_is_written(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        trainer.RG_TOOL.load("model")
+        saving = trainer.RG_ACTOR.save(1)
+        os.kill(trainer.RG_TOOL.pid()[0], signal.SIGKILL)
+        return saving.result(), trainer.RG_TOOL.double([1, 2]), trainer.RG_TOOL.story()[0]
+
+    assert case.run(script).status == "finished"
+    assert case.result == ([1], [[2], [4]], (2, [("load", "model")]))
+    assert len(list(case.folder.glob("saved-*"))) == 1
+
+
+def test_a_call_that_is_not_idempotent_is_never_sent_twice_and_the_caller_may_go_on(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        with pytest.raises(WorkerDied):
+            trainer.RG_TOOL.once([1, 2])
+        return trainer.RG_TOOL.once([3, 4])
+
+    assert case.strike("once", "tool-0").run(script).status == "finished"
+    assert case.result == [[3], [4]]
+
+
+def test_a_death_that_the_trainer_does_not_survive_starts_the_job_again(case: Case) -> None:
+    result = case.strike("once", "tool-0").run(lambda trainer: (trainer.RG_TOOL.once([1, 2]), attempts(trainer)))
+    assert (result.status, result.attempt) == ("finished", 2)
+    assert case.result[1][0] == 2
+
+
+def test_several_instances_may_die_at_once(case: Case) -> None:
+    result = case.strike("double", "tool-0").strike("double", "tool-1").run(lambda t: t.RG_TOOL.double([1, 2, 3]))
+    assert (result.status, case.result) == ("finished", [[2, 4], [6]])
+
+
+def test_a_replacement_that_dies_too_is_replaced_and_beyond_the_budget_the_run_fails(case: Case) -> None:
+    assert case.strike("double", "tool-0", "kk").run(lambda t: t.RG_TOOL.double([1, 2])).status == "finished"
+    result = case.strike("double", "tool-0", "kk").run(lambda t: t.RG_TOOL.double([1, 2]), tool_restarts=1)
+    assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 1)
+    assert result.error.startswith("TOOL-0 (process ")
+    assert "TOOL was replaced 1 times already (max_restarts=1)" in result.error
+
+
+# --- a rank of a `train` role, and the trainer
+
+
+@pytest.mark.parametrize(
+    ("moment", "worker"),
+    [("setup", "actor-0"), ("double", "actor-1"), ("save", "actor-0"), ("init", "trainer-0"), ("end", "trainer-0")],
+)
+def test_the_death_of_a_rank_or_of_the_trainer_starts_all_again(case: Case, moment: str, worker: str) -> None:
+    def script(trainer: Any) -> Any:
+        trainer.RG_ACTOR.double([1, 2])
+        trainer.RG_ACTOR.save(1).result()
+        return attempts(trainer)
+
+    ranks = 2 if worker == "actor-1" else 1
+    result = case.strike(moment, worker).run(script, ranks=ranks)
+    assert (result.status, result.attempt, result.exit_code) == ("finished", 2, 0)
+    assert case.result == [2] * (3 + ranks)
+    assert "restart" in case.kinds
+
+
+@pytest.mark.parametrize("victim", ["rank", "trainer"])
+def test_the_death_of_an_idle_rank_or_of_a_waiting_trainer_starts_all_again(case: Case, victim: str) -> None:
+    def script(trainer: Any) -> Any:
+        if trainer.attempt == 1:
+            pid = os.getpid() if victim == "trainer" else trainer.RG_ACTOR.pid()[0]
+            threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+            time.sleep(30)
+        return attempts(trainer)
+
+    began = time.monotonic()
+    assert case.run(script).attempt == 2
+    assert case.result == [2, 2, 2, 2]
+    assert time.monotonic() - began < 30
+
+
+def test_beyond_its_budget_the_job_fails_and_says_so(case: Case) -> None:
+    result = case.strike("double", "actor-0", "kkk").run(lambda t: t.RG_ACTOR.double([1, 2]), max_restarts=1)
+    assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 2)
+    assert result.error.startswith("ACTOR-0 (process ")
+    assert result.error.endswith("(after 2 attempts; max_restarts=1)")
+    assert f"in run {result.run_id}" in result.output  # the last lines of who died
+
+
+def test_an_exception_is_no_death_and_starts_nothing_again(case: Case) -> None:
+    def script(trainer: Any) -> None:
+        trainer.RG_TOOL.tune(-1)
+
+    result = case.run(script)
+    assert (result.status, result.attempt) == ("failed", 1)
+    assert result.error.startswith("ValueError: below zero")
+
+
+# --- who hangs
+
+
+def test_an_instance_that_does_not_answer_in_time_is_named_with_its_place_and_replaced(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = case.strike("quick", "tool-1", "l").run(lambda trainer: (trainer.RG_TOOL.quick(), attempts(trainer)))
+    assert result.status == "finished"
+    assert case.result == ([0, 1], [1, 1, 1, 2])
+    (hung,) = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
+    assert hung.process == "TOOL-1"
+    assert "no answer after 1 s from TOOL.quick on rank 1" in hung.text
+    assert "fragile.py" in hung.text
+    assert "in strike" in hung.text
+    assert "TOOL-1 hangs, here:\n" in capsys.readouterr().out
+
+
+def test_a_timeout_of_a_call_that_is_not_idempotent_is_raised_and_the_instance_replaced(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        with pytest.raises(WorkerTimeout, match="rank 0"):
+            trainer.RG_TOOL.quick_once()
+        time.sleep(0.5)
+        return trainer.RG_TOOL.quick_once(), attempts(trainer)[2:]
+
+    assert case.strike("quick_once", "tool-0", "l").run(script).status == "finished"
+    assert case.result == ([0, 1], [2, 1])
+
+
+@pytest.mark.parametrize(("worker", "how"), [("actor-0", "l"), ("actor-0", "s"), ("tool-0", "s")])
+def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead(case: Case, worker: str, how: str) -> None:
+    def script(trainer: Any) -> Any:
+        return trainer.RG_ACTOR.double([1, 2]), trainer.RG_TOOL.double([1, 2]), attempts(trainer)
+
+    result = case.strike("double", worker, how).run(script, stall_timeout=5.0)
+    assert result.status == "finished"
+    assert result.attempt == (1 if worker == "tool-0" else 2)
+    assert case.result[:2] == ([[2, 4]], [[2], [4]])
+    assert case.kinds.count("hung") == 1
+
+
+def test_a_trainer_that_neither_calls_nor_says_anything_is_taken_for_dead(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        if trainer.attempt == 1:
+            time.sleep(60)
+        return trainer.attempt
+
+    assert case.run(script, stall_timeout=5.0).attempt == 2
+    assert case.result == 2
+    (hung,) = [event.text for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
+    assert "it has called nobody" in hung
+
+
+# --- the driver, and the user
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+import ray
+sys.path.insert(0, sys.argv[3])
+from core import JobBuilder
+
+def script(trainer):
+    trainer.RG_ACTOR.double([1, 2])
+    (trainer.config["folder"] / "running").write_text("")
+    while not (trainer.stop_requested and trainer.config["polite"]):
+        time.sleep(0.05)
+    trainer.RG_ACTOR.save(7).result()
+
+folder = Path(sys.argv[1])
+config = {"folder": folder, "script": script, "polite": sys.argv[2] == "polite"}
+builder = JobBuilder().device_type("CPU").config(config)
+builder.recovery(stop_grace=0 if sys.argv[2] == "no grace" else 30)
+builder.role("trainer").run("fragile.Script").resource(cpu=0.25)
+builder.role("actor").train("fragile.Fragile").resource(cpu=0.25)
+sys.exit(builder.build().submit("driven", log_dir=folder / "logs").exit_code)
+"""
+
+
+@pytest.fixture
+def driven(ray_address: str, tmp_path: Path, request: pytest.FixtureRequest) -> "subprocess.Popen[str]":
+    """A driver in a process of its own whose trainer waits for the end."""
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), request.param, str(Path(__file__).parent)]
+    env = os.environ | {"RAY_ADDRESS": ray_address}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "running").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def processes(folder: Path) -> list[int]:
+    """The process ids in the logs."""
+    logs = [log.read_text() for log in (folder / "logs").glob("*.log")]
+    return [int(text.split("process ")[1].split()[0]) for text in logs]
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    """Those that are still there after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+@pytest.mark.parametrize("driven", ["polite"], indirect=True)
+def test_when_the_driver_is_killed_everything_ends_at_once(driven: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    pids = processes(tmp_path)
+    assert len(pids) == 2
+    driven.kill()
+    driven.wait(10)
+    assert wait_until_gone(pids, 10) == []
+
+
+@pytest.mark.parametrize("driven", ["polite"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_lets_the_trainer_save_its_work(
+    driven: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
+) -> None:
+    driven.send_signal(number)
+    out, _ = driven.communicate(timeout=30)
+    assert driven.returncode == 130
+    assert "Ctrl-C again stops at once" in out
+    assert len(list(tmp_path.glob("saved-*-7"))) == 1
+    assert wait_until_gone(processes(tmp_path), 5) == []
+
+
+@pytest.mark.parametrize(("driven", "times"), [("rude", 2), ("no grace", 1)], indirect=["driven"])
+def test_the_second_ctrl_c_stops_at_once_and_so_does_the_first_without_a_grace(
+    driven: "subprocess.Popen[str]", tmp_path: Path, times: int
+) -> None:
+    for _ in range(times):
+        driven.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    driven.communicate(timeout=15)
+    assert driven.returncode == 130
+    assert list(tmp_path.glob("saved-*")) == []
+    assert wait_until_gone(processes(tmp_path), 5) == []
+
+
+def test_a_group_and_the_trainers_lists_follow_a_replacement(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        group = trainer.RG_TOOL
+        before = [member.handle for member in group]
+        trainer.RG_TOOL.double([1, 2])
+        after = [member.handle for member in group]
+        return [a == b for a, b in zip(before, after, strict=True)], group[0].attempt, len(group)
+
+    assert case.strike("double", "tool-0").run(script).status == "finished"
+    assert case.result == ([False, True], 2, 2)
