@@ -10,6 +10,7 @@ its options, and `REFUSED`, options that it knows but does not take, each with t
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import textwrap
@@ -64,7 +65,7 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
     pairs = parse_arguments(schema, arguments)
     paths = [*files, *(Path(value) for key, value in pairs if key == "config")]
     merged = OmegaConf.structured(schema)
-    known = dict(_fields(schema))
+    known = _fields(schema)
     for path in paths:
         merged = _merge(merged, _file_pairs(schema, path), known, str(path))
     merged = _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
@@ -96,8 +97,10 @@ class Option(NamedTuple):
 
 def options_of(schema: type) -> list[Option]:
     """Every option with its type, default and meaning, in the order of the schema."""
-    defaults, meanings = _defaults(schema), _meanings(schema)
-    return [Option(key, _shown(kind), defaults[key], meanings.get(key, "")) for key, kind in _fields(schema)]
+    return [
+        Option(key, _shown(kind), _default(field), _meanings(owner).get(field.name, ""))
+        for key, kind, field, owner in _walk(schema)
+    ]
 
 
 def describe_options(schema: type) -> str:
@@ -113,20 +116,12 @@ def _shown(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
 
 
-def _defaults(schema: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    hints = get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        kind = _without_none(hints[field.name])
-        if dataclasses.is_dataclass(kind):
-            found |= _defaults(kind, f"{prefix}{field.name}.")
-        else:
-            factory = field.default_factory
-            found[f"{prefix}{field.name}"] = field.default if factory is dataclasses.MISSING else factory()
-    return found
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _meanings(schema: Any, prefix: str = "") -> dict[str, str]:
+@functools.cache
+def _meanings(schema: type) -> dict[str, str]:
     """The string under each field of a dataclass, which Python itself does not keep."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     assert isinstance(definition, ast.ClassDef)
@@ -134,11 +129,7 @@ def _meanings(schema: Any, prefix: str = "") -> dict[str, str]:
     for pair in itertools.pairwise(definition.body):
         match pair:
             case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                found[f"{prefix}{name}"] = " ".join(text.split())
-    for field in dataclasses.fields(schema):
-        kind = _without_none(get_type_hints(schema)[field.name])
-        if dataclasses.is_dataclass(kind):
-            found |= _meanings(kind, f"{prefix}{field.name}.")
+                found[name] = " ".join(text.split())
     return found
 
 
@@ -166,7 +157,7 @@ def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, A
 
 def _known(schema: Any) -> dict[str, Any]:
     """Every name that can be written, with the type of its value: fields, their other names, and what is refused."""
-    fields = dict(_fields(schema))
+    fields = _fields(schema)
     aliases = {name: fields[field] for name, field in getattr(schema, "ALIASES", {}).items()}
     return fields | aliases | {name: refused.kind for name, refused in getattr(schema, "REFUSED", {}).items()}
 
@@ -199,15 +190,20 @@ def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
     return values if get_origin(kind) is tuple else values[0]
 
 
-def _fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, type) of every field that holds a value, depth first."""
+def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+    """(dotted key, type, field, its class) of every field that holds a value, depth first."""
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         kind = _without_none(hints[field.name])
         if dataclasses.is_dataclass(kind):
-            yield from _fields(kind, f"{prefix}{field.name}.")
+            yield from _walk(kind, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", hints[field.name]
+            yield f"{prefix}{field.name}", hints[field.name], field, schema
+
+
+def _fields(schema: Any) -> dict[str, Any]:
+    """The type of every field that holds a value, by dotted key."""
+    return {key: kind for key, kind, _, _ in _walk(schema)}
 
 
 def _without_none(kind: Any) -> Any:
@@ -233,9 +229,9 @@ def _merge(base: Any, pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any]
     for key, value in pairs:
         if key not in known and not _is_group(key, known):
             raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, known)}")
-        _put(given, key, value)
+        _put(given, key, _typed(value, _without_none(known.get(key))))
     try:
-        return OmegaConf.merge(base, OmegaConf.create(_typed(given, known)))
+        return OmegaConf.merge(base, OmegaConf.create(given))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
@@ -251,18 +247,11 @@ def _leaves(given: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return found
 
 
-def _typed(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Texts of the command line as YAML values, except where the field is text: a path may look like a number."""
-    out: dict[str, Any] = {}
-    for key, value in given.items():
-        kind = _without_none(known.get(f"{prefix}{key}"))
-        if isinstance(value, Mapping):
-            out[key] = _typed(value, known, f"{prefix}{key}.")
-        elif isinstance(value, str) and (kind is not str or value in ("null", "")):
-            out[key] = OmegaConf.from_dotlist([f"value={value}"])["value"] if value else value
-        else:
-            out[key] = value
-    return out
+def _typed(value: Any, kind: Any) -> Any:
+    """Text of the command line as a YAML value, except where the field is text: a path may look like a number."""
+    if isinstance(value, str) and value and (kind is not str or value == "null"):
+        return OmegaConf.from_dotlist([f"value={value}"])["value"]
+    return value
 
 
 def _put(target: dict[str, Any], key: str, value: Any) -> None:

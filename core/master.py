@@ -249,7 +249,7 @@ class Master:
         for host in self._driving:
             host.expendable = False  # nobody could tell its replacement how far it had come
         self._collect([(host, self._backend.invoke(host.handle, "run", role, rank)) for host, role, rank in driving])
-        self._driving, self._ending = [], True
+        self._ending = True
         self._ask(self._watch.hosts, "teardown")
 
     def _ask(self, hosts: list[WatchedHost], method: str, *args: Any) -> list[Any]:
@@ -447,7 +447,8 @@ class Master:
             return
 
         def interrupt(*_: Any) -> None:
-            if self._driving and self._job.stop_grace > 0 and self._stop_asked is None:
+            may_wait = self._driving and not self._ending and self._job.stop_grace > 0
+            if may_wait and self._stop_asked is None:
                 self._stop_asked = time.monotonic()
             else:
                 raise KeyboardInterrupt

@@ -6,7 +6,6 @@ had called on it; the worker is back. Each process remembers its own calls, so n
 
 import itertools
 import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +37,9 @@ class Recovery:
         """Who stands in for a member: itself while it lives; None if nobody does after `timeout` seconds."""
         if self._directory is None:
             return member
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while (member.role, member.rank) in self._lost:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
-            return self._directory[member.role].members[member.rank]
+            is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
+            return self._directory[member.role].members[member.rank] if is_back else None
 
     def remember(self, member: "Member", method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
         """Keep a call for replays, in place of the method's last one, which is returned."""

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,17 @@ ROOT = Path(__file__).parents[2]
 class Run:
     """A recipe in a process of its own, as a user starts it."""
 
-    def __init__(self, recipe: str, ray_address: str, run_dir: Path, *options: str) -> None:
+    def __init__(
+        self, recipe: str, ray_address: str, run_dir: Path, *options: str, env: Mapping[str, str] | None = None
+    ) -> None:
         self.run_dir = run_dir
-        env = os.environ | {"RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
+        env = os.environ | {"RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)} | dict(env or {})
         command = [sys.executable, "-m", f"recipes.{recipe}.main", f"run_dir={run_dir}", *options]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def wait(self, timeout: float = 100) -> "Run":
+    def wait(self, timeout: float = 150) -> "Run":
         """Wait for the end; a run that hangs is killed and fails the test."""
         try:
             self.out, self.err = self.process.communicate(timeout=timeout)
@@ -72,11 +74,11 @@ class Run:
         groups = placement_group_table().values()
         return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
         """Until that many steps are written down."""
         self.wait_until(lambda: len(self.metrics) >= step, timeout)
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 60, pause: float = 0.05) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 120, pause: float = 0.05) -> None:
         """Until something is true of the running run."""
         deadline = time.monotonic() + timeout
         while not condition():

@@ -67,6 +67,8 @@ def main(model: str, folder: Path) -> None:
             ("actor_update", (1,)),
             ("publish_weights", (1,)),
             ("save_model", (str(folder / "saved"),)),
+            ("save_state", (str(folder / "state"),)),
+            ("load_state", (str(folder / "state"),)),
         ],
         Critic: [
             ("critic_init", (model, 1)),
@@ -74,6 +76,8 @@ def main(model: str, folder: Path) -> None:
             ("append_experience", (experience(),)),
             ("critic_update", (1,)),
             ("save_value_model", (str(folder / "critic"),)),
+            ("save_state", (str(folder / "state"),)),
+            ("load_state", (str(folder / "state"),)),
         ],
         Rollout: [
             ("rollout_init", (model,)),

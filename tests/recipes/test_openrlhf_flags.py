@@ -130,6 +130,9 @@ def test_the_command_of_the_guide_runs_without_what_is_missing(
 
 
 OPENRLHF = {
+    "max_ckpt_num": 3,
+    "max_ckpt_mem": None,
+    "use_tensorboard": None,
     **{f"{role}_num_nodes": 1 for role in ("actor", "critic", "ref", "reward")},
     "colocate_actor_ref": False,
     "colocate_critic_reward": False,

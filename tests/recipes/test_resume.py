@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed, whenever it was, ends with the weights and metrics of one that was not."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from recipe_runs import Run
 from safetensors.torch import load_file
 
 STEPS = 6
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 OPTIONS = {
     "openrlhf_ppo": "prompt_data=task:sort scorer=sort eval_dataset=task:sort max_eval_samples=64 eval_steps=3 "
     "max_samples=96 rollout_batch_size=16 n_samples_per_prompt=4 train_batch_size=32 use_dynamic_batch=true "
-    "generate_max_len=8 actor_learning_rate=3e-4 critic_learning_rate=1e-3 lr_warmup_ratio=0.1 init_kl_coef=0.01 "
+    "generate_max_len=8 actor_learning_rate=3e-4 critic_learning_rate=1e-3 lr_warmup_ratio=0.1 init_kl_coef=0 "
     "save_value_network=true",
     "sft": "pretrain=new:sort dataset=task:sort max_samples=256 eval_samples=64 train_batch_size=32 "
     "learning_rate=2e-3 zero_stage=1 num_gpus_per_node=2",
@@ -33,7 +35,7 @@ def start(recipe: str, ray_address: str, policy: Path) -> Start:
     """Starts the recipe in a folder: six steps, a checkpoint after every second one."""
     options = [*OPTIONS[recipe].split(), "save_steps=2"]
     options += [f"pretrain={policy}"] if recipe == "openrlhf_ppo" else []
-    return lambda folder, *more: Run(recipe, ray_address, folder, *options, *more)
+    return lambda folder, *more, **env: Run(recipe, ray_address, folder, *options, *more, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,11 @@ def same(one: Run, other: Run) -> None:
     assert [name for name in a["weights"] if a["weights"][name] != b["weights"][name]] == []
 
 
+def latest(folder: Path) -> int:
+    """The step of the checkpoint that a resume would take."""
+    return int((folder / "checkpoints" / "latest").read_text().removeprefix("step_"))
+
+
 def kill_all(run: Run) -> None:
     """The driver, and at the same moment everything it has started."""
     for pid in (run.process.pid, *run.pids().values()):
@@ -73,24 +80,38 @@ def kill_all(run: Run) -> None:
     run.process.wait(10)
 
 
-def test_killed_while_a_checkpoint_is_written_and_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(
+@pytest.mark.timeout(400)
+def test_stopped_and_killed_in_all_ways_it_ends_as_if_it_had_not_been(
     start: Start, undisturbed: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     half = folder / "checkpoints" / ".step_4.partial"
 
+    # Ctrl-C: the step at hand is finished, and kept.
+    run = start(folder, "save_steps=-1")
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGINT)
+    run.wait(60)
+    assert (run.code, run.summary["status"]) == (130, "stopped")
+    stopped_at = run.summary["steps"]
+    assert stopped_at < 4
+    assert f"stopped after step {stopped_at} of {STEPS}" in run.out
+    assert latest(folder) == stopped_at
+    assert run.left_behind() == []
+
+    # kill -9 between the first and the last file of a checkpoint.
     run = start(folder)
     run.wait_until(lambda: any(half.glob("*/*")), pause=0.001)
     kill_all(run)
     assert half.is_dir()
-    # The best policy is kept too, and step 3 is evaluated.
-    assert (folder / "checkpoints" / "latest").read_text() in ("step_2\n", "step_3\n")
+    assert latest(folder) < 4
 
+    # kill -9 in the middle of a step; steps that were not kept are done again.
     run = start(folder)
-    run.wait_until((folder / "checkpoints" / "step_4").is_dir)  # steps 3 and 4 are done again
+    run.wait_until((folder / "checkpoints" / "step_4").is_dir)
     run.wait_until(lambda: run.metrics[-1]["step"] == 5)
     kill_all(run)
-    assert (folder / "checkpoints" / "latest").read_text() == "step_4\n"
+    assert latest(folder) == 4
     assert not half.exists()
 
     run = start(folder).wait()
@@ -101,24 +122,40 @@ def test_killed_while_a_checkpoint_is_written_and_in_the_middle_of_a_step_it_end
     same(run, undisturbed)
 
 
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_goes_on_from_there(
-    start: Start, undisturbed: Run, tmp_path: Path
+@pytest.mark.timeout(400)
+def test_processes_that_die_while_it_runs_are_replaced_or_all_starts_again_and_nothing_is_lost(
+    recipe: str, start: Start, undisturbed: Run, tmp_path: Path
 ) -> None:
-    run = start(tmp_path / "run", "save_steps=-1")
-    run.wait_for_step(1)
-    run.process.send_signal(signal.SIGINT)
-    run.wait(60)
-    assert run.code == 130
-    assert run.summary["status"] == "stopped"
-    assert "stopped after step " in run.out
+    wandb = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"} if recipe == "sft" else {}
+    run = start(tmp_path / "run", *(["use_wandb=true", "use_tensorboard=true"] if wandb else []), **wandb)
+    if recipe == "openrlhf_ppo":
+        run.wait_for_step(1)
+        for instance in ("rollout-0", "reward-0"):
+            os.kill(run.pids()[instance], signal.SIGKILL)
+        run.wait_until(lambda: len(run.starts()["rollout-0"]) == 2)
+    run.wait_for_step(3)
+    os.kill(run.pids()["actor-0"], signal.SIGKILL)
+    run.wait()
+    assert run.code == 0, run.err
+    assert run.summary["attempts"] == 2
+    assert run.summary["resumed_from"] in (2, 3)
+    assert "all starts again, attempt 2 of 4" in run.out
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    happened = [event["kind"] for event in events if event["event"] == "job"]
+    lost = ["lost", "lost", "replaced", "replaced"] if recipe == "openrlhf_ppo" else []
+    assert sorted(happened) == sorted(["start", *lost, "restart", "start", "end"])
     assert run.left_behind() == []
-    steps = run.summary["steps"]
-    assert (run.run_dir / "checkpoints" / "latest").read_text() == f"step_{steps}\n"
-    again = start(tmp_path / "run", "save_steps=-1").wait()
-    assert again.summary["resumed_from"] == steps
-    same(again, undisturbed)
+    same(run, undisturbed)
+    if wandb:
+        # Both attempts are one run there, and the key is in no file.
+        parts = list((run.run_dir / "wandb").glob("offline-run-*"))
+        assert (len(parts), len({part.name.rpartition("-")[2] for part in parts})) == (2, 1)
+        assert list((run.run_dir / "tensorboard").glob("events.*"))
+        files = [file for file in run.run_dir.rglob("*") if file.is_file()]
+        assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
+@pytest.mark.timeout(200)
 def test_a_finished_run_is_not_done_again(start: Start, undisturbed: Run) -> None:
     before = exact(undisturbed)
     again = start(undisturbed.run_dir).wait()
