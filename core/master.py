@@ -118,7 +118,7 @@ class Master:
                     if self._job.max_restarts:
                         with_note(loss, f"after {self._attempt} attempts; max_restarts={self._job.max_restarts}")
                     raise
-                self._attempt += 1
+                self._attempt, self._output = self._attempt + 1, ""
                 self._watch.event("restart", text=line)
                 _print_line(f"{line}; all starts again, attempt {self._attempt} of {self._job.max_restarts + 1}")
                 self._end_processes()
@@ -313,7 +313,7 @@ class Master:
         for host, why in hung:
             if self._recovers and host.link is not None and host.link.alive and not host.fault:
                 stack = self._watch.stack(host)
-                innermost = stack.strip().splitlines()[-2].strip() if stack else "a place that its log shows"
+                innermost = stack.strip().splitlines()[-2].strip() if stack else "a place that it could not tell"
                 host.fault = f"{why}; it was at {innermost}"
                 self._watch.event("hung", host.plan.name, host.fault)
                 if stack:
@@ -350,11 +350,11 @@ class Master:
         before, host.replacing = host.replacing, True
         while True:
             line = host.blame() if host.link is not None else f"{host.plan.name} died before it was up"
-            self._output = host.last_lines()
             self._watch.event("lost", host.plan.name, line)
             for role, _ in host.plan.workers:
                 limit, used = self._job.roles[role].max_restarts, self._replaced.get(role, 0)
                 if used >= limit:
+                    self._output = host.last_lines()
                     raise _GaveUp(f"{line}; {role} was replaced {used} times already (max_restarts={limit})")
                 self._replaced[role] = used + 1
             _print_line(f"{line}; it is started again")

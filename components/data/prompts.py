@@ -261,7 +261,7 @@ class PromptSource:
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
-            digest.update(repr(row["input"]).encode())
+            digest.update(repr((row["input"], row["label"])).encode())
         return f"{len(self.rows)} rows, {digest.hexdigest()}"
 
 

@@ -32,12 +32,15 @@ class WeightHandle:
 
 
 class WeightPublisher:
-    """Writes versions, keeps the newest, unlinks the older. One per run: the publisher owns its directory."""
+    """Writes versions and unlinks the older ones. One per run: the publisher owns its directory.
+
+    The version before the newest stays until the next one is written: an engine that is replaced while the newest is
+    on its way to all is given it first. So two versions take room, never more.
+    """
 
     def __init__(
         self,
         directory: str | Path,
-        keep: int = 1,
         fallback_directory: str | Path | None = None,
         bucket_bytes: int = 256 * 2**20,
         headroom_bytes: int = 16 * 2**20,
@@ -46,20 +49,14 @@ class WeightPublisher:
         Args:
             directory: of this publisher alone, usually below /dev/shm; versions that a killed predecessor left are
                 removed.
-            keep: newest versions that stay.
             fallback_directory: for versions that do not fit into `directory`; of this publisher alone.
             bucket_bytes: weights are collected up to this size before they are written.
             headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
         """
-        if keep < 1:
-            raise ValueError(f"keep={keep} would unlink what was just published; use 1 or more")
         self._directories = [Path(place) for place in (directory, fallback_directory) if place is not None]
-        self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._headroom_bytes = headroom_bytes
         self._published: list[WeightHandle] = []
-        for place in self._directories:
-            place.mkdir(parents=True, exist_ok=True)
         self._sweep()
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightHandle:
@@ -73,6 +70,9 @@ class WeightPublisher:
             raise ValueError(
                 f"version {version} was published after version {self._published[-1].version}; versions must rise"
             )
+        for older in self._published[:-1]:
+            shutil.rmtree(older.path, ignore_errors=True)
+        del self._published[:-1]
         aside = _Aside(self._directories, f"weights-{version:08d}", self._headroom_bytes)
         try:
             for bucket in _buckets(tensors, self._bucket_bytes):
@@ -83,8 +83,6 @@ class WeightPublisher:
             raise
         handle = WeightHandle(version=version, path=str(path), nbytes=aside.nbytes)
         self._published.append(handle)
-        while len(self._published) > self._keep:
-            shutil.rmtree(self._published.pop(0).path, ignore_errors=True)
         return handle
 
     def close(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from components.tracking.plain import LineFile, json_line, plain
+from components.tracking.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class EventLog:
 
     def __init__(self, path: str | Path) -> None:
         """Open the file, with its folder; a failure switches the log off and does not raise."""
+        redact(os.environ)  # so that no key that stands there is written
         self.path = Path(path)
         self._lines: LineFile | None = None
         try:

@@ -34,19 +34,6 @@ class PPOTrainer(BaseTrainer):
         """Prepare the data, let every role load its model at the same time, and go on from a checkpoint if there is."""
         config = self.config
         self.checkpoints = Checkpoints(config.checkpoint_dir, config.max_ckpt_num, config.max_ckpt_bytes)
-        self.resumed = self.find_resumed()
-        saved = read_state(self.resumed) if self.resumed else {}
-        self.tracker = Tracker(
-            config.run_dir,
-            RECIPE,
-            config,
-            config.seed,
-            wandb=wandb_options(config),
-            tensorboard=config.use_tensorboard,
-            resume_step=saved.get("stream", {}).get("step", 0),
-            state=saved.get("tracker"),
-            code=Path(__file__).parent,
-        )
         self.tokenizer = open_tokenizer(config, config.pretrain)
         self.prompts = self.read_prompts(train_rows(config), "prompts", shuffle=True)
         self.heldout = self.heldout_prompts()
@@ -54,13 +41,26 @@ class PPOTrainer(BaseTrainer):
         self.version, self.tokens_seen, self.training_seconds = 0, 0, 0.0
         self.scores: dict[str, dict[str, float]] = {}
         self.best: tuple[str, float] | None = None
+        self.saved_step, self.failed_saves = 0, 0
         self.took_to_save: dict[str, float] = {}
-        self.failed_saves = 0
         self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
+        self.resumed = self.find_resumed()
+        saved = self.load(self.resumed) if self.resumed else {}
+        self.tracker = Tracker(
+            config.run_dir,
+            RECIPE,
+            config,
+            config.seed,
+            wandb=wandb_options(config),
+            tensorboard=config.use_tensorboard,
+            resume_step=self.stream.step,
+            state=saved.get("tracker"),
+            code=Path(__file__).parent,
+        )
         self.init_roles(self.stream.steps)
-        if self.resumed is not None:
-            self.load(self.resumed, saved)
+        if self.resumed:
+            self.load_roles(self.resumed)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
     def count_steps(self) -> int:
@@ -90,16 +90,18 @@ class PPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        if self.resumed is None:
+        if self.resumed is None and not self.stop_requested:
             self.score_start()
         for samples in self.stream:
             experience, took = self.make_experience(samples)
             metrics = self.train(experience)
             is_best = self.record(experience, metrics | took)
             self.save_when_due(is_best)
+        if self.saved_step != self.stream.step:
+            self.save()
         if len(self.stream):
             self.say(
-                f"stopped after step {self.stream.step} of {self.stream.steps}; the same command goes on from there"
+                f"stopped after step {self.stream.step} of {self.stream.steps}; run_dir={self.config.run_dir} goes on"
             )
         else:
             self.finish()
@@ -271,22 +273,25 @@ class PPOTrainer(BaseTrainer):
         return own or find_checkpoint(self.config.resume, folder)
 
     def save_when_due(self, is_best: bool) -> None:
-        """Write a checkpoint every `save_steps` steps, of the best policy, and whenever the training ends."""
-        step, began, is_end = self.stream.step, time.time(), self.stop_requested or not len(self.stream)
+        """Write a checkpoint every `save_steps` steps and of the best policy; one that fails is said and counted."""
+        step, began = self.stream.step, time.time()
         is_due = self.config.save_steps > 0 and step % self.config.save_steps == 0
-        if not (is_due or is_best or is_end):
-            self.took_to_save = {}
-            return
-        try:
-            self.checkpoints.save(step, self.state(), self.write)
-            if is_best:
-                self.checkpoints.mark_best(step)
-        except CheckpointError as error:
-            if is_end:
-                raise
-            self.failed_saves += 1
-            self.say(f"warning: {error}; the training goes on")
-        self.took_to_save = {"timing_s/checkpoint": time.time() - began, "checkpoint/failed": float(self.failed_saves)}
+        self.took_to_save = {}
+        if is_due or is_best:
+            try:
+                self.save()
+                if is_best:
+                    self.checkpoints.mark_best(step)
+            except CheckpointError as error:
+                self.failed_saves += 1
+                self.say(f"warning: {error}; the training goes on")
+            seconds = time.time() - began
+            self.took_to_save = {"timing_s/checkpoint": seconds, "checkpoint/failed": float(self.failed_saves)}
+
+    def save(self) -> None:
+        """Write a checkpoint of the step that was finished last."""
+        self.checkpoints.save(self.stream.step, self.state(), self.write)
+        self.saved_step = self.stream.step
 
     def state(self) -> dict[str, Any]:
         """Everything that the training goes on from, but for the models."""
@@ -314,16 +319,26 @@ class PPOTrainer(BaseTrainer):
         remote_call.save_model(str(folder))
         self.tokenizer.save_pretrained(folder)
 
-    def load(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Go on where a checkpoint was written."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Take over what the trainer held when a checkpoint was written; returns all of its state.
+
+        Raises:
+            ValueError: the prompts are others than before.
+        """
+        saved = read_state(folder)
         self.stream.load_state_dict(saved["stream"])
         self.prompts.load_state_dict(saved["prompts"])
         self.version, self.tokens_seen = saved["weight_version"], saved["tokens_seen"]
         self.training_seconds, self.scores = saved["training_seconds"], saved["scores"]
         self.best = saved["best"] and tuple(saved["best"])
+        self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
         for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
             self.say(f"changed since that checkpoint: {line}")
+        return saved
+
+    def load_roles(self, folder: Path) -> None:
+        """Let actor and critic go on where a checkpoint was written, and the engines sample from its policy."""
         for future in remote_call.load_state(str(folder / "state")):
             for line in future.result()[0]:
                 self.say(f"not exactly as before: {line}")

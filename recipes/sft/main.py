@@ -66,10 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
         check_inputs(config)
         run_dir = open_run_folder(config.run_dir, config.resume)
         check_resume(config.resume, config.ckpt_path or run_dir / "checkpoints")
-    except ValueError as error:
+        (run_dir / "plan.json").write_text(plan, encoding="utf-8")
+    except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     print(f"{RECIPE}: run folder {run_dir}", flush=True)
     job.config = replace(config, run_dir=str(run_dir))
     events = EventLog(run_dir / "events.jsonl")

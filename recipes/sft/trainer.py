@@ -1,5 +1,6 @@
 """The loop: one optimizer step per minibatch of demonstrations."""
 
+import hashlib
 import tempfile
 import time
 from pathlib import Path
@@ -30,20 +31,7 @@ class SFTTrainer(BaseTrainer):
         """Encode the demonstrations, let every rank load the model, and go on from a checkpoint if there is one."""
         config = self.config
         self.checkpoints = Checkpoints(config.checkpoint_dir, config.max_ckpt_num)
-        resumed = self.find_resumed()
-        saved = read_state(resumed) if resumed else {}
-        self.tracker = Tracker(
-            config.run_dir,
-            RECIPE,
-            config,
-            config.seed,
-            wandb=WandbConfig() if config.use_wandb else None,
-            tensorboard="true" if config.use_tensorboard else None,
-            resume_step=saved.get("stream", {}).get("step", 0),
-            state=saved.get("tracker"),
-            code=Path(__file__).parent,
-        )
-        self.tokens_seen, self.training_seconds = 0, 0.0
+        self.tokens_seen, self.training_seconds, self.saved_step = 0, 0.0, 0
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = self.model_path(scratch)
             self.tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -54,10 +42,23 @@ class SFTTrainer(BaseTrainer):
             self.steps_per_epoch = -(-len(self.train_data) // config.train_batch_size)
             steps = config.max_epochs * self.steps_per_epoch
             self.stream = SampleStream(self.minibatch, steps, stopped=lambda: self.stop_requested)
+            self.say(f"{data.kept} demonstrations (left out: {data.dropped}), {steps} optimizer steps")
+            resumed = self.find_resumed()
+            saved = self.load(resumed) if resumed else {}
+            self.tracker = Tracker(
+                config.run_dir,
+                RECIPE,
+                config,
+                config.seed,
+                wandb=WandbConfig() if config.use_wandb else None,
+                tensorboard="true" if config.use_tensorboard else None,
+                resume_step=self.stream.step,
+                state=saved.get("tracker"),
+                code=Path(__file__).parent,
+            )
             self.RG_ACTOR.load(model_path, steps)
-        self.say(f"{data.kept} demonstrations (left out: {data.dropped}), {steps} optimizer steps")
-        if resumed is not None:
-            self.load(resumed, saved)
+        for line in self.RG_ACTOR.load_state(str(resumed / "state")) if resumed else []:
+            self.say(f"not exactly as before: {line}")
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
     def fit(self) -> None:
@@ -71,9 +72,12 @@ class SFTTrainer(BaseTrainer):
             self.training_seconds += time.time() - began
             self.record(metrics)
             self.save_when_due()
+        if self.saved_step != self.stream.step:
+            self.save()
+        self.tracker.update_summary(steps=self.stream.step, seconds={"training": self.training_seconds})
         if len(self.stream):
             self.say(
-                f"stopped after step {self.stream.step} of {self.stream.steps}; the same command goes on from there"
+                f"stopped after step {self.stream.step} of {self.stream.steps}; run_dir={self.config.run_dir} goes on"
             )
         else:
             self.finish()
@@ -113,12 +117,7 @@ class SFTTrainer(BaseTrainer):
         """Sum up, and say where the model is."""
         if self.config.save_path:
             self.export(Path(self.config.save_path))
-        seconds = self.training_seconds
-        self.tracker.update_summary(
-            steps=self.stream.step,
-            seconds={"training": seconds},
-            tokens_per_second=self.tokens_seen / max(seconds, 1e-9),
-        )
+        self.tracker.update_summary(tokens_per_second=self.tokens_seen / max(self.training_seconds, 1e-9))
         self.say(f"trained model: {self.checkpoints.latest()}/hf")
 
     # --- checkpoints
@@ -130,46 +129,54 @@ class SFTTrainer(BaseTrainer):
         return own or find_checkpoint(self.config.resume, folder)
 
     def save_when_due(self) -> None:
-        """Write a checkpoint every `save_steps` steps, and whenever the training ends."""
-        step, is_end = self.stream.step, self.stop_requested or not len(self.stream)
-        if not is_end and (self.config.save_steps < 1 or step % self.config.save_steps):
+        """Write a checkpoint every `save_steps` steps; one that fails is said."""
+        if self.config.save_steps < 1 or self.stream.step % self.config.save_steps:
             return
         try:
-            self.checkpoints.save(step, self.state(), self.write)
+            self.save()
         except CheckpointError as error:
-            if is_end:
-                raise
             self.say(f"warning: {error}; the training goes on")
+
+    def save(self) -> None:
+        """Write a checkpoint of the step that was finished last."""
+        self.checkpoints.save(self.stream.step, self.state(), self.write)
+        self.saved_step = self.stream.step
 
     def state(self) -> dict[str, Any]:
         """Everything that the training goes on from, but for the model."""
         return {
             "stream": self.stream.state_dict(),
-            "demonstrations": len(self.train_data),
+            "demonstrations": self.fingerprint(),
             "tokens_seen": self.tokens_seen,
             "training_seconds": self.training_seconds,
             "tracker": self.tracker.state_dict(),
             "config": redact(self.config),
         }
 
-    def load(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Go on where a checkpoint was written.
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Take over what the trainer held when a checkpoint was written; returns all of its state.
 
         Raises:
             ValueError: the demonstrations are others than before.
         """
-        if saved["demonstrations"] != len(self.train_data):
+        saved = read_state(folder)
+        if saved["demonstrations"] != self.fingerprint():
             raise ValueError(
-                f"{folder} was written with {saved['demonstrations']} demonstrations, now there are "
-                f"{len(self.train_data)}; resume with the same data, or set resume=none and another run_dir"
+                f"{folder} was written with other demonstrations, or in another order; resume with the same dataset, "
+                "seed and train_batch_size, or set resume=none and another run_dir"
             )
         self.stream.load_state_dict(saved["stream"])
         self.tokens_seen, self.training_seconds = saved["tokens_seen"], saved["training_seconds"]
+        self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
         for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
             self.say(f"changed since that checkpoint: {line}")
-        for line in self.RG_ACTOR.load_state(str(folder / "state")):
-            self.say(f"not exactly as before: {line}")
+        return saved
+
+    def fingerprint(self) -> str:
+        """What decides which demonstrations a step has."""
+        data = hashlib.blake2b(self.train_data["tokens"].numpy().tobytes(), digest_size=8)
+        return f"{data.hexdigest()}, {self.config.train_batch_size} a step, seed {self.config.seed}"
 
     def write(self, folder: Path) -> None:
         """Let the ranks write what they hold into a step's folder."""

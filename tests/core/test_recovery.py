@@ -104,25 +104,30 @@ def test_an_instance_that_dies_while_it_is_set_up_is_started_again(case: Case) -
     assert case.result == [1, 1, 1, 3]
 
 
-def test_an_instance_that_dies_in_a_call_is_replaced_replayed_and_asked_again(case: Case) -> None:
+def test_an_instance_that_dies_in_a_call_is_replaced_told_again_and_asked_again_as_often_as_it_takes(
+    case: Case,
+) -> None:
     def script(trainer: Any) -> Any:
+        group, handles = trainer.RG_TOOL, [member.handle for member in trainer.RG_TOOL]
         for version in (1, 2):
-            trainer.RG_TOOL.load(f"model {version}")
-            trainer.RG_TOOL.tune(version)
-            trainer.RG_TOOL.receive(version)
-        trainer.RG_TOOL.forget()
-        trainer.RG_TOOL.load("model 3")
+            group.load(f"model {version}")
+            group.tune(version)
+            group.receive(version)
+        group.forget()
+        group.load("model 3")
         with pytest.raises(ValueError, match="below zero"):
-            trainer.RG_TOOL.tune(-1)
-        return trainer.RG_TOOL.double([1, 2, 3]), trainer.RG_TOOL.story()
+            group.tune(-1)
+        doubled = group.double([1, 2, 3])
+        assert [member.handle == before for member, before in zip(group, handles, strict=True)] == [False, True]
+        return doubled, group.story()
 
-    assert case.strike("double", "tool-0").run(script).status == "finished"
+    assert case.strike("double", "tool-0", "kk").run(script).status == "finished"
     doubled, (first, second) = case.result
     assert doubled == [[2, 4], [6]]
     # The last call of each that succeeded, in the order of the last calls.
-    assert first == (2, [("tune", 2), ("receive", 2), ("load", "model 3")])
+    assert first == (3, [("tune", 2), ("receive", 2), ("load", "model 3")])
     assert second[0] == 1
-    assert [kind for kind in case.kinds if kind != "stop"] == ["start", "lost", "replaced", "end"]
+    assert case.kinds == ["start", "lost", "replaced", "lost", "replaced", "end"]
 
 
 def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) -> None:
@@ -161,20 +166,23 @@ def test_an_instance_that_dies_during_a_checkpoint_is_replaced_and_the_checkpoin
     assert len(list(case.folder.glob("saved-*"))) == 1
 
 
-def test_a_call_that_is_not_idempotent_is_never_sent_twice_and_the_caller_may_go_on(case: Case) -> None:
+def test_a_call_that_is_not_idempotent_is_never_sent_twice_and_if_the_trainer_dies_of_it_all_starts_again(
+    case: Case,
+) -> None:
     def script(trainer: Any) -> Any:
-        with pytest.raises(WorkerDied):
-            trainer.RG_TOOL.once([1, 2])
-        return trainer.RG_TOOL.once([3, 4])
+        caught = 0
+        if trainer.attempt == 1:
+            with pytest.raises(WorkerDied):
+                trainer.RG_TOOL.once([1, 2])
+            caught = 1
+        return caught, trainer.RG_TOOL.once([3, 4]), attempts(trainer)
 
-    assert case.strike("once", "tool-0").run(script).status == "finished"
-    assert case.result == [[3], [4]]
-
-
-def test_a_death_that_the_trainer_does_not_survive_starts_the_job_again(case: Case) -> None:
-    result = case.strike("once", "tool-0").run(lambda trainer: (trainer.RG_TOOL.once([1, 2]), attempts(trainer)))
+    result = case.strike("once", "tool-0", "kk").run(script)
     assert (result.status, result.attempt) == ("finished", 2)
-    assert case.result[1][0] == 2
+    caught, answers, (trainer, rank, *tools) = case.result
+    assert (caught, answers, trainer, rank) == (0, [[3], [4]], 2, 2)
+    # TOOL-0 was replaced once, perhaps a second time before the trainer's end was noticed, and started again with all.
+    assert tools in ([3, 2], [4, 2])
 
 
 def test_several_instances_may_die_at_once(case: Case) -> None:
@@ -182,8 +190,7 @@ def test_several_instances_may_die_at_once(case: Case) -> None:
     assert (result.status, case.result) == ("finished", [[2, 4], [6]])
 
 
-def test_a_replacement_that_dies_too_is_replaced_and_beyond_the_budget_the_run_fails(case: Case) -> None:
-    assert case.strike("double", "tool-0", "kk").run(lambda t: t.RG_TOOL.double([1, 2])).status == "finished"
+def test_beyond_the_budget_of_its_role_an_instance_is_not_replaced_and_the_run_fails(case: Case) -> None:
     result = case.strike("double", "tool-0", "kk").run(lambda t: t.RG_TOOL.double([1, 2]), tool_restarts=1)
     assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 1)
     assert result.error.startswith("TOOL-0 (process ")
@@ -193,36 +200,37 @@ def test_a_replacement_that_dies_too_is_replaced_and_beyond_the_budget_the_run_f
 # --- a rank of a `train` role, and the trainer
 
 
-@pytest.mark.parametrize(
-    ("moment", "worker"),
-    [("setup", "actor-0"), ("double", "actor-1"), ("save", "actor-0"), ("init", "trainer-0"), ("end", "trainer-0")],
-)
-def test_the_death_of_a_rank_or_of_the_trainer_starts_all_again(case: Case, moment: str, worker: str) -> None:
+def test_whenever_a_rank_or_the_trainer_dies_all_starts_again(case: Case) -> None:
     def script(trainer: Any) -> Any:
         trainer.RG_ACTOR.double([1, 2])
         trainer.RG_ACTOR.save(1).result()
         return attempts(trainer)
 
-    ranks = 2 if worker == "actor-1" else 1
-    result = case.strike(moment, worker).run(script, ranks=ranks)
-    assert (result.status, result.attempt, result.exit_code) == ("finished", 2, 0)
-    assert case.result == [2] * (3 + ranks)
-    assert "restart" in case.kinds
+    moments = [("setup", "actor-1"), ("init", "trainer-0"), ("double", "actor-0"), ("save", "actor-1")]
+    moments.append(("end", "trainer-0"))
+    for moment, worker in moments:
+        case.strike(moment, worker)
+    result = case.run(script, ranks=2, max_restarts=5)
+    assert (result.status, result.attempt, result.exit_code) == ("finished", 6, 0)
+    assert case.result == [6, 6, 6, 6, 6]
+    assert case.kinds == ["restart", *["start", "restart"] * 4, "start", "end"]  # the first died before all stood
+    restarts = [event.text for event in case.events if isinstance(event, JobEvent) and event.kind == "restart"]
+    for text, (_, worker) in zip(restarts, moments, strict=True):
+        assert text.startswith(worker.upper())
 
 
-@pytest.mark.parametrize("victim", ["rank", "trainer"])
-def test_the_death_of_an_idle_rank_or_of_a_waiting_trainer_starts_all_again(case: Case, victim: str) -> None:
+def test_the_death_of_an_idle_rank_or_of_a_waiting_trainer_starts_all_again_at_once(case: Case) -> None:
     def script(trainer: Any) -> Any:
-        if trainer.attempt == 1:
-            pid = os.getpid() if victim == "trainer" else trainer.RG_ACTOR.pid()[0]
+        if trainer.attempt < 3:
+            pid = os.getpid() if trainer.attempt == 2 else trainer.RG_ACTOR.pid()[0]
             threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-            time.sleep(30)
+            time.sleep(60)
         return attempts(trainer)
 
     began = time.monotonic()
-    assert case.run(script).attempt == 2
-    assert case.result == [2, 2, 2, 2]
-    assert time.monotonic() - began < 30
+    assert case.run(script).attempt == 3
+    assert case.result == [3, 3, 3, 3]
+    assert time.monotonic() - began < 60
 
 
 def test_beyond_its_budget_the_job_fails_and_says_so(case: Case) -> None:
@@ -245,13 +253,19 @@ def test_an_exception_is_no_death_and_starts_nothing_again(case: Case) -> None:
 # --- who hangs
 
 
-def test_an_instance_that_does_not_answer_in_time_is_named_with_its_place_and_replaced(
+def test_who_does_not_answer_in_time_is_named_with_its_place_and_replaced(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = case.strike("quick", "tool-1", "l").run(lambda trainer: (trainer.RG_TOOL.quick(), attempts(trainer)))
-    assert result.status == "finished"
-    assert case.result == ([0, 1], [1, 1, 1, 2])
-    (hung,) = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
+    def script(trainer: Any) -> Any:
+        answers = trainer.RG_TOOL.quick()  # idempotent: it is sent again
+        with pytest.raises(WorkerTimeout, match="rank 0"):
+            trainer.RG_TOOL.quick_once()
+        time.sleep(0.5)
+        return answers, trainer.RG_TOOL.quick_once(), attempts(trainer)
+
+    assert case.strike("quick", "tool-1", "l").strike("quick_once", "tool-0", "l").run(script).status == "finished"
+    assert case.result == ([0, 1], [0, 1], [1, 1, 2, 2])
+    hung, _ = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
     assert hung.process == "TOOL-1"
     assert "no answer after 1 s from TOOL.quick on rank 1" in hung.text
     assert "fragile.py" in hung.text
@@ -259,39 +273,20 @@ def test_an_instance_that_does_not_answer_in_time_is_named_with_its_place_and_re
     assert "TOOL-1 hangs, here:\n" in capsys.readouterr().out
 
 
-def test_a_timeout_of_a_call_that_is_not_idempotent_is_raised_and_the_instance_replaced(case: Case) -> None:
+def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead(case: Case) -> None:
     def script(trainer: Any) -> Any:
-        with pytest.raises(WorkerTimeout, match="rank 0"):
-            trainer.RG_TOOL.quick_once()
-        time.sleep(0.5)
-        return trainer.RG_TOOL.quick_once(), attempts(trainer)[2:]
-
-    assert case.strike("quick_once", "tool-0", "l").run(script).status == "finished"
-    assert case.result == ([0, 1], [2, 1])
-
-
-@pytest.mark.parametrize(("worker", "how"), [("actor-0", "l"), ("actor-0", "s"), ("tool-0", "s")])
-def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead(case: Case, worker: str, how: str) -> None:
-    def script(trainer: Any) -> Any:
+        if trainer.attempt == 3:
+            time.sleep(60)
         return trainer.RG_ACTOR.double([1, 2]), trainer.RG_TOOL.double([1, 2]), attempts(trainer)
 
-    result = case.strike("double", worker, how).run(script, stall_timeout=5.0)
-    assert result.status == "finished"
-    assert result.attempt == (1 if worker == "tool-0" else 2)
-    assert case.result[:2] == ([[2, 4]], [[2], [4]])
-    assert case.kinds.count("hung") == 1
-
-
-def test_a_trainer_that_neither_calls_nor_says_anything_is_taken_for_dead(case: Case) -> None:
-    def script(trainer: Any) -> Any:
-        if trainer.attempt == 1:
-            time.sleep(60)
-        return trainer.attempt
-
-    assert case.run(script, stall_timeout=5.0).attempt == 2
-    assert case.result == 2
-    (hung,) = [event.text for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
-    assert "it has called nobody" in hung
+    # A rank in an endless loop, the rank again, now stopped, a trainer that calls nobody, a stopped instance.
+    result = case.strike("double", "actor-0", "ls").strike("double", "tool-0", "s").run(script, stall_timeout=5.0)
+    assert (result.status, result.attempt) == ("finished", 4)
+    assert case.result == ([[2, 4]], [[2], [4]], [4, 4, 5, 4])
+    hung = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
+    assert [event.process for event in hung] == ["ACTOR-0", "ACTOR-0", "TRAINER-0", "TOOL-0"]
+    for event, told in zip(hung, ("in ACTOR.double for", "not answered", "called nobody", "not answered"), strict=True):
+        assert told in event.text
 
 
 # --- the driver, and the user
@@ -381,15 +376,3 @@ def test_the_second_ctrl_c_stops_at_once_and_so_does_the_first_without_a_grace(
     assert driven.returncode == 130
     assert list(tmp_path.glob("saved-*")) == []
     assert wait_until_gone(processes(tmp_path), 5) == []
-
-
-def test_a_group_and_the_trainers_lists_follow_a_replacement(case: Case) -> None:
-    def script(trainer: Any) -> Any:
-        group = trainer.RG_TOOL
-        before = [member.handle for member in group]
-        trainer.RG_TOOL.double([1, 2])
-        after = [member.handle for member in group]
-        return [a == b for a, b in zip(before, after, strict=True)], group[0].attempt, len(group)
-
-    assert case.strike("double", "tool-0").run(script).status == "finished"
-    assert case.result == ([False, True], 2, 2)

@@ -1,15 +1,12 @@
 """recipes/openrlhf_ppo as its users meet it: real Ray, real DeepSpeed, real files."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipe_runs import Run, is_alive, running
+from recipe_runs import Run
 
 SMALL = [
     "prompt_data=task:sort",
@@ -145,43 +142,6 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
     assert first["actor/kl_to_reference"] == pytest.approx(0.0, abs=1e-5)
     assert second["actor/kl_to_reference"] != pytest.approx(0.0, abs=1e-3)
     assert run.summary["score"] is None
-
-
-def test_without_restarts_a_killed_process_ends_the_run_says_why_and_leaves_nothing(
-    ray_address: str, policy: Path, tmp_path: Path
-) -> None:
-    options = [*SMALL, "max_samples=16000", "max_eval_samples=8", "max_restarts=0"]
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
-    run.wait_for_step(1)
-    pids = run.pids()
-    assert set(pids) == {"trainer-0", "actor-0", "critic-0", "rollout-0", "reward-0"}
-    os.kill(pids["actor-0"], signal.SIGKILL)
-    run.wait(30)
-    assert run.code == 1
-    *output, line = run.err.splitlines()
-    assert line.startswith(f"openrlhf_ppo: failed: ACTOR-0 (process {pids['actor-0']} on ")
-    assert any(f"ACTOR-0: process {pids['actor-0']} on " in line for line in output)  # the last lines of its log
-    assert run.summary["status"] == "failed"
-    assert "ACTOR-0" in run.summary["error"]
-    assert run.left_behind() == []
-
-
-def test_when_the_driver_is_killed_everything_ends_within_ten_seconds(
-    ray_address: str, policy: Path, tmp_path: Path
-) -> None:
-    options = [*SMALL, "max_samples=16000", "max_eval_samples=8"]
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options)
-    run.wait_for_step(1)
-    pids = run.pids()
-    for number, pid in enumerate(running("reward_workers", pids["reward-0"])):
-        pids[f"reward code {number}"] = pid
-    assert "reward code 0" in pids
-    run.process.kill()
-    run.wait(10)
-    deadline = time.monotonic() + 10
-    while (alive := [name for name, pid in pids.items() if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive == []
 
 
 @pytest.mark.parametrize(

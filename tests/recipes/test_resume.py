@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import Run
+from recipe_runs import Run, is_alive, running
 from safetensors.torch import load_file
 
 STEPS = 6
@@ -73,52 +74,45 @@ def latest(folder: Path) -> int:
     return int((folder / "checkpoints" / "latest").read_text().removeprefix("step_"))
 
 
-def kill_all(run: Run) -> None:
-    """The driver, and at the same moment everything it has started."""
-    for pid in (run.process.pid, *run.pids().values()):
-        os.kill(pid, signal.SIGKILL)
-    run.process.wait(10)
-
-
 @pytest.mark.timeout(400)
-def test_stopped_and_killed_in_all_ways_it_ends_as_if_it_had_not_been(
-    start: Start, undisturbed: Run, tmp_path: Path
+def test_killed_while_a_checkpoint_is_written_and_stopped_by_ctrl_c_it_ends_as_if_it_had_not_been(
+    recipe: str, start: Start, undisturbed: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    half = folder / "checkpoints" / ".step_4.partial"
+    half = folder / "checkpoints" / ".step_2.partial"
+
+    # kill -9 of the driver between the first and the last file of a checkpoint: everything else ends with it.
+    run = start(folder)
+    run.wait_until(lambda: any(half.glob("*/*")), pause=0.001)
+    run.process.kill()
+    pids = [*run.pids().values(), *running("reward_workers", run.pids().get("reward-0"))]
+    assert len(pids) == (6 if recipe == "openrlhf_ppo" else 3)
+    run.process.wait(10)
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+    assert half.is_dir()
+    assert not (folder / "checkpoints" / "latest").exists()
 
     # Ctrl-C: the step at hand is finished, and kept.
     run = start(folder, "save_steps=-1")
-    run.wait_for_step(1)
+    run.wait_until(lambda: run.metrics and run.metrics[-1]["step"] >= 1)
     run.process.send_signal(signal.SIGINT)
     run.wait(60)
     assert (run.code, run.summary["status"]) == (130, "stopped")
     stopped_at = run.summary["steps"]
-    assert stopped_at < 4
-    assert f"stopped after step {stopped_at} of {STEPS}" in run.out
-    assert latest(folder) == stopped_at
-    assert run.left_behind() == []
-
-    # kill -9 between the first and the last file of a checkpoint.
-    run = start(folder)
-    run.wait_until(lambda: any(half.glob("*/*")), pause=0.001)
-    kill_all(run)
-    assert half.is_dir()
-    assert latest(folder) < 4
-
-    # kill -9 in the middle of a step; steps that were not kept are done again.
-    run = start(folder)
-    run.wait_until((folder / "checkpoints" / "step_4").is_dir)
-    run.wait_until(lambda: run.metrics[-1]["step"] == 5)
-    kill_all(run)
-    assert latest(folder) == 4
+    assert f"stopped after step {stopped_at} of {STEPS}; run_dir={folder} goes on\n" in run.out
+    assert latest(folder) == stopped_at < STEPS
     assert not half.exists()
+    assert run.left_behind() == []
 
     run = start(folder).wait()
     assert run.code == 0, run.err
-    assert f"goes on after step 4 of {STEPS}" in run.out
-    assert (run.summary["steps"], run.summary["resumed_from"], run.summary["attempts"]) == (STEPS, 4, 1)
-    assert run.summary["score"] == undisturbed.summary["score"]
+    assert f"goes on after step {stopped_at} of {STEPS}" in run.out
+    summary = run.summary
+    assert (summary["steps"], summary["resumed_from"], summary["attempts"]) == (STEPS, stopped_at, 1)
+    assert summary["score"] == undisturbed.summary["score"]
     same(run, undisturbed)
 
 
@@ -156,6 +150,7 @@ def test_processes_that_die_while_it_runs_are_replaced_or_all_starts_again_and_n
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("recipe", ["sft"], indirect=True)
 def test_a_finished_run_is_not_done_again(start: Start, undisturbed: Run) -> None:
     before = exact(undisturbed)
     again = start(undisturbed.run_dir).wait()
@@ -163,6 +158,24 @@ def test_a_finished_run_is_not_done_again(start: Start, undisturbed: Run) -> Non
     assert f"goes on after step {STEPS} of {STEPS}" in again.out
     assert exact(again) == before
     assert again.summary["status"] == "finished"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("recipe", ["sft"], indirect=True)
+def test_without_restarts_a_killed_process_ends_the_run_which_says_why_and_leaves_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start(tmp_path / "run", "max_restarts=0", "max_samples=100000")
+    run.wait_until(lambda: run.metrics)
+    pid = run.pids()["actor-0"]
+    os.kill(pid, signal.SIGKILL)
+    run.wait(60)
+    assert (run.code, run.summary["status"]) == (1, "failed")
+    *output, line = run.err.splitlines()
+    assert f": failed: ACTOR-0 (process {pid} on " in line
+    assert any(f"ACTOR-0: process {pid} on " in line for line in output)  # the last lines of its log
+    assert "ACTOR-0" in run.summary["error"]
+    assert run.left_behind() == []
 
 
 def test_what_cannot_be_resumed_is_refused_before_anything_starts(

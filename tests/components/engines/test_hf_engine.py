@@ -270,7 +270,7 @@ def test_a_weight_of_another_shape_is_an_error_and_nothing_is_copied(
 
 
 def test_an_older_version_is_refused_and_the_same_one_received_again(tied_model: Path, tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "w", keep=2)
+    publisher = WeightPublisher(tmp_path / "w")
     old, new = (publisher.publish(version, named_weights(tied_model).items()) for version in (1, 2))
     engine = HFRolloutEngine(tied_model)
     engine.receive(new)

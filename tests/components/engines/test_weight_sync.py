@@ -45,19 +45,22 @@ def test_views_of_one_flat_buffer_are_published_each_with_its_own_part(tmp_path:
     assert handle.nbytes == 40
 
 
-def test_publishing_unlinks_the_older_version(tmp_path: Path) -> None:
+def test_a_version_stays_until_the_one_after_the_next_is_written(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     first = publisher.publish(1, some_weights().items())
-    second = publisher.publish(2, some_weights().items())
-    assert folders(tmp_path / "w") == [Path(second.path).name]
+    second = publisher.publish(5, some_weights().items())
+    assert folders(tmp_path / "w") == [Path(handle.path).name for handle in (first, second)]
+    while_written: list[str] = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        while_written.extend(folders(tmp_path / "w"))
+        yield from some_weights().items()
+
+    third = publisher.publish(9, weights())
+    assert while_written == [Path(second.path).name, "weights-00000009.partial"]
+    assert folders(tmp_path / "w") == [Path(handle.path).name for handle in (second, third)]
     with pytest.raises(FileNotFoundError, match=r"version 1 .* unlinked .* receive the newest"):
         next(read_weights(first))
-
-
-def test_keep_2_leaves_the_two_newest_versions(tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "w", keep=2)
-    handles = [publisher.publish(version, some_weights().items()) for version in (1, 5, 9)]
-    assert folders(tmp_path / "w") == [Path(handle.path).name for handle in handles[1:]]
 
 
 def test_a_reader_that_has_begun_survives_the_unlinking(tmp_path: Path) -> None:
