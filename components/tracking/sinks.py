@@ -40,7 +40,9 @@ class JsonLines:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open the file, without the lines of steps that are done again."""
-        write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step))
+        # A run that begins anew writes what it measures before its first step again, too.
+        last = resume_step if resume_step > 0 else -1
+        write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= last))
         self._lines = LineFile(path)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -143,6 +143,15 @@ def test_rollouts_are_a_parquet_file_with_a_row_per_sequence(tracker: Tracker) -
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_run_that_begins_anew_in_its_folder_keeps_no_metrics_not_even_those_of_step_0(tmp_path: Path) -> None:
+    before = Tracker(tmp_path, "ppo", {}, 1)
+    before.log(0, {"loss": 3.0})
+    before.log(1, {"loss": 2.0})
+    before.close()
+    Tracker(tmp_path, "ppo", {}, 1, resume_step=0).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
 def test_rollouts_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
     def steps() -> list[str]:
         return sorted(path.name for path in (tmp_path / "rollouts").iterdir())

@@ -96,8 +96,9 @@ def test_killed_while_a_checkpoint_is_written_and_stopped_by_ctrl_c_it_ends_as_i
     assert not (folder / "checkpoints" / "latest").exists()
 
     # Ctrl-C: the step at hand is finished, and kept.
+    began = time.time()
     run = start(folder, "save_steps=-1")
-    run.wait_until(lambda: run.metrics and run.metrics[-1]["step"] >= 1)
+    run.wait_until(lambda: run.metrics and run.metrics[-1]["step"] >= 1 and run.metrics[-1]["time"] > began)
     run.process.send_signal(signal.SIGINT)
     run.wait(60)
     assert (run.code, run.summary["status"]) == (130, "stopped")
@@ -127,7 +128,7 @@ def test_processes_that_die_while_it_runs_are_replaced_or_all_starts_again_and_n
         for instance in ("rollout-0", "reward-0"):
             os.kill(run.pids()[instance], signal.SIGKILL)
         run.wait_until(lambda: len(run.starts()["rollout-0"]) == 2)
-    run.wait_for_step(3)
+    run.wait_until(lambda: (run.run_dir / "checkpoints" / "step_2").is_dir() and run.metrics[-1]["step"] >= 3)
     os.kill(run.pids()["actor-0"], signal.SIGKILL)
     run.wait()
     assert run.code == 0, run.err
