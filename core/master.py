@@ -374,28 +374,32 @@ class Master:
         self._ask([host], "connect", self._roles)
         for role, rank in host.plan.workers:
             asked = self._tell_others(host, "replay", role, rank, self._backend.pickled(host.handle), host.attempt)
-            self._await_replays(host, {(other, role, rank, host.attempt) for other in asked})
+            self._await_replays(host, {(h.plan.name, role, rank, host.attempt): (h, h.attempt) for h in asked})
 
-    def _tell_others(self, host: WatchedHost, kind: str, *details: Any) -> list[str]:
-        others = [h for h in self._watch.hosts if h is not host and not h.replacing and h.link and h.link.alive]
+    def _tell_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
+        others = [h for h in self._watch.hosts if h is not host and h.link and h.link.alive]
         for other in others:
             assert other.link is not None
             other.link.send(kind, *details)
-        return [other.plan.name for other in others]
+        return others
 
-    def _await_replays(self, host: WatchedHost, expected: set[tuple[str, str, int, int]]) -> None:
+    def _await_replays(self, host: WatchedHost, expected: dict[Any, tuple[WatchedHost, int]]) -> None:
         while expected:
             self._tend()
-            for asked, error in self._watch.take("replayed"):
-                expected.discard(asked)
+            for asked, error in self._watch.take("replayed", expected):
+                del expected[asked]
                 if isinstance(error, WorkerDied):
                     raise error
                 if error is not None:
                     raise with_note(error, f"while {host.plan.name} was told again what {asked[0]} had told it before")
             if host.is_gone:
                 raise WorkerDied(host.blame())
-            gone = {other.plan.name for other in self._watch.hosts if other.is_gone}
-            expected = {asked for asked in expected if asked[0] not in gone}
+            # Who died meanwhile has nothing to repeat, and neither has its replacement.
+            expected = {
+                asked: (other, attempt)
+                for asked, (other, attempt) in expected.items()
+                if other.attempt == attempt and not other.is_gone
+            }
             time.sleep(0.02)
 
     def _explain(self, failure: BaseException) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,14 @@ class Watch:
                 if link.alive:
                     link.send("status")
 
-    def take(self, kind: str) -> list[Any]:
-        """The messages of a kind, which are then gone."""
-        found = [payload for k, payload in self.messages if k == kind]
-        self.messages = [message for message in self.messages if message[0] != kind]
-        return found
+    def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
+        """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.
+
+        Two replacements may wait for their answers at the same time.
+        """
+        found = [m for m in self.messages if m[0] == kind and (about is None or m[1][0] in about)]
+        self.messages = [message for message in self.messages if message not in found]
+        return [payload for _, payload in found]
 
     def stalled(self, limit: float, driving: list[WatchedHost]) -> list[tuple[WatchedHost, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.

@@ -112,9 +112,21 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
     return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 
 
-def save_state(path: str) -> list[Future[list[None]]]:
-    """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic."""
-    return [RoleGroup(role, optional=True).call(save_state, path) for role in (Role.ACTOR, Role.CRITIC)]
+def save_state(path: str) -> None:
+    """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic.
+
+    Raises:
+        OSError: one of them could not; by then neither writes any more.
+    """
+    saving = [RoleGroup(role, optional=True).call(save_state, path) for role in (Role.ACTOR, Role.CRITIC)]
+    failed: list[OSError] = []
+    for future in saving:
+        try:
+            future.result()
+        except OSError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def load_state(path: str) -> list[Future[list[list[str]]]]:

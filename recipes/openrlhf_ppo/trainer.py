@@ -309,7 +309,7 @@ class PPOTrainer(BaseTrainer):
 
     def write(self, folder: Path) -> None:
         """Let the roles write what they hold into a step's folder."""
-        remote_call.wait_all(remote_call.save_state(str(folder / "state")))
+        remote_call.save_state(str(folder / "state"))
         self.export(folder / "hf")
         if self.config.save_value_network:
             remote_call.save_value_model(str(folder / "critic"))
