@@ -238,17 +238,23 @@ class Checkpoints:
         return f"{what}: {fault.reason}; {last}; {fault.advice}"
 
 
-def find_checkpoint(resume: str, folder: str | Path) -> Path | None:
+def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) -> Path | None:
     """Find the step folder to resume from.
 
     Args:
         resume: "none": None. "auto": the latest in `folder`, or None when there is none. Else a path: a step folder,
             a folder with `latest`, or a run's folder with `checkpoints/latest`.
         folder: the folder of the run's checkpoints; it need not be there.
+        run_id: who asks. When the latest in `folder` was saved with this `run_id` in its state, the run was started
+            again: it goes on from there, whatever `resume` says. What another run left there does not count.
 
     Raises:
         ValueError: nothing is there, or nothing to resume from.
     """
+    if run_id is not None:
+        own = find_checkpoint("auto", folder)
+        if own is not None and read_state(own).get("run_id") == run_id:
+            return own
     if resume == "none":
         return None
     try:
@@ -304,7 +310,13 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
-def changed_options(before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
+IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
+"""Options that may differ from those of a checkpoint without being worth a word."""
+
+
+def changed_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = IGNORED_CHANGES
+) -> list[str]:
     """Say which options differ, one line each: "actor_learning_rate: 1e-06 -> 2e-06", nested ones as a.b.
 
     In the order of `now`, then those that only `before` has. Lists and tuples are equal, as JSON has but one of them,

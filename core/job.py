@@ -155,10 +155,13 @@ class JobBuilder:
                 0: never. Below 5 it would be shorter than the pauses between two questions.
             stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return; 0: none.
         """
-        if 0 < stall_timeout < _SHORTEST_STALL_S:
+        if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
             raise JobError(
                 f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g} seconds, or 0 for never"
             )
+        for name, value in (("max_restarts", max_restarts), ("stop_grace", stop_grace)):
+            if not value >= 0:
+                raise JobError(f"{name}={value:g}; set 0 or more")
         self._limits = {"max_restarts": max_restarts, "stall_timeout": stall_timeout, "stop_grace": stop_grace}
         return self
 
@@ -231,6 +234,8 @@ class JobBuilder:
 
     def max_restarts(self: B, count: int) -> B:
         """How many instances of the open role are replaced in a run when they die; of `run` roles only."""
+        if count < 0:
+            raise JobError(f"max_restarts={count}; set 0 or more")
         return self._set(max_restarts=count)
 
     # --- the check

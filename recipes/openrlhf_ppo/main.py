@@ -82,12 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         check_inputs(config)
         run_dir = open_run_folder(config.run_dir, config.resume)
-        check_resume(config.resume, config.ckpt_path or run_dir / "checkpoints")
+        config = replace(config, run_dir=str(run_dir))
+        check_resume(config.resume, config.checkpoint_dir)
         (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
+    job.config = replace(config, pretrain=resolve_model(config.pretrain))
     warm_start = time.time() - began
     for line in (f"run folder {run_dir}", describe(config, job), *notes):
         print(f"{RECIPE}: {line}", flush=True)

@@ -45,7 +45,7 @@ class PPOTrainer(BaseTrainer):
         self.took_to_save: dict[str, float] = {}
         self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
-        self.resumed = self.find_resumed()
+        self.resumed = find_checkpoint(config.resume, self.checkpoints.folder, self.run_id)
         saved = self.load(self.resumed) if self.resumed else {}
         self.tracker = Tracker(
             config.run_dir,
@@ -90,7 +90,7 @@ class PPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        if self.resumed is None and not self.stop_requested:
+        if not self.scores.get("start") and not self.stop_requested:
             self.score_start()
         for samples in self.stream:
             experience, took = self.make_experience(samples)
@@ -181,11 +181,12 @@ class PPOTrainer(BaseTrainer):
         return is_best
 
     def score_start(self) -> None:
-        """What the policy can do before it is trained."""
+        """What the policy can do before it is trained, or where held-out prompts were named for the first time."""
         self.scores["start"] = start = self.score() | self.evaluate()
         if start:
             self.deciding(start)  # a best_eval_metric_key that is none is found out now
-            self.say(f"before training: {console_line(0, scores_in(start))}")
+            when = f"as it was resumed after step {self.stream.step}" if self.stream.step else "before training"
+            self.say(f"{when}: {console_line(self.stream.step, scores_in(start))}")
 
     def score(self) -> dict[str, float]:
         """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
@@ -250,6 +251,8 @@ class PPOTrainer(BaseTrainer):
             self.export(Path(self.config.save_path))
         score = None
         if self.heldout is not None:
+            if "eval/score" not in end:  # resumed with nothing left to do, and not evaluated at that step before
+                end = self.score() | self.evaluate()
             names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
             names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
             score = names | {"examples": len(self.heldout)}
@@ -265,12 +268,6 @@ class PPOTrainer(BaseTrainer):
         self.say(f"trained policy: {self.checkpoints.latest()}/hf")
 
     # --- checkpoints
-
-    def find_resumed(self) -> Path | None:
-        """Where to go on from: the run's own checkpoint when the job was started again, else what `resume` says."""
-        folder = self.checkpoints.folder
-        own = find_checkpoint("auto", folder) if self.attempt > 1 else None
-        return own or find_checkpoint(self.config.resume, folder)
 
     def save_when_due(self, is_best: bool) -> None:
         """Write a checkpoint every `save_steps` steps and of the best policy; one that fails is said and counted."""
@@ -296,6 +293,7 @@ class PPOTrainer(BaseTrainer):
     def state(self) -> dict[str, Any]:
         """Everything that the training goes on from, but for the models."""
         return {
+            "run_id": self.run_id,
             "stream": self.stream.state_dict(),
             "prompts": self.prompts.state_dict(),
             "weight_version": self.version,
@@ -333,7 +331,7 @@ class PPOTrainer(BaseTrainer):
         self.best = saved["best"] and tuple(saved["best"])
         self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
-        for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
+        for line in changed_options(saved["config"], redact(self.config)):
             self.say(f"changed since that checkpoint: {line}")
         return saved
 
@@ -373,9 +371,6 @@ class PPOTrainer(BaseTrainer):
                 f"but the trainer is at version {self.version}; a rollout engine missed an update"
             )
 
-
-IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
-"""Options that may differ from those of a checkpoint without being worth a word."""
 
 SHOW_SAMPLES_EVERY = 10
 SHOWN_SAMPLES = 8

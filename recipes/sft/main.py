@@ -65,13 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         check_inputs(config)
         run_dir = open_run_folder(config.run_dir, config.resume)
-        check_resume(config.resume, config.ckpt_path or run_dir / "checkpoints")
+        config = replace(config, run_dir=str(run_dir))
+        check_resume(config.resume, config.checkpoint_dir)
         (run_dir / "plan.json").write_text(plan, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
     print(f"{RECIPE}: run folder {run_dir}", flush=True)
-    job.config = replace(config, run_dir=str(run_dir))
+    job.config = config
     events = EventLog(run_dir / "events.jsonl")
     result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began, observers=[events])
     events.close()

@@ -43,7 +43,7 @@ class SFTTrainer(BaseTrainer):
             steps = config.max_epochs * self.steps_per_epoch
             self.stream = SampleStream(self.minibatch, steps, stopped=lambda: self.stop_requested)
             self.say(f"{data.kept} demonstrations (left out: {data.dropped}), {steps} optimizer steps")
-            resumed = self.find_resumed()
+            resumed = find_checkpoint(config.resume, self.checkpoints.folder, self.run_id)
             saved = self.load(resumed) if resumed else {}
             self.tracker = Tracker(
                 config.run_dir,
@@ -122,12 +122,6 @@ class SFTTrainer(BaseTrainer):
 
     # --- checkpoints
 
-    def find_resumed(self) -> Path | None:
-        """Where to go on from: the run's own checkpoint when the job was started again, else what `resume` says."""
-        folder = self.checkpoints.folder
-        own = find_checkpoint("auto", folder) if self.attempt > 1 else None
-        return own or find_checkpoint(self.config.resume, folder)
-
     def save_when_due(self) -> None:
         """Write a checkpoint every `save_steps` steps; one that fails is said."""
         if self.config.save_steps < 1 or self.stream.step % self.config.save_steps:
@@ -145,6 +139,7 @@ class SFTTrainer(BaseTrainer):
     def state(self) -> dict[str, Any]:
         """Everything that the training goes on from, but for the model."""
         return {
+            "run_id": self.run_id,
             "stream": self.stream.state_dict(),
             "demonstrations": self.fingerprint(),
             "tokens_seen": self.tokens_seen,
@@ -169,7 +164,7 @@ class SFTTrainer(BaseTrainer):
         self.tokens_seen, self.training_seconds = saved["tokens_seen"], saved["training_seconds"]
         self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
-        for line in changed_options(saved["config"], redact(self.config), ignore=IGNORED_CHANGES):
+        for line in changed_options(saved["config"], redact(self.config)):
             self.say(f"changed since that checkpoint: {line}")
         return saved
 
@@ -211,7 +206,3 @@ class SFTTrainer(BaseTrainer):
         return encode_demonstrations(
             rows, self.tokenizer, max_tokens=config.max_len, input_template=config.input_template
         )
-
-
-IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
-"""Options that may differ from those of a checkpoint without being worth a word."""

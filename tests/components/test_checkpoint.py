@@ -275,6 +275,17 @@ def test_a_step_that_is_only_a_model_is_refused(tmp_path: Path) -> None:
             find_checkpoint(resume, tmp_path)
 
 
+def test_a_run_started_again_goes_on_from_what_it_saved_itself_and_not_from_what_another_left(tmp_path: Path) -> None:
+    folder, other = tmp_path / "own", tmp_path / "other"
+    save(Checkpoints(other), 3)
+    Checkpoints(folder).save(9, {"run_id": "before"}, lambda _: None)
+    assert find_checkpoint(str(other), folder, "now") == other / "step_3"
+    assert find_checkpoint("auto", folder, "now") == folder / "step_9"
+    Checkpoints(folder).save(4, {"run_id": "now"}, lambda _: None)
+    for resume in (str(other), "auto", "none"):
+        assert find_checkpoint(resume, folder, "now") == folder / "step_4"
+
+
 # --- options
 
 

@@ -82,6 +82,11 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: JobBuilder().run("workers.Echo"), "no role; open one"),
         (lambda: JobBuilder().total(2), "none is open"),
         (lambda: rl_job().total(-1), "at least 1"),
+        (lambda: rl_job().max_restarts(-1), "max_restarts=-1; set 0 or more"),
+        (lambda: rl_job().recovery(max_restarts=-2), "max_restarts=-2; set 0 or more"),
+        (lambda: rl_job().recovery(stop_grace=-1), "stop_grace=-1; set 0 or more"),
+        (lambda: rl_job().recovery(stall_timeout=-1), "stall_timeout=-1; set at least 5 seconds, or 0"),
+        (lambda: rl_job().recovery(stall_timeout=4), "stall_timeout=4; set at least 5 seconds, or 0"),
         (lambda: rl_job().env({"RANK": "3"}), "RANK, which core sets"),
         (lambda: rl_job().global_env({"A": 1}), "must be strings"),  # pyright: ignore[reportArgumentType]
         (lambda: rl_job().with_collocation("actor", "critic").build(), "no role CRITIC"),
