@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,24 @@ class GrowingFile:
         self._file.close()
 
 
+def _ends_a_line(path: Path) -> bool:
+    if path.stat().st_size == 0:
+        return True
+    with path.open("rb") as reader:
+        reader.seek(-1, os.SEEK_END)
+        return reader.read(1) == b"\n"
+
+
 class LineFile(GrowingFile):
     """A growing file of lines."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, and end half a line that a killed process left."""
         super().__init__(path)
-        if path.stat().st_size:
-            with path.open("rb") as reader:
-                reader.seek(-1, os.SEEK_END)
-                torn = reader.read() != b"\n"
-            if torn:
+        if not _ends_a_line(path):
+            # Another process may be in the middle of one; a killed one will never end it.
+            time.sleep(0.05)
+            if not _ends_a_line(path):
                 self.add("\n")
 
     def add(self, line: str) -> None:
