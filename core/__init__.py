@@ -1,23 +1,32 @@
 """Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it."""
 
+from typing import NoReturn
+
 from core.config import Refused, describe_options, given_options, load_config, options_of
 from core.context import Identity, Member, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied, WorkerTimeout
-from core.futures import Future, FutureSequence
+from core.futures import Future, FutureSequence, as_completed
 from core.invocation import replicate, rpc, trainer_invocation
-from core.job import Job, JobBuilder, RLJobBuilder
+from core.job import Job, JobBuilder, RLJobBuilder, RunningJob
+from core.names import hint_after
 from core.observers import CallEvent, JobEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
 from core.role_group import RoleGroup
 from core.roles import Role
 from core.trainer import BaseTrainer
+from core.worker_group import Dispatch, WorkerGroup, nd_compute, register
 from core.workload import BaseWorkload
+
+DLJobBuilder = JobBuilder
+"""DLRover's name."""
 
 __all__ = [
     "BaseTrainer",
     "BaseWorkload",
     "CallEvent",
     "ConfigError",
+    "DLJobBuilder",
+    "Dispatch",
     "Future",
     "FutureSequence",
     "Identity",
@@ -34,15 +43,27 @@ __all__ = [
     "Role",
     "RoleGroup",
     "RoleSpec",
+    "RunningJob",
     "WorkerDied",
+    "WorkerGroup",
     "WorkerTimeout",
     "WorkloadContext",
+    "as_completed",
     "describe_options",
     "given_options",
     "load_config",
+    "nd_compute",
     "options_of",
+    "register",
     "replicate",
     "rpc",
     "say",
     "trainer_invocation",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if hint := hint_after("core", name):
+        # `from core import name` would swallow an AttributeError's text.
+        raise ImportError(f"core has no {name}{hint}", name="core")
+    raise AttributeError(f"module 'core' has no attribute {name!r}")

@@ -20,20 +20,29 @@ Kind = Literal["train", "run"]
 
 
 class Outcome:
-    """What one call to one worker came to: a value, or an error."""
+    """What one call to one worker came to: a value, or an error.
 
-    __slots__ = ("error", "value")
+    `seconds`: how long it ran, where it ran in this process and nobody could be said to be late before it came back.
+    """
 
-    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+    __slots__ = ("error", "seconds", "value")
+
+    def __init__(self, value: Any = None, error: BaseException | None = None, seconds: float = 0.0) -> None:
         self.value = value
         self.error = error
+        self.seconds = seconds
 
 
 class Transport(Protocol):
     """How calls travel. One implementation per backend; references are the backend's own."""
 
-    def send(self, member: "Member", name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Submit one call and return a reference to its outcome."""
+    is_inline: bool
+    """Whether calls run in this process, on the thread of who waits for them."""
+
+    def send(
+        self, member: "Member", name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
+    ) -> Any:
+        """Submit one call and return a reference to its outcome; `concurrent` ones may run beside others."""
         ...
 
     def put(self, value: Any) -> Any:

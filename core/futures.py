@@ -5,13 +5,19 @@ wait: its peers may be stuck in a collective that can never complete.
 """
 
 import asyncio
+import bisect
+import contextlib
+import contextvars
+import itertools
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar, overload
 
 from core.context import Member, Outcome, Transport, WorkloadContext
 from core.errors import WorkerDied, WorkerTimeout, with_note
 from core.invocation import Export
+from core.parts import Parts, spread
 from core.sharding import join
 
 T = TypeVar("T")
@@ -47,7 +53,10 @@ class Pending:
         self.member = living
         if export.replay:
             self._before = context.recovery.remember(living, export.name, args, kwargs)
-        self.reference = context.transport.send(living, export.name, args, kwargs)
+        self.reference = self._send(args, kwargs)
+
+    def _send(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._context.transport.send(self.member, self.method, args, kwargs, self._export.concurrent)
 
     @property
     def method(self) -> str:
@@ -72,7 +81,7 @@ class Pending:
         if living is None or living == self.member:
             return False
         self.member = living
-        self.reference = self._context.transport.send(living, self.method, *self._arguments)
+        self.reference = self._send(*self._arguments)
         return True
 
 
@@ -85,15 +94,18 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
     """Values of all calls, in their order.
 
     Raises:
-        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks.
+        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks. Where calls run
+            in this process nothing can end them: they are late when they come back, each by its own time.
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
-    began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
-    waiting, lost, outcomes = list(calls), list[Pending](), dict[int, Outcome]()
+    began, report_at, limit = time.monotonic(), FIRST_REPORT_AFTER_S, timeout
+    if context.transport.is_inline:
+        limit = None
+    waiting, lost, late, outcomes = list(calls), list[Pending](), list[Pending](), dict[int, Outcome]()
     while waiting or lost:
         elapsed = time.monotonic() - began
-        pause = report_at - elapsed if timeout is None else min(report_at - elapsed, timeout - elapsed)
+        pause = report_at - elapsed if limit is None else min(report_at - elapsed, limit - elapsed)
         if lost:
             waiting += [call for call in lost if call.send_again(_LOOK_FOR_REPLACEMENT_S)]
             lost, pause = [call for call in lost if call not in waiting], 0.0
@@ -102,20 +114,28 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
             outcome = call.outcome()
             if outcome is None:
                 lost.append(call)
-            else:
-                outcomes[id(call)] = outcome
+                continue
+            outcomes[id(call)] = outcome
+            if timeout is not None and outcome.seconds > timeout:
+                late.append(call)
         waiting = [call for call in waiting if call.reference not in ready]
         if any(outcome.error is not None for outcome in outcomes.values()):
             _raise_first(calls, waiting, outcomes, context.transport)
         elapsed, missing = time.monotonic() - began, [*waiting, *lost]
-        if missing and timeout is not None and elapsed >= timeout:
-            late = WorkerTimeout(f"no answer after {timeout:g} s from {_describe(missing)}")
-            late.missing = tuple((call.member.role, call.member.rank, call.member.attempt) for call in missing)
-            raise late
+        if missing and limit is not None and elapsed >= limit:
+            raise _timeout(missing, limit)
         if missing and elapsed >= report_at:
             context.say(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(missing)}")
             report_at *= 2
+    if late and timeout is not None:
+        raise _timeout(late, timeout)
     return [outcomes[id(call)].value for call in calls]
+
+
+def _timeout(missing: list[Pending], timeout: float) -> WorkerTimeout:
+    late = WorkerTimeout(f"no answer after {timeout:g} s from {_describe(missing)}")
+    late.missing = tuple((call.member.role, call.member.rank, call.member.attempt) for call in missing)
+    return late
 
 
 def _raise_first(
@@ -139,57 +159,121 @@ def _raise_first(
     raise error
 
 
-class Future(Generic[T]):
-    """The answers of a group that are still on their way. `await future` works in async code."""
+class _Answers:
+    """What both kinds of future can do. `await future` works in async code."""
+
+    _context: WorkloadContext
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
+        raise NotImplementedError
+
+    def open_references(self) -> list[Any]:
+        """References to what has not been looked at yet."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """True when `result()` would not wait."""
+        references = self.open_references()
+        return not references or len(self._context.transport.wait(references, 0)) == len(references)
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call `callback(self)` once there is a result or an error, on a thread of its own; in local mode, now."""
+
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # the callback finds it in result()
+                self.result()
+            callback(self)
+
+        if self._context.transport.is_inline:
+            wait()
+        else:
+            within = contextvars.copy_context()
+            threading.Thread(target=within.run, args=(wait,), name="troupe-callback", daemon=True).start()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self._context.transport.is_inline:
+            yield from asyncio.sleep(0).__await__()
+            return self.result()
+        return (yield from asyncio.to_thread(self.result).__await__())
+
+
+class Future(_Answers, Generic[T]):
+    """The answers of a group that are still on their way."""
 
     def __init__(
         self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T] = lambda v: v
     ) -> None:
-        self._calls = list(calls)
+        self.calls = list(calls)
         self._context = context
         self._finish = finish
         self._result: list[T] = []
+        self._lock = threading.Lock()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
-        if not self._result:
-            self._result.append(self._finish(wait_for(self._calls, self._context, timeout)))
-        return self._result[0]
+        with self._lock:  # a callback's thread may wait too, and `finish` is to run once
+            if not self._result:
+                self._result.append(self._finish(wait_for(self.calls, self._context, timeout)))
+            return self._result[0]
 
-    def done(self) -> bool:
-        """True when `result()` would not wait."""
-        references = [call.reference for call in self._calls]
-        return (
-            bool(self._result) or not references or len(self._context.transport.wait(references, 0)) == len(references)
-        )
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.to_thread(self.result).__await__()
+    def open_references(self) -> list[Any]:
+        """References to what has not been looked at yet."""
+        return [] if self._result else [call.reference for call in self.calls]
 
     def __repr__(self) -> str:
-        return f"Future({_describe(self._calls) if self._calls else 'no worker was called'})"
+        return f"Future({_describe(self.calls) if self.calls else 'no worker was called'})"
 
 
-class FutureSequence(Sequence[T]):
+class Parted:
+    """A future of answers to be joined, one item for each that was given out.
+
+    It can be an argument of another group's call: its workers fetch their parts from those who made them, and nobody
+    in between does.
+    """
+
+    calls: list[Pending]
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __shard__(self, n: int) -> list[Parts]:
+        return spread([call.reference for call in self.calls], self.lengths, n, self.calls[0].method)
+
+
+class JoinedFuture(Parted, Future[Any]):
+    """The answers of a call that was split over a worker group, to be joined."""
+
+    def __init__(
+        self, calls: Sequence[Pending], context: WorkloadContext, lengths: list[int], counting: list[int]
+    ) -> None:
+        """`counting`: which of the calls have the answers, in their order; the others are their peers."""
+        super().__init__(calls, context, lambda values: join([values[i] for i in counting], self.calls[0].method))
+        self._counting, self.lengths = counting, lengths
+
+    def __shard__(self, n: int) -> list[Parts]:
+        return spread([self.calls[i].reference for i in self._counting], self.lengths, n, self.calls[0].method)
+
+
+class FutureSequence(Parted, _Answers, Sequence[T]):
     """All items of a batch that was split over workers; it blocks only for the chunks that are looked at."""
 
     def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
-        self._calls = list(calls)
-        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        self.calls = list(calls)
+        self.lengths = list(lengths)
+        self._starts = [0, *itertools.accumulate(lengths)]
         self._context = context
         self._chunks: dict[int, Any] = {}
 
-    def __len__(self) -> int:
-        return self._starts[-1]
-
     def _chunk(self, index: int) -> Any:
         if index not in self._chunks:
-            (value,) = wait_for([self._calls[index]], self._context, None)
+            (value,) = wait_for([self.calls[index]], self._context, None)
             self._store(index, value)
         return self._chunks[index]
 
     def _store(self, index: int, value: Any) -> None:
-        call, wanted = self._calls[index], self._starts[index + 1] - self._starts[index]
+        call, wanted = self.calls[index], self.lengths[index]
         got = len(value) if hasattr(value, "__len__") else None
         if got != wanted:
             raise ValueError(
@@ -208,29 +292,68 @@ class FutureSequence(Sequence[T]):
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} of {len(self)} items")
-        chunk = next(i for i in range(len(self._calls)) if position < self._starts[i + 1])
+        chunk = bisect.bisect_right(self._starts, position) - 1
         return self._chunk(chunk)[position - self._starts[chunk]]
 
     def __iter__(self) -> Iterator[T]:
-        for index in range(len(self._calls)):
+        for index in range(len(self.calls)):
             yield from self._chunk(index)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
-        if len(self._chunks) < len(self._calls):
-            for index, value in enumerate(wait_for(self._calls, self._context, timeout)):
-                self._store(index, value)
-        parts = [self._chunks[i] for i in range(len(self._calls))]
-        return join(parts, self._calls[0].method) if parts else []
+        missing = [index for index in range(len(self.calls)) if index not in self._chunks]
+        for index, value in zip(
+            missing, wait_for([self.calls[i] for i in missing], self._context, timeout), strict=True
+        ):
+            self._store(index, value)
+        parts = [self._chunks[i] for i in range(len(self.calls))]
+        return join(parts, self.calls[0].method) if parts else []
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for all items; the first error of a worker is raised."""
         self.result(timeout)
 
-    def done(self) -> bool:
-        """True when nothing of it would have to be waited for."""
-        references = [call.reference for i, call in enumerate(self._calls) if i not in self._chunks]
-        return not references or len(self._context.transport.wait(references, 0)) == len(references)
+    def open_references(self) -> list[Any]:
+        """References to what has not been looked at yet."""
+        return [call.reference for i, call in enumerate(self.calls) if i not in self._chunks]
 
     def __repr__(self) -> str:
-        return f"FutureSequence({len(self)} items from {len(self._calls)} workers)"
+        return f"FutureSequence({len(self)} items from {len(self.calls)} workers)"
+
+
+def whole(value: Any) -> Any:
+    """What goes whole to a worker: a future of joined answers as its parts, everything else as it is.
+
+    Raises:
+        ValueError: a future of separate answers.
+    """
+    if isinstance(value, Parted):
+        return value.__shard__(1)[0]
+    if isinstance(value, Future):
+        raise ValueError(f"{value} has several answers that are not joined; pass its result()")
+    return value
+
+
+AnyFuture = TypeVar("AnyFuture", bound=_Answers)
+
+
+def as_completed(futures: Iterable[AnyFuture], timeout: float | None = None) -> Iterator[AnyFuture]:
+    """Futures in the order in which they come to an end, well or badly; `result()` of each then does not wait.
+
+    Raises:
+        TimeoutError: some had not come to an end after `timeout` seconds.
+    """
+    waiting, ended = list(futures), set[Any]()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while waiting:
+        ready = [future for future in waiting if ended.issuperset(future.open_references())]
+        yield from ready
+        waiting = [future for future in waiting if future not in ready]
+        if ready or not waiting:
+            continue
+        pause = None if deadline is None else max(0.0, deadline - time.monotonic())
+        missing = {r for future in waiting for r in future.open_references()} - ended
+        found = waiting[0]._context.transport.wait(list(missing), pause)
+        if not found and pause == 0.0:
+            raise TimeoutError(f"{len(waiting)} of the futures have not come to an end after {timeout:g} s: {waiting}")
+        ended.update(found)

@@ -1,26 +1,24 @@
-"""A host: one process that holds workloads and runs the calls to them, one at a time, on its main thread."""
+"""A host: it holds workloads and runs the calls to them, one at a time unless their role asks for concurrency."""
 
-import faulthandler
+import asyncio
+import functools
 import importlib
-import logging
+import inspect
+import itertools
 import os
-import pickle
-import signal
 import socket
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from core.context import Directory, Identity, Member, Transport, WorkloadContext, activate
-from core.control import ControlServer, Status, memory_bytes
+from core.context import Directory, Identity, Transport, WorkloadContext, activate
 from core.invocation import Export, exports_of
 from core.observers import CallEvent
+from core.parts import resolved
 from core.recovery import Recovery
 from core.roles import Role
 from core.sharding import payload_bytes
@@ -38,15 +36,20 @@ class WorkerSpec:
     entrypoint: str
     rendezvous: bool
     collocated_with: tuple[Role, ...] = ()
+    concurrency: int = 1
+    process_group: str = ""
+    """The function that makes the ranks' process group before the workload is made; empty where an engine does."""
 
 
 @dataclass(frozen=True)
 class HostSpec:
-    """Everything that a host needs to start. `config` is pickled: its class is importable only once paths are set."""
+    """Everything that a host needs to start. `config` is as the backend packs it: its class can be imported only once
+    paths are set.
+    """
 
     name: str
     workers: tuple[WorkerSpec, ...]
-    config: bytes
+    config: Any
     key: bytes
     threads: int
     python_path: tuple[str, ...]
@@ -61,12 +64,14 @@ class HostSpec:
 
 @dataclass
 class HostReport:
-    """What a host answers when it is up: where its control channel is, and the ports kept for rendezvous."""
+    """What a host answers when it is up: where its control channel is, if it is a process of its own, and the ports
+    kept for rendezvous.
+    """
 
     ip: str
     hostname: str
     pid: int
-    control: tuple[str, int]
+    control: tuple[str, int] | None = None
     ports: dict[Role, int] = field(default_factory=dict)
 
 
@@ -74,36 +79,62 @@ class HostReport:
 class _Worker:
     context: WorkloadContext
     instance: Any = None
+    loop: asyncio.AbstractEventLoop | None = None
     exports: dict[str, tuple[Export, Callable[..., Any]]] = field(default_factory=dict)
+
+    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run what an async method returned on the workload's own loop, which has a thread of its own."""
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, name="troupe-async", daemon=True).start()
+
+        async def within() -> Any:
+            activate(self.context)
+            return await coroutine
+
+        return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
+
+
+H = TypeVar("H", bound="Host")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _at_work(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+    @functools.wraps(method)
+    def within(self: H, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.at_work():
+            return method(self, *args, **kwargs)
+
+    return within
 
 
 class Host:
-    """The process. All methods run on its main thread, in the order in which they were sent."""
+    """Workloads and what they need of each other. Its methods run one at a time, in the order in which they were sent.
 
-    def __init__(self, spec: HostSpec, ip: str, transport: Transport) -> None:
+    Args:
+        spec: what to hold.
+        config: what the job was built with.
+        ip: where the others find it.
+        transport: how its workloads reach others.
+        tell: passes a message to the master: its kind, and what it says.
+    """
+
+    def __init__(
+        self, spec: HostSpec, config: Any, ip: str, transport: Transport, tell: Callable[[str, Any], None]
+    ) -> None:
         self._spec = spec
-        self._prepare_process()
         self._ip = ip
-        self._doing = ("starting", time.monotonic())
         self._transport = transport
+        self._tell = tell
         self._directory: Directory = {}
         self._recovery = Recovery(self._directory if spec.recovers else None)
         self._stop_requested = threading.Event()
-        answer: dict[str, Callable[..., Any]] = {
-            "status": self._status,
-            "stack": self._stack,
-            "stop": self._stop_requested.set,
-            "lost": self._recovery.lose,
-            "replay": self._replay,
-            "replaced": lambda *member: self._recovery.replace(_member(*member)),
-        }
-        # Without a master nobody would end this process.
-        self._control = ControlServer(ip, spec.key, answer, orphaned=lambda: os._exit(1))
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger().addHandler(_ToTerminal(partial(self._control.send, "say")))
+        self._state = ("starting", time.monotonic())
+        self._calls: dict[int, tuple[str, float]] = {}
+        self._count = itertools.count()
         self._workers: dict[tuple[Role, int], _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
-        config = pickle.loads(spec.config)
         for worker in spec.workers:
             role = worker.identity.role
             context = WorkloadContext(
@@ -116,68 +147,35 @@ class Host:
                 collocated_with=worker.collocated_with,
                 release_port=lambda role=role: self._release_port(role),
                 recovery=self._recovery,
-                tell=self._control.send,
+                tell=tell,
                 stop_requested=self._stop_requested,
             )
             self._workers[role, worker.identity.rank] = _Worker(context)
 
-    def _prepare_process(self) -> None:
-        # Before any user module is imported: libraries read these once.
-        os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
-        for path in reversed(self._spec.python_path):
-            if path not in sys.path:
-                sys.path.insert(0, path)
-        # Relative paths in a configuration mean what they mean to the driver, where its folder exists here.
-        if self._spec.working_dir.is_dir():
-            os.chdir(self._spec.working_dir)
-        if self._spec.log_file is not None:
-            self._spec.log_file.parent.mkdir(parents=True, exist_ok=True)
-            log = os.open(self._spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
-            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    def at_work(self) -> AbstractContextManager[None]:
+        """What is around everything that it does."""
+        return nullcontext()
 
-    def _status(self) -> Status:
-        doing, since = self._doing
-        return Status(doing, time.monotonic() - since, memory_bytes())
+    def request_stop(self) -> None:
+        """Let the workloads see that the user has asked for the end."""
+        self._stop_requested.set()
 
-    def _stack(self) -> tuple[str, str]:
-        """Where the main thread is; all threads are written to the log."""
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return self._spec.name, "".join(traceback.format_stack(frame))
-
-    def _replay(self, role: str, rank: int, handle: bytes, attempt: int) -> None:
-        """Repeat on a replacement what this process had called on the lost worker, while the main thread goes on."""
-        member = _member(role, rank, handle, attempt)
-
-        def repeat() -> None:
-            error = None
-            try:
-                self._recovery.replay(member, self._transport)
-            except Exception as failure:  # noqa: BLE001 - the master raises it
-                error = failure
-            self._control.send("replayed", ((self._spec.name, role, rank, attempt), error))
-
-        threading.Thread(target=repeat, name="troupe-replay", daemon=True).start()
+    def holds(self, role: str, rank: int) -> bool:
+        """Whether this worker is one of its own."""
+        return (role, rank) in self._workers
 
     def _say(self, text: str) -> None:
-        print(text, flush=True)
-        self._control.send("say", text)
+        self._tell("say", text)
 
     def _release_port(self, role: Role) -> None:
         reserved = self._reserved.pop(role, None)
         if reserved is not None:
             reserved.close()
 
+    @_at_work
     def prepare(self) -> HostReport:
         """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
-        run_id = self._spec.workers[0].identity.run_id
-        print(f"{self._spec.name}: process {os.getpid()} on {self._ip} in run {run_id}", flush=True)
-        report = HostReport(self._ip, socket.gethostname(), os.getpid(), self._control.address)
+        report = HostReport(self._ip, socket.gethostname(), os.getpid())
         for worker in self._spec.workers:
             load_object(worker.entrypoint)
             if worker.rendezvous and worker.identity.rank == 0:
@@ -189,6 +187,7 @@ class Host:
                 report.ports[worker.identity.role] = reserved.getsockname()[1]
         return report
 
+    @_at_work
     def construct(
         self,
         rendezvous: dict[Role, tuple[str, int]],
@@ -206,23 +205,32 @@ class Host:
             worker.context.identity = replace(spec.identity, local_rank=local_rank, local_world_size=local_world_size)
             worker.context.rendezvous = rendezvous.get(role)
             activate(worker.context)
+            self._state = (f"{role} set-up", time.monotonic())
             if spec.rendezvous:
                 os.environ.update(rendezvous_environment(worker.context))
-            self._doing = (f"{role} set-up", time.monotonic())
+            if spec.process_group:
+                self._release_port(role)
+                load_object(spec.process_group)()
             cls = load_object(spec.entrypoint)
             worker.instance = _instantiate(cls, worker.context, master_handle)
             if isinstance(worker.instance, BaseWorkload):
                 worker.instance.setup()
             worker.exports = exports_of(worker.instance)
-            callers_view = {name: entry.without_stub() for name, (entry, _) in worker.exports.items()}
+            callers_view = {
+                name: replace(
+                    entry, stub=None, concurrent=spec.concurrency > 1 and inspect.iscoroutinefunction(function)
+                )
+                for name, (entry, function) in worker.exports.items()
+            }
             found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
-        self._doing = (IDLE, time.monotonic())
+        self._state = (IDLE, time.monotonic())
         return found
 
     def connect(self, directory: Directory) -> None:
         """Tell all workloads who the others are."""
         self._recovery.meet(directory, self._directory)
 
+    @_at_work
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one exported method of one workload."""
         worker = self._workers[role, rank]
@@ -231,8 +239,10 @@ class Host:
                 f"{role}-{rank} has no method {name!r} to call; it has {', '.join(sorted(worker.exports))}"
             )
         _, function = worker.exports[name]
+        args, kwargs = resolved(args, kwargs, self._transport)
         return self._observed(worker, name, function, args, kwargs)
 
+    @_at_work
     def run(self, role: Role, rank: int) -> None:
         """Run a workload's `run()` to its end."""
         worker = self._workers[role, rank]
@@ -242,6 +252,7 @@ class Host:
         """Whether the workload has a `run()` of its own."""
         return callable(getattr(self._workers[role, rank].instance, "run", None))
 
+    @_at_work
     def teardown(self) -> None:
         """End the workloads in good order."""
         for worker in self._workers.values():
@@ -255,36 +266,29 @@ class Host:
         who, began, clock = worker.context.identity, time.time(), time.monotonic()
         activate(worker.context)
         event = CallEvent(who.job, who.role, who.rank, name, began, payload_bytes(*args, *kwargs.values()))
-        self._doing = (f"{who.role}.{name}", clock)
+        number = next(self._count)
+        self._calls[number] = (f"{who.role}.{name}", clock)
         self._report(event)
         failed = True
         try:
             result = function(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = worker.finish(result)
             failed = False
             return result
         finally:
-            self._doing = (IDLE, time.monotonic())
+            del self._calls[number]
+            self._state = (IDLE, time.monotonic())
             self._report(replace(event, seconds=time.monotonic() - clock, failed=failed))
+
+    def doing(self) -> tuple[str, float]:
+        """The call that has run longest, or that there is none; and for how many seconds."""
+        name, since = [*self._calls.values(), self._state][0]
+        return name, time.monotonic() - since
 
     def _report(self, event: CallEvent) -> None:
         if self._spec.reports_calls:
-            self._control.send("event", event)
-
-
-def _member(role: str, rank: int, handle: bytes, attempt: int) -> Member:
-    return Member(Role(role), rank, pickle.loads(handle), attempt)
-
-
-class _ToTerminal(logging.Handler):
-    """Shows the user the warnings of the project's and the user's own code; libraries only write to the log."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
-            self._say(f"warning: {record.getMessage()}")
+            self._tell("event", event)
 
 
 def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, overload
 
+from core.names import hint_after
+
 F = TypeVar("F", bound=Callable[..., Any])
 Target = Literal["ALL", "RANK0"]
 Replay = Literal["last"]
@@ -44,7 +46,8 @@ class CallSpec:
 class Export:
     """One method that others may call: under which name, where it is, and how.
 
-    `spec` is None for methods bound by `@rpc`: there the stub's body says who is called.
+    `spec` says how role groups call it, `dispatch` (a worker_group.DispatchSpec) how worker groups do; both are None
+    for methods bound by `@rpc`: there the stub's body says who is called.
     """
 
     name: str
@@ -53,6 +56,9 @@ class Export:
     stub: Callable[..., Any] | None = None
     idempotent: bool = False
     replay: Replay | None = None
+    dispatch: Any = None
+    concurrent: bool = False
+    """Whether calls to it may run beside others: it is async, and its role asks for concurrency."""
 
     def __post_init__(self) -> None:
         if self.replay not in (None, "last"):
@@ -74,7 +80,7 @@ class Replicated:
 
 def replicate(value: Any) -> Any:
     """Mark a splittable argument (list, array, Batch) to be sent whole to every worker."""
-    return Replicated(value)
+    return value if isinstance(value, Replicated) else Replicated(value)
 
 
 @overload
@@ -111,20 +117,26 @@ def trainer_invocation(
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
     """
-    unknown = set(options) - set(CallSpec.__dataclass_fields__)
+    unknown = sorted(set(options) - set(CallSpec.__dataclass_fields__))
     if unknown:
+        known = sorted({*CallSpec.__dataclass_fields__, "idempotent", "replay"})
         raise ValueError(
-            f"trainer_invocation has no {sorted(unknown)}; it knows "
-            f"{sorted({*CallSpec.__dataclass_fields__, 'idempotent', 'replay'})}"
+            f"trainer_invocation has no {unknown}; it knows {known}" + hint_after("trainer_invocation", *unknown)
         )
     spec = CallSpec(**options)
+    mark = marker(lambda name: Export(name, name, spec, idempotent=idempotent, replay=replay))
+    return mark if function is None else mark(function)
+
+
+def marker(describe: Callable[[str], Export]) -> Callable[[F], F]:
+    """A decorator that attaches what `describe` says of a method's name, and checks it at once."""
 
     def mark(method: F) -> F:
-        entry = Export(method.__name__, method.__name__, spec, idempotent=idempotent, replay=replay)
-        setattr(method, _MARK, entry)
+        setattr(method, _MARK, describe(method.__name__))
         return method
 
-    return mark if function is None else mark(function)
+    describe("checked")
+    return mark
 
 
 _exported_functions: list[tuple[Export, Callable[..., Any]]] = []
@@ -160,6 +172,12 @@ def rpc(name: Any = None, /, *, export: bool = False, idempotent: bool = False, 
     return lambda method: mark(method, name, name.__name__)
 
 
+def export_of(function: Any) -> Export | None:
+    """What a decorator has said of a function."""
+    entry = getattr(function, _MARK, None)
+    return entry if isinstance(entry, Export) else None
+
+
 def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
     """Everything callable of a workload: its own methods, its module's @rpc functions, functions exported anywhere.
 
@@ -172,16 +190,16 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
     for attribute in dir(cls):
         # Looked up on the class: evaluating a property of a half-made object would run user code.
         function = inspect.getattr_static(cls, attribute)
-        entry = getattr(function, _MARK, None)
-        if isinstance(entry, Export):
+        entry = export_of(function)
+        if entry is not None:
             candidates.append((replace(entry, attribute=attribute), getattr(instance, attribute)))
     module = inspect.getmodule(cls)
     for function in vars(module).values() if module else ():
-        entry = getattr(function, _MARK, None)
-        if isinstance(entry, Export) and inspect.isfunction(function) and function.__module__ == cls.__module__:
+        entry = export_of(function)
+        if entry is not None and inspect.isfunction(function) and function.__module__ == cls.__module__:
             candidates.append((entry, function))
     for entry, function in [*candidates, *_exported_functions]:
-        if entry.spec is not None and entry.name in RESERVED_NAMES:
+        if (entry.spec or entry.dispatch) and entry.name in RESERVED_NAMES:
             raise ValueError(
                 f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"
             )

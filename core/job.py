@@ -4,17 +4,20 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
+from core.backends import BackendName
 from core.context import Kind
 from core.errors import JobError
+from core.names import hint_after
 from core.observers import Observer
 from core.placement import detect_devices, plan
-from core.plan import JobResult, Placement, Resource, RoleSpec
+from core.plan import TORCH_PROCESS_GROUP, JobResult, Placement, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
@@ -26,6 +29,23 @@ RESERVED_ENVIRONMENT = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 )
 """Variables that core sets for each worker; a job that sets them is refused."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """How a job is run."""
+
+    backend: BackendName
+    """"ray", or "local": everything in this process, without Ray, one workload at a time."""
+    log_dir: Path | None
+    """Where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray. In local mode the terminal."""
+    address: str | None
+    """A Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job."""
+    began: float | None
+    """Seconds since the epoch at which the user started the run, if that was before now; workloads find it as
+    `self.began`."""
+    observers: Sequence[Observer]
+    """Hear, in this process, of every call when it begins and ends (CallEvent), and of what happens to the job
+    (JobEvent). One that raises is switched off with a warning."""
 
 
 class Job(BaseModel):
@@ -59,35 +79,56 @@ class Job(BaseModel):
         """The roles, under the name by which DLRover's users know them."""
         return self.roles
 
+    @overload
     def submit(
-        self,
-        name: str,
-        *,
-        log_dir: Path | None = None,
-        address: str | None = None,
-        began: float | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> JobResult:
-        """Run the job to its end on Ray.
+        self, job_name: str = ..., *, blocking: Literal[True] = ..., **options: Unpack[SubmitOptions]
+    ) -> JobResult: ...
+    @overload
+    def submit(
+        self, job_name: str = ..., *, blocking: Literal[False], **options: Unpack[SubmitOptions]
+    ) -> "RunningJob": ...
+    def submit(
+        self, job_name: str = "job", *, blocking: bool = True, **options: Unpack[SubmitOptions]
+    ) -> "JobResult | RunningJob":
+        """Run the job to its end.
 
         Args:
-            name: shown in messages; every run has an id of its own, so names may repeat.
-            log_dir: where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray.
-            address: a Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job.
-            began: seconds since the epoch at which the user started the run, if that was before now; workloads find
-                it as `self.began`.
-            observers: hear, in this process, of every call when it begins and ends (CallEvent), and of what happens
-                to the job (JobEvent). One that raises is switched off with a warning.
+            job_name: shown in messages; every run has an id of its own, so names may repeat.
+            blocking: wait for the end; False returns a RunningJob at once, and the job runs on a thread of this
+                process.
+            options: see SubmitOptions.
 
         Returns:
             How it ended. A failure of the job is a result, not an exception.
+
+        Raises:
+            JobError: the backend cannot run this job.
         """
         from core.master import Master
 
-        return Master(self, name, log_dir, address, began, observers).run()
+        self.check_backend(options.get("backend", "ray"))
+        master = Master(self, job_name, **options)
+        return master.run() if blocking else RunningJob(master.run, master.stop)
+
+    def check_backend(self, backend: str) -> None:
+        """See that the job can run there.
+
+        Raises:
+            JobError: there is no such backend, or a `train` role has several ranks in local mode.
+        """
+        if backend not in get_args(BackendName):
+            raise JobError(f"backend={backend!r}; set one of {', '.join(get_args(BackendName))}")
+        wide = [f"{role} has {spec.total}" for role, spec in self.roles.items() if spec.kind == "train"]
+        wide = [text for text in wide if not text.endswith(" has 1")]
+        if backend == "local" and wide:
+            raise JobError(
+                f"backend=local runs one rank of each train role, but {', '.join(wide)}; set one, or backend=ray"
+            )
 
     @contextlib.contextmanager
-    def running(self, name: str, *, log_dir: Path | None = None, address: str | None = None) -> Iterator[None]:
+    def running(
+        self, name: str, *, backend: BackendName = "ray", log_dir: Path | None = None, address: str | None = None
+    ) -> Iterator[None]:
         """Start the roles and drive them from here, without a trainer: for notebooks, tests, one-off questions.
 
         Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
@@ -95,8 +136,34 @@ class Job(BaseModel):
         """
         from core.master import Master
 
-        with Master(self, name, log_dir, address).running():
+        self.check_backend(backend)
+        with Master(self, name, log_dir, address, backend=backend).running():
             yield
+
+
+class RunningJob:
+    """A job that runs on a thread of this process; the process does not end before it."""
+
+    def __init__(self, run: Callable[[], JobResult], stop: Callable[[], None]) -> None:
+        self._result: list[JobResult] = []
+        self._thread = threading.Thread(target=lambda: self._result.append(run()), name="troupe-job")
+        self._thread.start()
+        self.stop = stop
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> JobResult:
+        """How it ended, once it has.
+
+        Raises:
+            TimeoutError: it has not after `timeout` seconds.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the job has not ended after {timeout:g} s")
+        return self._result[0]
 
 
 class JobBuilder:
@@ -207,9 +274,29 @@ class JobBuilder:
         self._roles[self._open] |= values
         return self
 
-    def resource(self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0) -> B:
-        """What each worker of the open role is given: cores, devices (or a share of one), MB."""
-        return self._set(resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory))
+    def resource(self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, **custom: float) -> B:
+        """What each worker of the open role is given: cores, devices (or a share of one), MB.
+
+        `custom` are resources that the cluster's nodes were started with, under their own names.
+        """
+        wrong = [name for name in ("gpu", "acc", "mem", "disk", "user_defined") if name in custom]
+        if wrong:
+            raise JobError(
+                f"resource({wrong[0]}=...): give cpu, accelerator, memory (MB), or a resource of the cluster"
+            )
+        return self._set(resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, custom=custom))
+
+    def concurrency(self: B, calls: int) -> B:
+        """How many calls to async methods of one worker of the open role may run beside each other."""
+        return self._set(concurrency=_at_least_one("concurrency", calls))
+
+    def process_group(self: B, path: str = TORCH_PROCESS_GROUP) -> B:
+        """Let core call this function in each rank of the open role, before the workload is made.
+
+        It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment, and makes the group.
+        Without this core sets these, and the workload or its engine makes the group (`setup_process_group`).
+        """
+        return self._set(process_group=_normalised(path, "function"))
 
     def total(self: B, count: int) -> B:
         """How many workers the open role has, on any nodes."""
@@ -237,6 +324,9 @@ class JobBuilder:
         if count < 0:
             raise JobError(f"max_restarts={count}; set 0 or more")
         return self._set(max_restarts=count)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}" + hint_after("a job builder", name))
 
     # --- the check
 
@@ -319,11 +409,11 @@ def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
     return env
 
 
-def _normalised(path: str) -> str:
+def _normalised(path: str, what: str = "Class") -> str:
     """`a.b:C` from `a.b:C`, `a.b::C` or `a.b.C`."""
     module, _, name = path.replace("::", ":").partition(":") if ":" in path else path.rpartition(".")
     if not module or not name.isidentifier():
-        raise JobError(f"{path!r} names no class; write it as 'package.module:Class'")
+        raise JobError(f"{path!r} names no {what.lower()}; write it as 'package.module:{what}'")
     return f"{module}:{name}"
 
 

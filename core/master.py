@@ -1,6 +1,7 @@
 """The master runs inside the driver: it starts a job's processes, replaces what dies, and leaves nothing behind."""
 
 import contextlib
+import math
 import secrets
 import shutil
 import signal
@@ -11,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.backends.ray import RayBackend, python_path
-from core.context import Directory, Identity, Member, RoleEntry, WorkloadContext, entered
+from core.backends import BackendName, make_backend
+from core.context import Directory, Identity, Member, WorkloadContext, entered
 from core.control import ControlLink
 from core.errors import WorkerDied, WorkerTimeout, with_note
 from core.host import HostSpec, WorkerSpec
 from core.observers import Observer
 from core.plan import JobResult
+from core.process import python_path
 from core.roles import Role
 from core.shared_memory import claim_shared, shared_folder, sweep_shared
-from core.watch import Watch, WatchedHost, kill_local
+from core.watch import Watch, WatchedHost, directory_of, kill_local, local_ranks
 
 if TYPE_CHECKING:
     from core.job import Job
@@ -49,6 +51,7 @@ class Master:
         address: str | None = None,
         began: float | None = None,
         observers: Sequence[Observer] = (),
+        backend: BackendName = "ray",
     ) -> None:
         self._job = job
         self._name = name
@@ -56,9 +59,9 @@ class Master:
         self._log_dir = log_dir
         self._run_id = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
-        self._backend = RayBackend(self._run_id, address)
         self._watch = Watch(list(observers), _print_line)
-        self._is_observed = bool(observers) or job.stall_timeout > 0
+        self._backend = make_backend(backend, self._run_id, address, self._watch.hear)
+        self._is_observed = bool(observers) or job.stall_timeout > 0 or self._backend.is_local
         self._recovers = False
         self._attempt = 1
         self._starts: dict[str, int] = {}
@@ -157,7 +160,7 @@ class Master:
         self._rendezvous = {
             role: (host.report.ip, port) for host in hosts if host.report for role, port in host.report.ports.items()
         }
-        self._roles, self._local = self._directory(), self._local_ranks()
+        self._roles, self._local = directory_of(self._job.roles, hosts), local_ranks(hosts)
         # The driver comes last: it is made with the others' exports in hand.
         drivers = [host for host in hosts if any(role == Role.TRAINER for role, _ in host.plan.workers)]
         for group in ([host for host in hosts if host not in drivers], drivers):
@@ -176,7 +179,8 @@ class Master:
 
     def _meet(self, host: WatchedHost, report: Any) -> None:
         host.report = report
-        host.link = ControlLink(host.plan.name, report.control, self._key)
+        if report.control is not None:
+            host.link = ControlLink(host.plan.name, report.control, self._key)
 
     def _bring_up(self, host: WatchedHost) -> None:
         self._create(host)
@@ -194,7 +198,17 @@ class Master:
             identity = Identity(
                 self._name, self._run_id, self._began, Role(role), rank, spec.total, attempt=host.attempt
             )
-            workers.append(WorkerSpec(identity, spec.entrypoint, spec.kind == "train", together.get(role, ())))
+            ranks_meet = spec.kind == "train" and not self._backend.is_local
+            workers.append(
+                WorkerSpec(
+                    identity,
+                    spec.entrypoint,
+                    rendezvous=ranks_meet,
+                    collocated_with=together.get(role, ()),
+                    concurrency=spec.concurrency,
+                    process_group=spec.process_group if ranks_meet else "",
+                )
+            )
         return HostSpec(
             name=host.plan.name,
             workers=tuple(workers),
@@ -208,31 +222,6 @@ class Master:
             reports_calls=self._is_observed,
             recovers=self._recovers,
         )
-
-    def _directory(self) -> Directory:
-        directory: Directory = {}
-        for role, spec in self._job.roles.items():
-            members = {rank: host for host in self._watch.hosts for name, rank in host.plan.workers if name == role}
-            directory[Role(role)] = RoleEntry(
-                role=Role(role),
-                kind=spec.kind,
-                members=[Member(Role(role), r, members[r].handle, members[r].attempt) for r in range(spec.total)],
-                resource=spec.resource.model_dump(),
-            )
-        return directory
-
-    def _local_ranks(self) -> dict[tuple[Role, int], tuple[int, int]]:
-        """(local rank, local world size) of each worker, from the nodes on which the hosts really are."""
-        by_node: dict[tuple[str, str], list[int]] = {}
-        for host in self._watch.hosts:
-            assert host.report is not None
-            for role, rank in host.plan.workers:
-                by_node.setdefault((role, host.report.ip), []).append(rank)
-        return {
-            (Role(role), rank): (position, len(ranks))
-            for (role, _), ranks in by_node.items()
-            for position, rank in enumerate(sorted(ranks))
-        }
 
     # --- driving
 
@@ -330,6 +319,8 @@ class Master:
             for host in self._driving:
                 if host.link is not None:
                     host.link.send("stop")
+                else:
+                    host.handle.request_stop()
         if time.monotonic() - self._stop_asked > self._job.stop_grace:
             raise KeyboardInterrupt
 
@@ -443,6 +434,14 @@ class Master:
         self._end_processes()
         self._backend.stop()
 
+    def stop(self) -> None:
+        """From another thread: end the run as the first Ctrl-C does."""
+        if self._stop_asked is None:
+            self._stop_asked = time.monotonic() if self._may_wait() else -math.inf
+
+    def _may_wait(self) -> bool:
+        return bool(self._driving) and not self._ending and self._job.stop_grace > 0
+
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:
         """Let SIGTERM end a run as Ctrl-C does, while it lasts; the first of them lets the driver save its work."""
@@ -451,11 +450,11 @@ class Master:
             return
 
         def interrupt(*_: Any) -> None:
-            may_wait = self._driving and not self._ending and self._job.stop_grace > 0
-            if may_wait and self._stop_asked is None:
-                self._stop_asked = time.monotonic()
-            else:
+            if not self._may_wait() or self._stop_asked is not None:
                 raise KeyboardInterrupt
+            self._stop_asked = time.monotonic()
+            if self._backend.is_local:
+                self._pass_on_stop()  # this thread is at work for the trainer, and tends nothing meanwhile
 
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from core.context import Kind
 
+TORCH_PROCESS_GROUP = "torch.distributed:init_process_group"
+
 
 class Resource(BaseModel):
     """What each worker of a role is given."""
@@ -18,12 +20,14 @@ class Resource(BaseModel):
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
     """MB to reserve; 0 reserves nothing."""
+    custom: dict[str, float] = {}
+    """What the cluster's nodes were started with beside these, by its own names."""
 
 
 class RoleSpec(BaseModel):
     """One role: which class, how many workers, what each is given."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     name: str
     entrypoint: str
@@ -38,6 +42,27 @@ class RoleSpec(BaseModel):
     """Roles with the same name here share processes, rank by rank."""
     max_restarts: int = Field(default=3, ge=0)
     """How many instances that died are replaced in a run, over all; of "run" roles only."""
+    concurrency: int = Field(default=1, ge=1)
+    """How many calls to async methods of one worker may run beside each other."""
+    process_group: str = ""
+    """`package.module:function` that makes the ranks' process group before the workload is made; empty: core sets the
+    environment for it, and an engine makes it."""
+    comm_pre_check: Literal[False] = False
+    """DLRover's name: nodes are not checked before the start."""
+
+    @property
+    def backend(self) -> Literal["elastic", "simple"]:
+        """DLRover's name for the kind."""
+        return "elastic" if self.kind == "train" else "simple"
+
+    @property
+    def comm_auto_setup_process_group(self) -> bool:
+        """DLRover's name: whether core makes the process group."""
+        return self.process_group != ""
+
+    @comm_auto_setup_process_group.setter
+    def comm_auto_setup_process_group(self, value: bool) -> None:
+        self.process_group = TORCH_PROCESS_GROUP if value else ""
 
     @property
     def total(self) -> int:
@@ -53,6 +78,7 @@ class HostPlan(BaseModel):
     cpu: float
     accelerator: float
     memory: int
+    custom: dict[str, float] = {}
     env: dict[str, str] = {}
 
     @property
@@ -67,6 +93,7 @@ class BundlePlan(BaseModel):
     cpu: float
     accelerator: float
     memory: int
+    custom: dict[str, float] = {}
 
 
 class Placement(BaseModel):

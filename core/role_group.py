@@ -5,8 +5,8 @@ from typing import Any
 
 from core.context import Member, RoleEntry, WorkloadContext, current
 from core.errors import WorkerTimeout
-from core.futures import Future, FutureSequence, Pending
-from core.invocation import CallSpec, Export
+from core.futures import Future, FutureSequence, Pending, whole
+from core.invocation import Export
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
 
@@ -52,7 +52,7 @@ class RoleGroup:
         return iter(self._entry.members)
 
     def __repr__(self) -> str:
-        return f"RoleGroup({self._role}, {len(self)} workers)"
+        return f"{type(self).__name__}({self._role}, {len(self)} workers)"
 
     # --- remote-call stubs
 
@@ -65,9 +65,8 @@ class RoleGroup:
     def call_rank0(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Call the first worker only; the result is its value."""
         export = self._find(method)
-        if not self._entry.members:
-            raise ValueError(f"{self._role} has no worker to call {export.name} on")
-        return Future(self._broadcast(export, self._entry.members[:1], args, kwargs), self._context, lambda v: v[0])
+        first = self._some_members(export)[:1]
+        return Future(self._broadcast(export, first, args, kwargs), self._context, lambda v: v[0])
 
     def call_batch(
         self, method: str | Callable[..., Any], size: int, /, *args: Any, **kwargs: Any
@@ -93,29 +92,33 @@ class RoleGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        export = self._entry.exports.get(name)
-        if export is None or export.spec is None:
-            raise AttributeError(self._unknown(name, [n for n, e in self._entry.exports.items() if e.spec is not None]))
-        spec = export.spec
+        known = self._callable_names()
+        if name not in known:
+            raise AttributeError(self._unknown(name, known))
+        export = self._entry.exports[name]
 
         def invoke(*args: Any, **kwargs: Any) -> Any:
-            return self._invoke(export, spec, args, kwargs)
+            return self._invoke(export, args, kwargs)
 
         invoke.__name__ = name
         return invoke
 
-    def _invoke(self, export: Export, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _callable_names(self) -> list[str]:
+        return [name for name, export in self._entry.exports.items() if export.spec is not None]
+
+    def _invoke(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec = export.spec
+        assert spec is not None
         if spec.pre_func is not None:
             sent = spec.pre_func(*args, **kwargs)
             args, kwargs = sent if isinstance(sent, tuple) else (sent,), {}
-        if not self._entry.members:
-            raise ValueError(f"{self._role} has no worker to call {export.name} on")
+        members = self._some_members(export)
         if spec.target == "RANK0":
-            calls = self._broadcast(export, self._entry.members[:1], args, kwargs)
+            calls = self._broadcast(export, members[:1], args, kwargs)
         elif spec.auto_shard and any(is_splittable(value) for value in (*args, *kwargs.values())):
             calls, _ = self._scatter(export, args, kwargs)
         else:
-            calls = self._broadcast(export, self._entry.members, args, kwargs)
+            calls = self._broadcast(export, members, args, kwargs)
 
         def finish(values: list[Any]) -> Any:
             value = spec.post_func(values) if spec.post_func is not None else values
@@ -135,6 +138,11 @@ class RoleGroup:
 
     # --- sending
 
+    def _some_members(self, export: Export) -> list[Member]:
+        if not self._entry.members:
+            raise ValueError(f"{self._role} has no worker to call {export.name} on")
+        return self._entry.members
+
     def _find(self, method: str | Callable[..., Any]) -> Export:
         name = method if isinstance(method, str) else method.__name__
         export = self._entry.exports.get(name)
@@ -149,33 +157,38 @@ class RoleGroup:
     def _broadcast(
         self, export: Export, members: list[Member], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Pending]:
-        args = tuple(self._share(unwrap(value), len(members)) for value in args)
-        kwargs = {key: self._share(unwrap(value), len(members)) for key, value in kwargs.items()}
+        args = tuple(self._share(value, len(members)) for value in args)
+        kwargs = {key: self._share(value, len(members)) for key, value in kwargs.items()}
         return [self._send(member, export, args, kwargs) for member in members]
 
     def _scatter(
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Pending], list[int]]:
-        entry, name = self._entry, f"{self._role}.{export.name}"
-        if not entry.members:
-            raise ValueError(f"{self._role} has no worker to call {export.name} on")
-        args = tuple(
-            value if is_splittable(value) else self._share(unwrap(value), len(entry.members)) for value in args
-        )
-        kwargs = {k: v if is_splittable(v) else self._share(unwrap(v), len(entry.members)) for k, v in kwargs.items()}
-        chunks, length = shard_arguments(args, kwargs, len(entry.members), name)
-        assert length is not None
-        if entry.kind == "train" and length < len(entry.members):
+        members = self._some_members(export)
+        chunks, sizes = self._cut(export, args, kwargs, len(members), self._entry.kind == "train")
+        # With fewer items than workers the last ones have nothing to do and are not called.
+        sizes = [size for size in sizes if size]
+        return [self._send(m, export, *chunk) for m, chunk in zip(members, chunks[: len(sizes)], strict=False)], sizes
+
+    def _cut(
+        self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any], workers: int, everybody: bool
+    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int]]:
+        """Each worker's arguments, and how many items each has; `everybody` must have one."""
+        name = f"{self._role}.{export.name}"
+        args = tuple(value if is_splittable(value) else self._share(value, workers) for value in args)
+        kwargs = {key: v if is_splittable(v) else self._share(v, workers) for key, v in kwargs.items()}
+        chunks, length = shard_arguments(args, kwargs, workers, name)
+        if length is None:
+            raise ValueError(f"{name}: none of the arguments can be split; give a list, an array or a batch")
+        if everybody and length < workers:
             raise ValueError(
-                f"{name} got {length} items for {len(entry.members)} ranks, which must all take part; "
+                f"{name} got {length} items for {workers} ranks, which must all take part; "
                 "give at least one item per rank, or replicate(x) to send it whole"
             )
-        sizes = [size for size in chunk_sizes(length, len(entry.members)) if size]
-        # With fewer items than workers the last ones have nothing to do and are not called.
-        pending = [self._send(m, export, *chunk) for m, chunk in zip(entry.members, chunks[: len(sizes)], strict=False)]
-        return pending, sizes
+        return chunks, chunk_sizes(length, workers)
 
     def _share(self, value: Any, receivers: int) -> Any:
+        value = whole(unwrap(value))
         if receivers > 1 and payload_bytes(value) > _SHARE_ABOVE_BYTES:
             return self._context.transport.put(value)
         return value

@@ -64,7 +64,7 @@ class BaseTrainer(BaseWorkload, ABC):
             raise AttributeError(
                 f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
             )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return super().__getattr__(name)
 
     def get_role_groups(self) -> list[str]:
         """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""

@@ -5,15 +5,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.context import Directory, Member, RoleEntry
 from core.control import ControlLink, memory_bytes
 from core.host import IDLE, HostReport
 from core.observers import JobEvent, Observer, Observers
-from core.plan import HostPlan
+from core.plan import HostPlan, RoleSpec
+from core.roles import Role
 
 _STATUS_EVERY_S = 2.0
 _STACK_WITHIN_S = 2.0
@@ -85,22 +87,28 @@ class Watch:
         links = [host.link for host in self.hosts if host.link is not None]
         for link in links:
             for kind, payload in link.poll():
-                if kind == "say":
-                    self._last_sign = time.monotonic()
-                    self._say(payload)
-                elif kind == "event":
-                    self._last_sign = time.monotonic()
-                    self._observers.tell(payload)
-                else:
-                    self.messages.append((kind, payload))
+                self._take_in(kind, payload)
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_EVERY_S
-            # The driver's children are Ray's own processes, which are not counted.
-            total = memory_bytes(descendants=False) + sum(link.status.memory_bytes for link in links if link.alive)
+            # The driver's children are Ray's own processes, which are not counted; without links they are the job's.
+            total = memory_bytes(descendants=not links)
+            total += sum(link.status.memory_bytes for link in links if link.alive)
             self.peak_memory = max(self.peak_memory, total)
             for link in links:
                 if link.alive:
                     link.send("status")
+
+    def hear(self, kind: str, payload: Any) -> None:
+        """Take a message of a workload in this process, which no poll will bring."""
+        self._take_in(kind, payload)
+        self.poll()
+
+    def _take_in(self, kind: str, payload: Any) -> None:
+        if kind not in ("say", "event"):
+            self.messages.append((kind, payload))
+            return
+        self._last_sign = time.monotonic()
+        self._say(payload) if kind == "say" else self._observers.tell(payload)
 
     def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
         """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.
@@ -151,6 +159,35 @@ class Watch:
                 os.kill(host.report.pid, signal.SIGUSR1)
             time.sleep(0.2)
         return ""
+
+
+def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) -> Directory:
+    """The workers of each role, as they find each other; what they export is not known yet."""
+    directory: Directory = {}
+    for name, spec in roles.items():
+        role = Role(name)
+        members = {rank: host for host in hosts for other, rank in host.plan.workers if other == name}
+        directory[role] = RoleEntry(
+            role=role,
+            kind=spec.kind,
+            members=[Member(role, rank, members[rank].handle, members[rank].attempt) for rank in range(spec.total)],
+            resource=spec.resource.model_dump(exclude={"custom"}) | spec.resource.custom,
+        )
+    return directory
+
+
+def local_ranks(hosts: Sequence[WatchedHost]) -> dict[tuple[Role, int], tuple[int, int]]:
+    """(local rank, local world size) of each worker, from the nodes on which the hosts really are."""
+    by_node: dict[tuple[str, str], list[int]] = {}
+    for host in hosts:
+        assert host.report is not None
+        for role, rank in host.plan.workers:
+            by_node.setdefault((role, host.report.ip), []).append(rank)
+    return {
+        (Role(role), rank): (position, len(ranks))
+        for (role, _), ranks in by_node.items()
+        for position, rank in enumerate(sorted(ranks))
+    }
 
 
 def kill_local(host: WatchedHost) -> None:

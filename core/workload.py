@@ -3,9 +3,11 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from core.context import WorkloadContext, current
+from core.invocation import rpc
+from core.names import hint_after
 from core.roles import Role
 
 
@@ -17,10 +19,10 @@ class BaseWorkload:
     not in `__init__`.
     """
 
-    def __init__(self, master_handle: Any = None, config: Any = None) -> None:
+    def __init__(self, master_handle: Any = None, config: Any = None) -> None:  # noqa: ARG002 - DLRover's signature
         self._context: WorkloadContext = current()
-        self.master_handle = master_handle
         self.config = config if config is not None else self._context.config
+        self._meshes: dict[str, tuple[int, bool]] = {}
 
     def setup(self) -> None:
         """Called once, before any other call. The other roles may not be there yet."""
@@ -128,6 +130,32 @@ class BaseWorkload:
     def say(self, text: str) -> None:
         """Show a line to the person at the terminal where the job was started."""
         self._context.say(text)
+
+    def register_mesh(self, mesh: str, dp_rank: int, is_collect: bool = True) -> None:
+        """Tell worker groups which data-parallel rank I am of a mesh, and whether my answer is taken for it.
+
+        Raises:
+            ValueError: told before.
+        """
+        if mesh in self._meshes:
+            raise ValueError(f"{self.name} has told its place in the mesh {mesh!r} already: {self._meshes[mesh]}")
+        self._meshes[mesh] = (dp_rank, is_collect)
+
+    @rpc()
+    def mesh_position(self, mesh: str) -> tuple[int, bool]:
+        """(data-parallel rank, whether my answer is taken for it).
+
+        Raises:
+            ValueError: I have no place in this mesh.
+        """
+        if mesh not in self._meshes:
+            raise ValueError(
+                f"{self.name} has no place in the mesh {mesh!r}; call self.register_mesh({mesh!r}, dp_rank, is_collect)"
+            )
+        return self._meshes[mesh]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + hint_after("a workload", name))
 
     def setup_process_group(self, make: Callable[[], None]) -> None:
         """Let an engine make the process group of my role's ranks, before any other library can make one.

@@ -1,10 +1,16 @@
 """What the README shows works as it is written there."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import core
+from core.names import old_names
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,8 +29,34 @@ def test_the_twenty_lines_of_core_run_as_they_stand(tmp_path: Path) -> None:
     assert "status='finished'" in lines[1]
 
 
+@pytest.mark.parametrize("backend", ["ray", "local"])
+def test_the_job_of_the_page_on_core_runs_as_it_stands(tmp_path: Path, backend: str) -> None:
+    page = (ROOT / "docs/core.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "shop.py").write_text(code.replace('submit("shop")', f'submit("shop", backend="{backend}")'))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "shop.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "[2, 1] [30, 50, 40] pear by SCALE-1\nfinished\n", done.stderr
+    assert "prints `[2, 1] [30, 50, 40] pear by SCALE-1` and `finished`" in page
+
+
+def test_the_page_on_core_has_every_name_that_is_not_kept_and_those_that_are_exist() -> None:
+    page = (ROOT / "docs/core.md").read_text(encoding="utf-8")
+    rows = [f"| {place} | `{name}` | {hint} |" for place, names in old_names().items() for name, hint in names.items()]
+    assert page.endswith("\n".join(rows) + "\n")
+    kept = re.search(r"\nKept: (.*?)\n\n", page, re.DOTALL)
+    assert kept is not None
+    names = {*core.__all__, *core.BaseTrainer.__annotations__, *core.RoleSpec.model_fields, "config"}
+    names.update(*map(dir, (core.BaseTrainer, core.RoleSpec, core.Identity)))
+    names.update(inspect.signature(core.BaseTrainer).parameters)
+    for name in re.findall(r"`@?(?:job.workloads\[role\]\.)?(\w+)", kept[1]):
+        assert name in names, f"docs/core.md says that {name} is kept"
+
+
 def test_every_link_of_the_readmes_leads_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*/README.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*/README.md"), *ROOT.glob("docs/*.md")]
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

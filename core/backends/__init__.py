@@ -1,1 +1,24 @@
-"""Where workloads live. One module per backend; the master knows them through the same few methods."""
+"""Where workloads live: on Ray, or all in this process."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+BackendName = Literal["ray", "local"]
+
+
+def make_backend(name: BackendName, run_id: str, address: str | None, tell: Callable[[str, Any], None]) -> Any:
+    """The backend of a run; `tell` passes messages of workloads in this process to the master.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    # Only what is used is imported: local mode works without Ray.
+    if name == "local":
+        from core.backends.local import LocalBackend
+
+        return LocalBackend(tell)
+    if name == "ray":
+        from core.backends.ray import RayBackend
+
+        return RayBackend(run_id, address)
+    raise ValueError(f"backend={name!r}; set 'ray' or 'local'")

@@ -6,8 +6,8 @@ import math
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,18 +19,37 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from core.context import Member, Outcome
 from core.errors import JobError, WorkerDied, with_note
 from core.host import Host, HostSpec
-from core.plan import HostPlan, Placement
+from core.inline import Inline, InlineCall, copied
+from core.plan import BundlePlan, HostPlan, Placement
+from core.process import HostProcess
+from core.roles import Role
 
+_BESIDE_OTHERS = "beside_others"
 OBJECT_STORE_BYTES = 2 * 2**30
 """Upper bound of a local cluster's object store; its memory is taken only as it is used."""
 
 
 class RayTransport:
-    """Calls as actor tasks, outcomes as object references."""
+    """Calls as actor tasks, outcomes as object references; calls between workloads of one host stay in its process."""
 
-    def send(self, member: Member, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    is_inline = False
+
+    def __init__(self, host: Host | None = None) -> None:
+        self.host = host
+        self.inline = Inline()
+
+    def send(
+        self, member: Member, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
+    ) -> Any:
         """Submit one call."""
-        return member.handle.call.remote(member.role, member.rank, name, *args, **kwargs)
+        role, rank, host = member.role, member.rank, self.host
+        if host is not None and host.holds(role, rank):
+            args, kwargs = copied((args, dict(kwargs)))
+            return self.inline.send((role, rank), lambda: copied(Host.call(host, role, rank, name, *args, **kwargs)))
+        call = member.handle.call
+        if concurrent:
+            call = member.handle.call_beside_others.options(concurrency_group=_BESIDE_OTHERS)
+        return call.remote(role, rank, name, *args, **kwargs)
 
     def put(self, value: Any) -> Any:
         """Store a value once."""
@@ -38,6 +57,10 @@ class RayTransport:
 
     def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
         """Those that are ready after at most `timeout` seconds."""
+        own = [reference for reference in references if isinstance(reference, InlineCall)]
+        if own:
+            others = [reference for reference in references if not isinstance(reference, InlineCall)]
+            return self.inline.wait(own, timeout) + self.wait(others, 0)
         if not references:
             return []
         wanted = len(references) if timeout == 0 else 1
@@ -46,6 +69,9 @@ class RayTransport:
 
     def outcome(self, reference: Any) -> Outcome:
         """The value, or the error with its own type and the remote traceback as a note."""
+        if isinstance(reference, InlineCall):
+            assert reference.outcome is not None
+            return reference.outcome
         try:
             return Outcome(ray.get(reference))
         except RayTaskError as error:
@@ -57,15 +83,37 @@ class RayTransport:
             return Outcome(error=WorkerDied(f"the worker's process is gone ({type(error).__name__})"))
 
 
-class RayHost(Host):
+class RayHost(HostProcess):
     """A host inside an actor."""
 
     def __init__(self, spec: HostSpec) -> None:
-        super().__init__(spec, ray.util.get_node_ip_address(), RayTransport())
+        transport = RayTransport()
+        self._inline = transport.inline
+        super().__init__(spec, ray.util.get_node_ip_address(), transport)
+        transport.host = self
+
+    def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Host.call`; then what it asked of others in this process without waiting."""
+        with self._inline.occupied((role, rank)):
+            return super().call(role, rank, name, *args, **kwargs)
+
+    def run(self, role: Role, rank: int) -> None:
+        """As `Host.run`, and the same."""
+        with self._inline.occupied((role, rank)):
+            super().run(role, rank)
+
+    def call_beside_others(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Host.call`, on a thread of its own."""
+        return Host.call(self, role, rank, name, *args, **kwargs)
+
+
+_SingleThreaded = ray.remote(RayHost)
 
 
 class RayBackend:
     """Starts and ends what a job needs on Ray; starts a cluster of its own when there is none."""
+
+    is_local = False
 
     def __init__(self, run_id: str, address: str | None) -> None:
         self._run_id = run_id
@@ -102,7 +150,7 @@ class RayBackend:
                 # Ray prints a paragraph about each process that dies; the master names it in one line.
                 vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
         self._check_capacity(placement, cpus)
-        bundles = [_ray_resources(b.cpu, b.accelerator, b.memory) for b in placement.bundles]
+        bundles = [_ray_resources(b) | b.custom for b in placement.bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}")
         if not self._group.wait(30):
             raise JobError(
@@ -112,8 +160,10 @@ class RayBackend:
 
     def _check_capacity(self, placement: Placement, cpus: int) -> None:
         has = ray.cluster_resources()
-        gpus = sum(bundle.accelerator for bundle in placement.bundles)
-        for kind, needed in (("CPU", cpus), ("GPU", gpus)):
+        wanted = Counter({"CPU": cpus})
+        for bundle in placement.bundles:
+            wanted.update({"GPU": bundle.accelerator, **bundle.custom})
+        for kind, needed in wanted.items():
             if needed > has.get(kind, 0) + 1e-6:
                 raise JobError(
                     f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all; "
@@ -133,6 +183,7 @@ class RayBackend:
             "namespace": f"troupe-{self._run_id}",
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
+            "resources": plan.custom,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, plan.bundle),
         }
         if plan.memory:
@@ -142,7 +193,11 @@ class RayBackend:
             quoted = shlex.quote(sys.executable)
             python = {} if quoted == sys.executable else {"py_executable": quoted}
             options["runtime_env"] = {"env_vars": dict(env), **python}
-        return ray.remote(RayHost).options(**options).remote(spec)
+        # Groups cost every call a little, and their threads are not the main one: only for who asks for them.
+        beside = max(worker.concurrency for worker in spec.workers)
+        groups: Any = ray.remote(concurrency_groups={_BESIDE_OTHERS: beside})  # pyright: ignore[reportCallIssue]
+        actor = groups(RayHost) if beside > 1 else _SingleThreaded
+        return actor.options(**options).remote(spec)
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
         """Call a method of the host itself; returns a reference."""
@@ -165,16 +220,10 @@ class RayBackend:
             self._own_cluster = False
 
 
-def _ray_resources(cpu: float, accelerator: float, memory: int) -> dict[str, float]:
-    found = {"CPU": cpu, "GPU": accelerator, "memory": float(memory * 2**20)}
+def _ray_resources(bundle: BundlePlan) -> dict[str, float]:
+    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20)}
     return {key: value for key, value in found.items() if value}
 
 
 def _short(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} {key}" for key, value in sorted(resources.items()) if key in ("CPU", "GPU"))
-
-
-def python_path() -> tuple[str, ...]:
-    """Folders that a host must search for the job's modules: those of this process that hold no installed packages."""
-    here = [str(Path(entry).resolve()) for entry in sys.path]
-    return tuple(entry for entry in here if "site-packages" not in entry and not entry.startswith(sys.base_prefix))

@@ -266,6 +266,8 @@ class PPOConfig:
     other role may be replaced."""
     stall_timeout: float = 1800.0
     """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+    backend: Literal["ray", "local"] = "ray"
+    """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
 
     # --- output
     save_path: str | None = None

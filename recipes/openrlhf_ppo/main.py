@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = resolved(read_config(arguments))
         notes = config.notes(given_options(PPOConfig, arguments))
         job = build_job(config)
+        job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
             print(plan)
@@ -93,7 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
     for line in (f"run folder {run_dir}", describe(config, job), *notes):
         print(f"{RECIPE}: {line}", flush=True)
     events = EventLog(run_dir / "events.jsonl")
-    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began, observers=[events])
+    result = job.submit(
+        config.job_name, backend=config.backend, log_dir=run_dir / "logs", began=began, observers=[events]
+    )
     events.close()
     finish_summary(
         run_dir,

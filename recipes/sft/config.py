@@ -84,6 +84,8 @@ class SFTConfig:
     """How often all starts again from the latest checkpoint when a rank dies."""
     stall_timeout: float = 1800.0
     """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+    backend: Literal["ray", "local"] = "ray"
+    """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
 
     # --- placement and output
     num_nodes: int = 1

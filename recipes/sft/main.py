@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_config(arguments)
         job = build_job(config)
+        job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.dry_run:
             print(plan)
@@ -74,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{RECIPE}: run folder {run_dir}", flush=True)
     job.config = config
     events = EventLog(run_dir / "events.jsonl")
-    result = job.submit(config.job_name, log_dir=run_dir / "logs", began=began, observers=[events])
+    result = job.submit(
+        config.job_name, backend=config.backend, log_dir=run_dir / "logs", began=began, observers=[events]
+    )
     events.close()
     finish_summary(
         run_dir,

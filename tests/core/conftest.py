@@ -1,4 +1,4 @@
-"""One Ray cluster and one running group of workers for all tests of core that only call."""
+"""One running group of workers per backend, for all tests of core that only call."""
 
 import sys
 from collections.abc import Iterator
@@ -7,34 +7,56 @@ from pathlib import Path
 import pytest
 
 from core import JobBuilder, RoleGroup
+from core.backends import BackendName
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that workers can import `workers`, as a user's module
 
+ON_RAY = pytest.mark.parametrize("backend", ["ray"], indirect=True)
+"""For what needs several processes: ranks that meet, things that happen at the same time, deaths."""
+
+
+@pytest.fixture(scope="module", params=["ray", "local"])
+def backend(request: pytest.FixtureRequest) -> BackendName:
+    """Where the workers live: every meaning of a call is the same in both."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return request.param
+
 
 @pytest.fixture(scope="module")
-def three_workers(ray_cluster: None) -> Iterator[None]:
-    """ACTOR: three independent echoes. CRITIC: two ranks that rendezvous. SOLO: one."""
+def echoes(backend: BackendName) -> Iterator[None]:
+    """ACTOR, SOLO, TWO and FIVE: 3, 1, 2 and 5 independent echoes. CRITIC: ranks that rendezvous, two on Ray."""
     builder = JobBuilder().device_type("CPU").config({"answer": 42}).global_env({"COLOUR": "red"})
-    builder.role("actor").run("workers.Echo").total(3).resource(cpu=0.5)
-    builder.role("critic").train("workers.Echo").nproc_per_node(2).resource(cpu=0.5).env({"COLOUR": "blue"})
-    builder.role("solo").run("workers.Echo").resource(cpu=0.5)
-    with builder.build().running("echoes"):
+    for role, count in (("actor", 3), ("solo", 1), ("two", 2), ("five", 5)):
+        builder.role(role).run("workers.Echo").total(count).resource(cpu=0.5)
+    builder.concurrency(1).role("critic").train("workers.Echo").resource(cpu=0.5).env({"COLOUR": "blue"})
+    builder.nproc_per_node(2 if backend == "ray" else 1)
+    builder.role("both_a").run("workers.Echo").resource(cpu=0.5).process("shared")
+    builder.role("both_b").run("workers.Echo").resource(cpu=0.5).process("shared")
+    builder.with_collocation("both_a", "both_b")
+    builder.role("crowd").run("workers.Echo").resource(cpu=0.5).concurrency(8)
+    with builder.build().running("echoes", backend=backend):
         yield
 
 
 @pytest.fixture
-def actors(three_workers: None) -> RoleGroup:
+def actors(echoes: None) -> RoleGroup:
     """The three echoes."""
     return RoleGroup("ACTOR")
 
 
 @pytest.fixture
-def ranks(three_workers: None) -> RoleGroup:
-    """The two ranks of a train role."""
+def ranks(echoes: None) -> RoleGroup:
+    """The ranks of a train role."""
     return RoleGroup("CRITIC")
 
 
 @pytest.fixture
-def solo(three_workers: None) -> RoleGroup:
+def solo(echoes: None) -> RoleGroup:
     """The one worker."""
     return RoleGroup("SOLO")
+
+
+def group_of(count: int) -> RoleGroup:
+    """The echoes that are so many."""
+    return RoleGroup({1: "solo", 2: "two", 3: "actor", 5: "five"}[count])

@@ -82,6 +82,9 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: JobBuilder().run("workers.Echo"), "no role; open one"),
         (lambda: JobBuilder().total(2), "none is open"),
         (lambda: rl_job().total(-1), "at least 1"),
+        (lambda: rl_job().concurrency(0), "at least 1"),
+        (lambda: rl_job().resource(gpu=1), "give cpu, accelerator, memory"),
+        (lambda: rl_job().process_group("nowhere"), "names no function; write it as 'package.module:function'"),
         (lambda: rl_job().max_restarts(-1), "max_restarts=-1; set 0 or more"),
         (lambda: rl_job().recovery(max_restarts=-2), "max_restarts=-2; set 0 or more"),
         (lambda: rl_job().recovery(stop_grace=-1), "stop_grace=-1; set 0 or more"),
@@ -101,6 +104,42 @@ def test_what_cannot_work_is_refused_with_what_to_set(make: object, message: str
     assert callable(make)
     with pytest.raises(JobError, match=message):
         make()
+
+
+def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").train("workers.Echo").nproc_per_node(2).resource(cpu=1, fpga=0.5)
+    placement = builder.build().placement
+    assert [bundle.custom for bundle in placement.bundles] == [{"fpga": 1.0}]
+    assert [host.custom for host in placement.hosts] == [{"fpga": 0.5}] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("per_group", "use nproc_per_node"),
+        ("sub_stage", "leave it out"),
+        ("no_setup_process_group", "leave it out"),
+        ("by_dlrover_run_cmd", "use role"),
+    ],
+)
+def test_a_name_of_dlrovers_builder_that_is_gone_says_what_to_use(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"RLJobBuilder has no '{name}' .*{instead}"):
+        getattr(rl_job(), name)
+
+
+def test_the_guides_ways_to_change_a_job_work() -> None:
+    job = rl_job().build()
+    for workload in job.workloads.values():
+        if workload.backend == "elastic":
+            workload.comm_pre_check = False
+            workload.comm_auto_setup_process_group = True
+    assert job.workloads["ACTOR"].process_group == "torch.distributed:init_process_group"
+    assert [workload.backend for workload in job.workloads.values()] == ["simple", "elastic"]
+    job.workloads["ACTOR"].comm_auto_setup_process_group = False
+    assert job.workloads["ACTOR"].process_group == ""
+    with pytest.raises(ValueError, match="comm_pre_check"):
+        job.workloads["ACTOR"].comm_pre_check = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_two_collocations_cannot_claim_the_same_role() -> None:

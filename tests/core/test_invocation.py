@@ -58,6 +58,7 @@ class _Named:
 
 def test_a_method_is_exported_under_its_stub_its_string_or_its_own_name() -> None:
     found = exports_of(_Named())
+    del found["from_outside"]  # what workers.py exports for everybody
     assert {name: function() for name, (_, function) in found.items()} == {
         "bare": 1,
         "empty": 2,

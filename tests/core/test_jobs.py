@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core import CallEvent, JobBuilder, JobEvent, JobResult, Role, RoleGroup
+from core import CallEvent, Job, JobBuilder, JobEvent, JobResult, Role, RoleGroup
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -100,6 +100,68 @@ def test_a_stub_that_does_not_fit_stops_the_job_at_its_start() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("tool").run("workers.WrongStub").resource(cpu=0.5)
     assert "does not fit workers.WrongStub.method(a: int)" in builder.build().submit("test").error
+
+
+def test_a_class_that_is_wrapped_for_ray_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("wrapped").run("wrapped.Wrapped").resource(cpu=0.5)
+    assert builder.build().submit("test").status == "finished"
+    assert "wrapped ran as WRAPPED-0" in capsys.readouterr().out
+
+
+def test_a_job_that_does_not_block_is_waited_for_or_stopped_from_here() -> None:
+    builder = JobBuilder().device_type("CPU").config(lambda trainer: time.sleep(60)).recovery(max_restarts=0)
+    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
+    running = builder.build().submit("test", blocking=False)
+    assert not running.done()
+    with pytest.raises(TimeoutError, match=r"has not ended after 0.2 s"):
+        running.result(0.2)
+    running.stop()
+    result = running.result(60)
+    assert (result.status, result.exit_code) == ("stopped", 130)
+    assert left_behind(result) == []
+
+
+def test_a_job_that_does_not_block_is_told_to_stop_and_saves_its_work(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def until_stopped(trainer: Any) -> None:
+        (tmp_path / "began").touch()
+        while not trainer.stop_requested:
+            time.sleep(0.01)
+        saved.touch()
+
+    builder = JobBuilder().device_type("CPU").config(until_stopped).recovery(stop_grace=30)
+    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
+    running = builder.build().submit("test", blocking=False)
+    while not (tmp_path / "began").exists():
+        assert not running.done()
+        time.sleep(0.05)
+    running.stop()
+    assert (running.result(30).status, saved.exists()) == ("stopped", True)
+
+
+def test_a_process_group_is_made_before_the_workload_if_the_job_says_so() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("ranks").train("workers.Grouped").total(2).resource(cpu=0.5).process_group()
+    builder.role("others").train("workers.Grouped").total(2).resource(cpu=0.5)
+    with builder.build().running("groups"):
+        assert RoleGroup("ranks").call("sum_of_ranks").result() == [1, 1]
+        assert RoleGroup("others").call("sum_of_ranks").result() == [None, None]
+
+
+def test_a_plan_that_was_read_back_runs(tmp_path: Path) -> None:
+    builder = JobBuilder().device_type("CPU").config({"answer": 42})
+    builder.role("plain").run("workers.Plain").resource(cpu=0.5)
+    file = tmp_path / "plan.json"
+    file.write_text(builder.build().model_dump_json())
+    assert Job.model_validate_json(file.read_text()).submit("again").status == "finished"
+
+
+def test_a_resource_that_the_cluster_lacks_is_named() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("plain").run("workers.Plain").resource(cpu=0.5, fpga=2)
+    assert "the job needs 2 fpga, but the cluster has 0 in all" in builder.build().submit("test").error
 
 
 def test_a_plain_class_with_run_is_a_workload(capsys: pytest.CaptureFixture[str]) -> None:

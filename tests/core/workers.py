@@ -1,13 +1,29 @@
 """Workloads for the tests of core: small enough to read, real enough to start."""
 
+import asyncio
+import functools
 import logging
 import os
+import random
 import signal
 import threading
 import time
 from typing import Any, NoReturn
 
-from core import BaseTrainer, BaseWorkload, RoleGroup, rpc, say, trainer_invocation
+import numpy as np
+
+from core import (
+    BaseTrainer,
+    BaseWorkload,
+    Dispatch,
+    RoleGroup,
+    WorkerGroup,
+    nd_compute,
+    register,
+    rpc,
+    say,
+    trainer_invocation,
+)
 
 
 def whole(values: list[Any]) -> list[Any]:
@@ -23,6 +39,32 @@ def doubled(values: list[int]) -> Any:
 def first_only() -> int:
     """Stub: only rank 0."""
     return RoleGroup("ACTOR").call_rank0(first_only).result()
+
+
+def give_reversed(group: WorkerGroup, values: list[int]) -> tuple[tuple[list[int]], dict[str, Any]]:
+    """Custom dispatch: the last item to the first worker."""
+    assert len(values) == group.world_size
+    return (values[::-1],), {}
+
+
+def collect_sum(group: WorkerGroup, answers: list[int]) -> tuple[str, int]:
+    """Custom collect."""
+    return repr(group), sum(answers)
+
+
+class Plus:
+    """A callable that is no function."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, values: list[int]) -> list[int]:
+        return [value + self.number for value in values]
+
+
+@rpc("from_outside", export=True)
+def outside_of_any_class(value: int) -> int:
+    return value + 100
 
 
 class Echo(BaseWorkload):
@@ -56,12 +98,59 @@ class Echo(BaseWorkload):
 
     @trainer_invocation(is_async=True, timeout=0.5)
     def slow_on_rank1(self) -> int:
-        time.sleep(5.0 if self.rank == 1 else 0.0)
+        time.sleep(0.9 if self.rank == 1 else 0.0)
+        return self.rank
+
+    @trainer_invocation(is_async=True, timeout=5)
+    def quick(self) -> int:
         return self.rank
 
     @trainer_invocation(pre_func=lambda x: max(x, 0), post_func=sum)
     def not_negative(self, value: int) -> int:
         return value
+
+    @trainer_invocation(pre_func=Plus(1), post_func=functools.partial(max, default=0))
+    def largest_plus_one(self, values: list[int]) -> int:
+        return max(values)
+
+    @trainer_invocation(pre_func=lambda a, b: (b, a))
+    def swapped(self, first: Any, second: Any) -> tuple[Any, Any]:
+        return first, second
+
+    @trainer_invocation
+    def writable(self, array: Any) -> bool:
+        return bool(array.flags.writeable)
+
+    @trainer_invocation
+    def kinds(self, value: Any) -> str:
+        return f"{type(value).__name__}:{len(value) if hasattr(value, '__len__') else value}"
+
+    @trainer_invocation(target="RANK0")
+    def ask(self, role: str, value: Any) -> Any:
+        """From inside a workload: the trainer's role group, and a call."""
+        group = RoleGroup(role)
+        return group.echo([value, value, value]), group.call("echo", value).result()
+
+    @trainer_invocation(target="RANK0")
+    async def ask_async(self, role: str, value: Any) -> Any:
+        """From inside an async method: awaits what others answer."""
+        group = RoleGroup(role)
+        first, second = group.call("echo", value), group.call_rank0("echo", value)
+        return await first, await second, (await group.call("name_later", 0.0))[:1]
+
+    @rpc()
+    async def name_later(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return self.name
+
+    @trainer_invocation(blocking=False)
+    async def met(self, count: int) -> int:
+        """Returns once so many calls are in it at the same time."""
+        self.inside = getattr(self, "inside", 0) + 1
+        deadline = time.monotonic() + 10
+        while self.inside < count and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return self.inside
 
     @trainer_invocation
     def fail(self, rank: int) -> int:
@@ -99,6 +188,16 @@ class Echo(BaseWorkload):
     @rpc(doubled)
     def _doubled(self, values: list[int]) -> list[int]:
         return [2 * value for value in values]
+
+    @rpc()
+    def sleep_each(self, seconds: list[float]) -> list[float]:
+        for pause in seconds:
+            time.sleep(pause)
+        return seconds
+
+    @rpc()
+    def too_many(self, values: list[int]) -> list[int]:
+        return [*values, 0]
 
     @rpc(first_only)
     def _first_only(self) -> int:
@@ -146,3 +245,148 @@ class WrongStub(BaseWorkload):
     @rpc(stub_with_two)
     def method(self, a: int) -> None:
         """Takes one."""
+
+
+class Grid(BaseWorkload):
+    """Each dispatch mode once. Four of them are a mesh of two data-parallel ranks with two peers each."""
+
+    def setup(self) -> None:
+        if self.role == "MESH":
+            self.register_mesh("dp", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 1)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def everybody(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (self.rank, *args, *kwargs.values())
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def first(self, value: Any) -> tuple[int, Any]:
+        return (self.rank, value)
+
+    @register()
+    def each(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (self.rank, *args, *kwargs.values())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def each_too(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, values: Any, other: Any = 0) -> Any:
+        if isinstance(values, list):
+            others = other if isinstance(other, list) else [other] * len(values)
+            return [a + b for a, b in zip(values, others, strict=True)]
+        return values + other
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function: Any, values: list[int]) -> list[int]:
+        return [function(value) for value in values]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def total(self, values: list[int]) -> int:
+        return sum(values)
+
+    @register(dispatch_mode=nd_compute("dp"))
+    def on_mesh(self, values: list[int]) -> list[tuple[int, int]]:
+        return [(self.rank, value) for value in values]
+
+    @register(dispatch_mode=nd_compute("dp"), blocking=False)
+    def on_mesh_later(self, values: list[int]) -> list[int]:
+        return [10 * value for value in values]
+
+    @register(dispatch_mode=nd_compute("unknown"))
+    def on_no_mesh(self, values: list[int]) -> list[int]:
+        return values
+
+    @register(dispatch_mode={"dispatch_fn": give_reversed, "collect_fn": collect_sum})
+    def custom(self, value: int) -> int:
+        return value * (self.rank + 1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def later(self, values: Any) -> Any:
+        return [value + 1 for value in values]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def fails_later(self, values: Any) -> Any:
+        raise KeyError(f"no values in rank {self.rank}")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def twice_as_many(self, values: list[int]) -> list[int]:
+        return values + values
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def where(self, values: Any) -> list[tuple[int, list[Any]]]:
+        return [(self.rank, list(values))] * len(values)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whole_length(self, values: Any) -> int:
+        return len(values)
+
+    def unregistered(self) -> None:
+        """Not a method of the group."""
+
+
+class Settings(BaseWorkload):
+    """Changes what libraries keep once per process."""
+
+    def setup(self) -> None:
+        self.notes: list[int] = []
+
+    @trainer_invocation
+    def change(self, seed: int) -> list[float]:
+        import torch
+
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - the process-wide one is what is looked at
+        if self.role == "A":
+            torch.set_default_dtype(torch.float64)
+            os.environ["MINE"] = "a"
+        return self.draw()
+
+    @trainer_invocation
+    def draw(self) -> list[float]:
+        import torch
+
+        return [random.random(), float(torch.rand((), dtype=torch.float32)), float(np.random.rand())]  # noqa: NPY002
+
+    @trainer_invocation
+    def look(self) -> tuple[Any, ...]:
+        import torch
+
+        return os.environ.get("COLOUR"), str(torch.get_default_dtype()), os.environ.get("MINE")
+
+    @rpc()
+    def note(self, number: int) -> list[int]:
+        self.notes.append(number)
+        return self.notes
+
+
+class Stops(BaseWorkload):
+    """Meets a breakpoint."""
+
+    @trainer_invocation(is_async=True, timeout=0.1)
+    def stop_and_take_long(self, stop: bool) -> int:
+        if stop:
+            breakpoint()  # noqa: T100 - what is tested
+        time.sleep(0.2)
+        return 1
+
+
+class Grouped(BaseWorkload):
+    """Finds the process group, where there is one, in its set-up."""
+
+    def setup(self) -> None:
+        import torch.distributed as dist
+
+        self.has_group = dist.is_initialized()
+
+    @rpc()
+    def sum_of_ranks(self) -> int | None:
+        import torch
+        import torch.distributed as dist
+
+        if not self.has_group:
+            return None
+        total = torch.tensor(self.rank)
+        dist.all_reduce(total)
+        return int(total)

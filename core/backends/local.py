@@ -1,0 +1,147 @@
+"""Local mode: the whole job in this process, one workload at a time, for breakpoints and quick tests. No Ray."""
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from core.context import Member, Outcome
+from core.host import Host, HostSpec
+from core.inline import Inline, InlineCall, copied, notice_breakpoints
+from core.plan import HostPlan, Placement
+from core.process import WarningsTo
+
+
+class LocalTransport:
+    """Calls that run when somebody waits for them. What is passed is copied, as between processes."""
+
+    is_inline = True
+
+    def __init__(self) -> None:
+        self.inline = Inline()
+
+    def send(
+        self, member: Member, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
+    ) -> InlineCall:
+        """Take one call in; nothing runs beside another here."""
+        del concurrent
+        args, kwargs = copied((args, dict(kwargs)))
+        call = member.handle.call
+        return self.inline.send(
+            (member.role, member.rank), lambda: copied(call(member.role, member.rank, name, *args, **kwargs))
+        )
+
+    def put(self, value: Any) -> Any:
+        """Nothing to store: everything is in this process."""
+        return value
+
+    def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
+        """Those that are done, once one is."""
+        return self.inline.wait(references, timeout)
+
+    def outcome(self, reference: InlineCall) -> Outcome:
+        """What came of a call that is done."""
+        assert reference.outcome is not None
+        return reference.outcome
+
+
+class LocalHost(Host):
+    """A host beside others in one process: while it works, the process looks as if it were its own."""
+
+    def __init__(
+        self, spec: HostSpec, transport: LocalTransport, tell: Callable[[str, Any], None], env: Mapping[str, str]
+    ) -> None:
+        super().__init__(spec, spec.config, "127.0.0.1", transport, tell)
+        self._own = _State.now()
+        self._own.environment.update(env)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Give it its own environment variables, random numbers and default precision; and take them back."""
+        others = _State.now()
+        self._own.enter()
+        try:
+            yield
+        finally:
+            self._own = _State.now()
+            others.enter()
+
+
+class LocalBackend:
+    """The stand-in for a cluster."""
+
+    is_local = True
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        self._tell = tell
+        self._warnings = WarningsTo(lambda text: tell("say", text))
+        self.transport = LocalTransport()
+        notice_breakpoints()
+
+    def start(self, placement: Placement) -> None:
+        """Let the libraries use as many threads as the largest role has cores, where they have not counted yet."""
+        threads = max(1, *(int(host.cpu) for host in placement.hosts))
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
+        else:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        logging.getLogger().addHandler(self._warnings)
+
+    def pickled(self, value: Any) -> Any:
+        """A copy, for a host of its own."""
+        return copied(value)
+
+    def create(self, spec: HostSpec, _plan: HostPlan, env: Mapping[str, str], _attempt: int = 1) -> LocalHost:
+        """Make one host."""
+        return LocalHost(spec, self.transport, self._tell, env)
+
+    def invoke(self, handle: LocalHost, method: str, *args: Any) -> InlineCall:
+        """Call a method of the host itself; returns a reference."""
+        key = (args[0], args[1]) if method == "run" else (method, id(handle))
+        return self.transport.inline.send(key, lambda: getattr(handle, method)(*args))
+
+    def kill(self, _handle: LocalHost) -> None:
+        """Nothing to end: it goes when nobody knows it any more."""
+
+    def release(self) -> None:
+        """Forget the calls that nobody has waited for."""
+        self.transport.inline = Inline()
+        logging.getLogger().removeHandler(self._warnings)
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+
+class _State:
+    """What libraries keep once per process."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self.python_random = random.getstate()
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        self.numpy_random = numpy.random.get_state() if numpy else None
+        self.torch_random = torch.get_rng_state() if torch else None
+        self.torch_dtype = torch.get_default_dtype() if torch else None
+
+    @classmethod
+    def now(cls) -> "_State":
+        """As it is."""
+        return cls()
+
+    def enter(self) -> None:
+        """Make it so."""
+        for name in os.environ.keys() - self.environment.keys():
+            del os.environ[name]
+        os.environ.update({k: v for k, v in self.environment.items() if os.environ.get(k) != v})
+        random.setstate(self.python_random)
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy and self.numpy_random is not None:
+            numpy.random.set_state(self.numpy_random)
+        if torch:
+            # Somebody else has imported torch: in a process of its own it would begin as a new generator does.
+            fresh = self.torch_random is None
+            torch.set_rng_state(torch.Generator().get_state() if fresh else self.torch_random)
+            torch.set_default_dtype(torch.float32 if fresh else self.torch_dtype)

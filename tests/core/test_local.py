@@ -1,0 +1,222 @@
+"""Local mode: the same job in one process, as a person at a breakpoint needs it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import workers
+
+from core import CallEvent, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
+from core.inline import copied
+
+HERE = Path(__file__).parent
+
+
+def run(script: Callable[[Any], None], **options: Any) -> JobResult:
+    """A trainer that runs `script(trainer)`, and two echoes."""
+    builder = JobBuilder().device_type("CPU").config(script).recovery(max_restarts=0)
+    builder.role("trainer").run("workers.Script")
+    builder.role("actor").run("workers.Echo").total(2)
+    return builder.build().submit("test", backend="local", **options)
+
+
+def test_a_job_ends_as_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(trainer: Any) -> None:
+        assert trainer.get_role_groups() == ["RG_ACTOR"]
+        assert trainer.RG_ACTOR.echo([5, 6]) == [(0, [5]), (1, [6])]
+        with pytest.raises(AttributeError, match="no RG_CRITIC; it has RG_ACTOR"):
+            _ = trainer.RG_CRITIC
+
+    result = run(script)
+    assert (result.status, result.error, result.exit_code, result.attempt) == ("finished", "", 0, 1)
+    assert "hello from TRAINER-0" in capsys.readouterr().out
+    assert result.peak_memory_bytes > 10 * 2**20
+    assert list(Path("/dev/shm").glob(f"troupe-{result.run_id}*")) == []
+
+
+def test_a_failure_is_told_as_on_ray() -> None:
+    result = run(lambda trainer: trainer.RG_ACTOR.fail(1))
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert result.error == "KeyError: 'lost in rank 1' (raised by ACTOR-1 in fail; in TRAINER-0)"
+    assert "workers.py" in result.traceback
+    builder = JobBuilder().device_type("CPU")
+    builder.role("trainer").run("workers.Script")
+    builder.role("tool").run("workers.FailsAtStart")
+    assert builder.build().submit("test", backend="local").error == "RuntimeError: no such model (in TOOL-0)"
+
+
+def test_neither_ray_nor_torch_is_imported() -> None:
+    code = """
+import sys
+sys.modules["ray"] = None  # an import of it fails
+from core import JobBuilder, RoleGroup
+builder = JobBuilder()
+builder.role("a").run("workers:Plain").total(2)
+with builder.build().running("plain", backend="local"):
+    print(RoleGroup("a").call("answer").result(), "torch" in sys.modules)
+print(builder.build().submit(backend="local").status)
+"""
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["[42, 42] False", "plain ran", "plain ran", "finished"], done.stderr
+
+
+def test_several_ranks_of_a_train_role_are_refused_before_anything_starts() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("actor").train("workers.Echo").total(2)
+    job = builder.build()
+    for start in (lambda: job.submit(backend="local"), lambda: job.running("x", backend="local").__enter__()):
+        with pytest.raises(JobError, match="backend=local runs one rank of each train role, but ACTOR has 2; set one"):
+            start()
+    with pytest.raises(JobError, match="backend='lokal'; set one of ray, local"):
+        job.submit(backend="lokal")  # pyright: ignore[reportArgumentType]
+
+
+def test_each_workload_has_the_process_as_if_it_were_its_own() -> None:
+    builder = JobBuilder().device_type("CPU").global_env({"COLOUR": "red"})
+    builder.role("a").run("workers.Settings").env({"COLOUR": "green"})
+    builder.role("b").run("workers.Settings")
+    before = (dict(os.environ), torch.get_default_dtype(), random.getstate())
+    with builder.build().running("settings", backend="local"):
+        a, b = RoleGroup("a"), RoleGroup("b")
+        a.change(11)
+        drawn = b.change(11)
+        assert a.look()[0][:2] == ("green", "torch.float64")
+        assert b.draw() == a.draw()  # one after the other, and neither disturbs the other
+        assert b.draw() == a.draw() != drawn
+        assert (dict(os.environ), torch.get_default_dtype(), random.getstate()) == before
+        assert b.look()[0][0] == "red"
+
+
+def test_what_is_passed_is_a_copy_with_read_only_arrays_and_the_same_functions() -> None:
+    value = {"list": [1], "array": np.arange(3), "tensor": torch.arange(3), "function": run, "class": JobResult}
+    found = copied(value)
+    assert found["list"] == [1]
+    assert found["list"] is not value["list"]
+    assert (found["function"], found["class"]) == (run, JobResult)
+    value["array"][0] = value["tensor"][0] = 9
+    assert (found["array"].tolist(), found["tensor"].tolist()) == ([0, 1, 2], [0, 1, 2])
+    with pytest.raises(ValueError, match="read-only"):
+        found["array"][0] = 1
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copied(threading.Lock())
+
+
+def test_who_stops_at_a_breakpoint_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").run("workers.Stops")
+    stops: list[str] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(threading.current_thread().name))
+    with builder.build().running("stops", backend="local"):
+        group = RoleGroup("a")
+        assert group.stop_and_take_long(True) == [1]
+        with pytest.raises(TimeoutError, match=r"no answer after 0.1 s from A.stop_and_take_long on rank 0"):
+            group.stop_and_take_long(False)
+    assert stops == ["MainThread"]
+
+
+def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
+    (tmp_path / "debugged.py").write_text(
+        "from core import BaseTrainer, BaseWorkload, JobBuilder, trainer_invocation\n"
+        "class Tool(BaseWorkload):\n"
+        "    @trainer_invocation\n"
+        "    def add(self, value: int) -> int:\n"
+        "        breakpoint()\n"
+        "        return value + 1\n"
+        "class Trainer(BaseTrainer):\n"
+        "    def init(self) -> None: ...\n"
+        "    def fit(self) -> None:\n"
+        "        self.say(f'answer {self.RG_TOOL.add(1)}')\n"
+        "if __name__ == '__main__':\n"
+        "    builder = JobBuilder()\n"
+        "    builder.role('trainer').run('debugged:Trainer')\n"
+        "    builder.role('tool').run('debugged:Tool')\n"
+        "    print(builder.build().submit(backend='local').status)\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
+    done = subprocess.run(
+        [sys.executable, "debugged.py"],
+        input="p ('at', self.name, value)\nvalue = 41\ncontinue\n",
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "('at', 'TOOL-0', 1)" in done.stdout, done.stderr
+    assert [line.removeprefix("(Pdb) ") for line in done.stdout.splitlines()[-2:]] == ["(Pdb) answer [42]", "finished"]
+
+
+def test_calls_that_nobody_waits_for_are_carried_out_in_their_order_when_the_worker_is_asked_again() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").run("workers.Settings")
+    with builder.build().running("order", backend="local"):
+        group = RoleGroup("a")
+        for number in range(3):
+            group.call("note", number)
+        assert group.call_rank0("note", 3).result() == [0, 1, 2, 3]
+
+
+def test_observers_hear_of_every_call_and_of_the_job() -> None:
+    heard: list[Any] = []
+    assert run(lambda trainer: trainer.RG_ACTOR.echo(1), observers=[heard.append]).status == "finished"
+    calls = [(e.role, e.rank, e.method, e.seconds is None) for e in heard if isinstance(e, CallEvent)]
+    assert calls == [
+        ("TRAINER", 0, "run", True),
+        ("ACTOR", 0, "echo", True),
+        ("ACTOR", 0, "echo", False),
+        ("ACTOR", 1, "echo", True),
+        ("ACTOR", 1, "echo", False),
+        ("TRAINER", 0, "run", False),
+    ]
+    assert [e.kind for e in heard if isinstance(e, JobEvent)] == ["start", "end"]
+
+
+def test_ctrl_c_lets_the_trainer_save_its_work(tmp_path: Path) -> None:
+    code = f"""
+import json, os, signal, sys, time
+sys.path[:0] = {[str(HERE), str(HERE.parents[1])]!r}
+from core import JobBuilder
+
+def script(trainer):
+    os.kill(os.getpid(), signal.SIGINT)
+    trainer.RG_ACTOR.echo(1)
+    while not trainer.stop_requested:
+        time.sleep(0.01)
+    open({str(tmp_path / "saved")!r}, "w").write("kept")
+    if trainer.config is twice:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+def twice(trainer):
+    script(trainer)
+
+results = []
+for config in (script, twice):
+    builder = JobBuilder().config(config).recovery(stop_grace=30)
+    builder.role("trainer").run("workers.Script")
+    builder.role("actor").run("workers.Echo")
+    result = builder.build().submit(backend="local")
+    results.append((result.status, result.exit_code, os.path.exists({str(tmp_path / "saved")!r})))
+print(json.dumps(results))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout.splitlines()[-1]) == [["stopped", 130, True]] * 2, done.stderr
+
+
+def test_a_warning_of_a_workload_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda trainer: trainer.RG_ACTOR.warn("the disk is full")).status == "finished"
+    assert "warning: the disk is full\n" in capsys.readouterr().out
+    workers.logging.getLogger("my.code").warning("nobody listens any more")
+    assert "nobody listens" not in capsys.readouterr().out

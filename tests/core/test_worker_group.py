@@ -1,0 +1,219 @@
+"""Worker groups: what each dispatch mode sends and returns, and what is decided where verl surprises.
+
+The quirks are those of reference measurements of verl's single controller: data-dependent scattering, padding that
+changes the caller's batch, chunks that everybody fetches.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import workers
+from conftest import ON_RAY
+
+from components.batch import Batch
+from core import Dispatch, JobBuilder, RoleGroup, WorkerGroup, nd_compute, register
+from core.backends import BackendName
+
+
+@pytest.fixture(scope="module")
+def grids(backend: BackendName) -> Iterator[None]:
+    """GRID and PAIR: 3 and 2 workers. MESH: 4 workers, two data-parallel ranks of two peers. RANKS: two that meet."""
+    builder = JobBuilder().device_type("CPU")
+    for role, count in (("grid", 3), ("pair", 2), ("mesh", 4)):
+        builder.role(role).run("workers.Grid").total(count).resource(cpu=0.5)
+    builder.role("ranks").train("workers.Grid").total(2 if backend == "ray" else 1).resource(cpu=0.5)
+    with builder.build().running("grids", backend=backend):
+        yield
+
+
+@pytest.fixture
+def grid(grids: None) -> WorkerGroup:
+    """Three workers."""
+    return WorkerGroup("grid", workers.Grid)
+
+
+@pytest.fixture
+def pair(grids: None) -> WorkerGroup:
+    """Two workers."""
+    return WorkerGroup("pair")
+
+
+@pytest.fixture
+def mesh(grids: None) -> WorkerGroup:
+    """Four workers in a mesh."""
+    return WorkerGroup("mesh")
+
+
+def test_one_to_all_sends_everything_whole_and_returns_a_list(grid: WorkerGroup) -> None:
+    assert grid.everybody([1, 2, 3], x=(4, 5)) == [(rank, [1, 2, 3], (4, 5)) for rank in range(3)]
+
+
+def test_rank_zero_sends_the_value_itself_to_the_first_and_returns_its_answer(grid: WorkerGroup) -> None:
+    assert grid.first([1, 2, 3]) == (0, [1, 2, 3])
+
+
+def test_all_to_all_gives_each_worker_its_item_of_every_list_or_tuple(grid: WorkerGroup) -> None:
+    assert grid.each([1, 2, 3], x=(4, 5, 6)) == [(0, 1, 4), (1, 2, 5), (2, 3, 6)]
+    assert grid.each() == [(0,), (1,), (2,)]
+    assert grid.each_too((7, 8, 9)) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("value", [[1, 2], [1, 2, 3, 4], 5, "abc", {"a": 1}, np.arange(3)])
+def test_all_to_all_never_guesses(grid: WorkerGroup, value: object) -> None:
+    for method in (grid.each, grid.each_too):
+        with pytest.raises(
+            ValueError, match=r"argument 0 is a \w+.*not a list with one item for each of the 3 workers"
+        ):
+            method(value)
+    with pytest.raises(ValueError, match="x is a int"):
+        grid.each([1, 2, 3], x=5)
+
+
+def test_dp_compute_proto_splits_and_joins(grid: WorkerGroup) -> None:
+    assert grid.add([1, 2, 3, 4], 10) == [11, 12, 13, 14]
+    assert grid.add(np.arange(4.0), np.arange(4.0)).tolist() == [0, 2, 4, 6]
+    assert grid.add(torch.arange(4), other=1).tolist() == [1, 2, 3, 4]
+    assert grid.where(np.arange(4))[-1] == (2, [3])
+
+
+def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed(grid: WorkerGroup) -> None:
+    values = [1, 2, 3, 4, 5]
+    assert grid.add(values, 0) == [1, 2, 3, 4, 5]
+    assert grid.later(values).result() == [2, 3, 4, 5, 6]
+    assert values == [1, 2, 3, 4, 5]
+    assert grid.add([7]) == [7]
+
+
+def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
+    batch = Batch.from_rows({"tokens": [torch.arange(n) for n in (1, 2, 3, 4)]})
+    assert [rank for rank, _ in grid.where([0, 0, 0, 0])] == [0, 0, 1, 2]
+    assert grid.whole_length(batch) == [4, 4, 4]
+
+
+@ON_RAY
+def test_ranks_that_meet_all_need_an_item(grids: None) -> None:
+    with pytest.raises(ValueError, match="1 items for 2 ranks"):
+        WorkerGroup("ranks").add([1])
+
+
+def test_dp_compute_proto_refuses_what_nothing_can_be_split_of(grid: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"GRID.add: none of the arguments can be split"):
+        grid.add(5)
+    with pytest.raises(ValueError, match="argument 0 has 3, other has 2"):
+        grid.add([1, 2, 3], other=[1, 2])
+
+
+def test_a_function_goes_to_everybody_and_the_rest_is_split(grid: WorkerGroup) -> None:
+    assert grid.apply(abs, [-1, -2, -3, -4]) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="first argument must be a function"):
+        grid.apply([1, 2, 3], abs)
+
+
+def test_metrics_are_not_joined(grid: WorkerGroup) -> None:
+    assert grid.total([1, 2, 3, 4]) == [3, 3, 4]
+
+
+def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: WorkerGroup) -> None:
+    assert mesh.on_mesh([1, 2, 3, 4, 5]) == [(1, 1), (1, 2), (1, 3), (3, 4), (3, 5)]
+    assert mesh.on_mesh_later([1, 2, 3]).result() == [10, 20, 30]
+    with pytest.raises(ValueError, match="1 items for 2 ranks"):
+        mesh.on_mesh([1])
+
+
+def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"MESH-0 has no place in the mesh 'unknown'; call self.register_mesh"):
+        mesh.on_no_mesh([1, 2])
+
+
+def test_a_custom_mode_gives_out_and_collects_as_it_says(grid: WorkerGroup) -> None:
+    assert grid.custom([1, 2, 3]) == ("WorkerGroup(GRID, 3 workers)", 3 * 1 + 2 * 2 + 1 * 3)
+
+
+def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup) -> None:
+    with pytest.raises(
+        AttributeError, match=r"GRID \(workers.Grid\) has no method 'unregistered' to call; it has add, "
+    ):
+        grid.unregistered()
+    with pytest.raises(AttributeError, match="'echo'"):
+        RoleGroup("grid").echo(1)
+    assert grid.call("first", 5).result() == [(0, 5), (1, 5), (2, 5)]
+    assert (len(grid), grid.world_size, [member.rank for member in grid]) == (3, 3, [0, 1, 2])
+
+
+def test_a_class_that_is_not_the_workers_is_refused(grids: None) -> None:
+    class Other:
+        @register()
+        def fly(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"workers of GRID are workers.Grid, which has no fly"):
+        WorkerGroup("grid", Other)
+    assert len(WorkerGroup("nobody", Other, optional=True)) == 0
+
+
+# --- futures as arguments
+
+
+def test_a_future_goes_to_a_group_of_the_same_size_part_by_part(grid: WorkerGroup) -> None:
+    assert grid.where(grid.later([1, 2, 3, 4])) == [(0, [2, 3]), (0, [2, 3]), (1, [4]), (2, [5])]
+
+
+def test_a_future_is_cut_anew_for_a_group_of_another_size(
+    grid: WorkerGroup, pair: WorkerGroup, mesh: WorkerGroup
+) -> None:
+    later = grid.later([1, 2, 3, 4, 5])
+    assert pair.where(later) == [(0, [2, 3, 4])] * 3 + [(1, [5, 6])] * 2
+    assert [part for _, part in mesh.where(later)] == [[2, 3], [2, 3], [4], [5], [6]]
+    assert pair.add(later, [10, 20, 30, 40, 50]) == [12, 23, 34, 45, 56]
+    assert pair.whole_length(later) == [5, 5]
+    assert grid.where(mesh.on_mesh_later([1, 2, 3])) == [(0, [10]), (1, [20]), (2, [30])]
+
+
+def test_a_chain_of_futures_needs_no_result_between(grid: WorkerGroup, pair: WorkerGroup) -> None:
+    assert grid.later(pair.later(grid.later([1, 2, 3, 4]))).result() == [4, 5, 6, 7]
+
+
+def test_a_sequence_of_a_role_group_can_be_passed_on_too(grid: WorkerGroup, pair: WorkerGroup) -> None:
+    sequence = RoleGroup("pair").call_batch("add", 3, [1, 2, 3], 1)
+    assert grid.where(sequence) == [(0, [2]), (1, [3]), (2, [4])]
+
+
+def test_the_error_of_a_call_that_was_passed_on_arrives_with_its_type(grid: WorkerGroup, pair: WorkerGroup) -> None:
+    with pytest.raises(KeyError, match="no values in rank 0"):
+        pair.add(grid.fails_later([1, 2, 3]), 1)
+
+
+def test_a_call_that_multiplies_its_items_cannot_be_passed_on_unseen(grid: WorkerGroup, pair: WorkerGroup) -> None:
+    more = grid.twice_as_many([1, 2, 3])
+    with pytest.raises(ValueError, match="twice_as_many was given 1 items and returned list of length 2"):
+        pair.where(more)
+    assert more.result() == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_future_of_separate_answers_is_refused_as_an_argument(grid: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match="pass its result"):
+        grid.everybody(grid.call("everybody", 1))
+
+
+# --- declarations
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dispatch_mode": "ONE_TO_ALL"}, "give one of Dispatch.ONE_TO_ALL, "),
+        ({"dispatch_mode": {"dispatch_fn": len}}, "'collect_fn'"),
+        ({"dispatch_mode": {"dispatch_fn": 1, "collect_fn": len}}, "'collect_fn'"),
+        ({"execute_mode": 1}, "Dispatch.RANK_ZERO calls the first worker alone"),
+        ({"replay": "first"}, "replay='first'"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_when_the_class_is_defined(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_every_mode_says_what_it_does() -> None:
+    assert all(mode.value for mode in Dispatch)
+    assert nd_compute("a") == nd_compute("a") != nd_compute("b")

@@ -1,0 +1,18 @@
+"""A workload as DLRover's guide writes it: wrapped for Ray."""
+
+from typing import Any
+
+import ray
+
+from core import BaseWorkload, say
+
+
+@ray.remote
+class Wrapped(BaseWorkload):
+    """As DLRover's guide writes it."""
+
+    def __init__(self, master_handle: Any, config: Any) -> None:
+        super().__init__(master_handle, config)
+
+    def run(self) -> None:
+        say(f"wrapped ran as {self.name}")
