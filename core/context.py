@@ -39,10 +39,8 @@ class Transport(Protocol):
     is_inline: bool
     """Whether calls run in this process, on the thread of who waits for them."""
 
-    def send(
-        self, member: "Member", name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
-    ) -> Any:
-        """Submit one call and return a reference to its outcome; `concurrent` ones may run beside others."""
+    def send(self, member: "Member", export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Submit one call and return a reference to its outcome."""
         ...
 
     def put(self, value: Any) -> Any:
@@ -55,6 +53,10 @@ class Transport(Protocol):
 
     def outcome(self, reference: Any) -> Outcome:
         """The outcome of a reference that is ready."""
+        ...
+
+    def values(self, references: list[Any]) -> list[Any] | None:
+        """All values, if within a moment all are there and none is an error; else None, and `wait` finds out more."""
         ...
 
 

@@ -52,11 +52,8 @@ class Pending:
         assert living is not None
         self.member = living
         if export.replay:
-            self._before = context.recovery.remember(living, export.name, args, kwargs)
-        self.reference = self._send(args, kwargs)
-
-    def _send(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._context.transport.send(self.member, self.method, args, kwargs, self._export.concurrent)
+            self._before = context.recovery.remember(living, export, args, kwargs)
+        self.reference = context.transport.send(living, export, args, kwargs)
 
     @property
     def method(self) -> str:
@@ -81,7 +78,7 @@ class Pending:
         if living is None or living == self.member:
             return False
         self.member = living
-        self.reference = self._send(*self._arguments)
+        self.reference = self._context.transport.send(living, self._export, *self._arguments)
         return True
 
 
@@ -99,6 +96,8 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
+    if timeout is None and (values := context.transport.values([call.reference for call in calls])) is not None:
+        return values
     began, report_at, limit = time.monotonic(), FIRST_REPORT_AFTER_S, timeout
     if context.transport.is_inline:
         limit = None

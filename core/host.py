@@ -133,6 +133,7 @@ class Host:
         self._state = ("starting", time.monotonic())
         self._calls: dict[int, tuple[str, float]] = {}
         self._count = itertools.count()
+        self._slots: list[tuple[Role, int, str]] = []
         self._workers: dict[tuple[Role, int], _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
         for worker in spec.workers:
@@ -216,12 +217,11 @@ class Host:
             if isinstance(worker.instance, BaseWorkload):
                 worker.instance.setup()
             worker.exports = exports_of(worker.instance)
-            callers_view = {
-                name: replace(
-                    entry, stub=None, concurrent=spec.concurrency > 1 and inspect.iscoroutinefunction(function)
-                )
-                for name, (entry, function) in worker.exports.items()
-            }
+            callers_view = {}
+            for name, (entry, function) in worker.exports.items():
+                beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
+                callers_view[name] = replace(entry, stub=None, concurrent=beside, slot=len(self._slots))
+                self._slots.append((role, rank, name))
             found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
         self._state = (IDLE, time.monotonic())
         return found
@@ -229,6 +229,15 @@ class Host:
     def connect(self, directory: Directory) -> None:
         """Tell all workloads who the others are."""
         self._recovery.meet(directory, self._directory)
+
+    def call_slot(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the exported method of this number: of which workload it is, and its name, need not be sent."""
+        role, rank, name = self._slots[slot]
+        return self.call(role, rank, name, *args, **kwargs)
+
+    def worker_of(self, slot: int) -> tuple[Role, int]:
+        """Whose method has this number."""
+        return self._slots[slot][:2]
 
     @_at_work
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -263,12 +272,14 @@ class Host:
     def _observed(
         self, worker: _Worker, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        who, began, clock = worker.context.identity, time.time(), time.monotonic()
+        who, clock, number = worker.context.identity, time.monotonic(), next(self._count)
         activate(worker.context)
-        event = CallEvent(who.job, who.role, who.rank, name, began, payload_bytes(*args, *kwargs.values()))
-        number = next(self._count)
         self._calls[number] = (f"{who.role}.{name}", clock)
-        self._report(event)
+        event = None
+        if self._spec.reports_calls:
+            size = payload_bytes(*args, *kwargs.values())
+            event = CallEvent(who.job, who.role, who.rank, name, time.time(), size)
+            self._tell("event", event)
         failed = True
         try:
             result = function(*args, **kwargs)
@@ -279,16 +290,13 @@ class Host:
         finally:
             del self._calls[number]
             self._state = (IDLE, time.monotonic())
-            self._report(replace(event, seconds=time.monotonic() - clock, failed=failed))
+            if event is not None:
+                self._tell("event", replace(event, seconds=time.monotonic() - clock, failed=failed))
 
     def doing(self) -> tuple[str, float]:
         """The call that has run longest, or that there is none; and for how many seconds."""
         name, since = [*self._calls.values(), self._state][0]
         return name, time.monotonic() - since
-
-    def _report(self, event: CallEvent) -> None:
-        if self._spec.reports_calls:
-            self._tell("event", event)
 
 
 def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any:

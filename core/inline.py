@@ -11,11 +11,12 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from core.context import Outcome
+from core.context import Member, Outcome
+from core.invocation import Export
 
 Key = tuple[str, int]
 """Role and rank of a worker: it does one thing at a time."""
@@ -122,6 +123,15 @@ class Inline:
                 del self._busy[call.key]
                 self._changed.notify_all()
         return True
+
+
+def send_inline(
+    inline: Inline, host: Any, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> InlineCall:
+    """Take in a call to a workload of a host in this process: it gets copies, and so does its caller."""
+    role, rank = member.role, member.rank
+    args, kwargs = copied((args, dict(kwargs)))
+    return inline.send((role, rank), lambda: copied(host.call(role, rank, export.name, *args, **kwargs)))
 
 
 def copied(value: Any) -> Any:

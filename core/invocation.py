@@ -59,6 +59,8 @@ class Export:
     dispatch: Any = None
     concurrent: bool = False
     """Whether calls to it may run beside others: it is async, and its role asks for concurrency."""
+    slot: int = -1
+    """Its number in its host; see `Host.call_slot`."""
 
     def __post_init__(self) -> None:
         if self.replay not in (None, "last"):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.context import Directory, Member, Transport
+    from core.invocation import Export
 
-_Call = tuple[int, tuple[Any, ...], Mapping[str, Any]]
-"""When it was made, among all calls of the process, and with which arguments."""
+_Call = tuple[int, "Export", tuple[Any, ...], Mapping[str, Any]]
+"""When it was made, among all calls of the process, of which method, and with which arguments."""
 
 
 class Recovery:
@@ -41,12 +42,14 @@ class Recovery:
             is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
             return self._directory[member.role].members[member.rank] if is_back else None
 
-    def remember(self, member: "Member", method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+    def remember(
+        self, member: "Member", export: "Export", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Call | None:
         """Keep a call for replays, in place of the method's last one, which is returned."""
         with self._changed:
             calls = self._remembered.setdefault((member.role, member.rank), {})
-            before = calls.get(method)
-            calls[method] = (next(self._clock), args, kwargs)
+            before = calls.get(export.name)
+            calls[export.name] = (next(self._clock), export, args, kwargs)
             return before
 
     def take_back(self, member: "Member", method: str, before: _Call | None) -> None:
@@ -76,8 +79,8 @@ class Recovery:
         """Repeat in a new process what was called on the lost one, in order; an error of a call is raised."""
         with self._changed:
             calls = dict(self._remembered.get((member.role, member.rank), {}))
-        for method, (_, args, kwargs) in sorted(calls.items(), key=lambda item: item[1][0]):
-            reference = transport.send(member, method, args, kwargs)
+        for _, export, args, kwargs in sorted(calls.values(), key=lambda call: call[0]):
+            reference = transport.send(member, export, args, kwargs)
             transport.wait([reference], None)
             error = transport.outcome(reference).error
             if error is not None:

@@ -92,10 +92,10 @@ class RoleGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        known = self._callable_names()
-        if name not in known:
-            raise AttributeError(self._unknown(name, known))
-        export = self._entry.exports[name]
+        exports = self._entry.exports
+        export = exports.get(name)
+        if export is None or not self._may_call(export):
+            raise AttributeError(self._unknown(name, [n for n, e in exports.items() if self._may_call(e)]))
 
         def invoke(*args: Any, **kwargs: Any) -> Any:
             return self._invoke(export, args, kwargs)
@@ -103,8 +103,8 @@ class RoleGroup:
         invoke.__name__ = name
         return invoke
 
-    def _callable_names(self) -> list[str]:
-        return [name for name, export in self._entry.exports.items() if export.spec is not None]
+    def _may_call(self, export: Export) -> bool:
+        return export.spec is not None
 
     def _invoke(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec = export.spec
@@ -148,7 +148,7 @@ class RoleGroup:
         export = self._entry.exports.get(name)
         if export is None and self._entry.members:
             raise AttributeError(self._unknown(name, list(self._entry.exports)))
-        return export or Export(name, name)
+        return export or Export(name, name)  # nobody is called
 
     def _unknown(self, name: str, known: list[str]) -> str:
         listed = ", ".join(sorted(known)) or "nothing"

@@ -126,8 +126,8 @@ class WorkerGroup(RoleGroup):
         """How many workers."""
         return len(self)
 
-    def _callable_names(self) -> list[str]:
-        return [name for name, export in self._entry.exports.items() if export.dispatch is not None]
+    def _may_call(self, export: Export) -> bool:
+        return export.dispatch is not None
 
     def _invoke(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         members, spec = self._some_members(export), export.dispatch

@@ -10,7 +10,8 @@ from typing import Any
 
 from core.context import Member, Outcome
 from core.host import Host, HostSpec
-from core.inline import Inline, InlineCall, copied, notice_breakpoints
+from core.inline import Inline, InlineCall, copied, notice_breakpoints, send_inline
+from core.invocation import Export
 from core.plan import HostPlan, Placement
 from core.process import WarningsTo
 
@@ -23,16 +24,9 @@ class LocalTransport:
     def __init__(self) -> None:
         self.inline = Inline()
 
-    def send(
-        self, member: Member, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
-    ) -> InlineCall:
-        """Take one call in; nothing runs beside another here."""
-        del concurrent
-        args, kwargs = copied((args, dict(kwargs)))
-        call = member.handle.call
-        return self.inline.send(
-            (member.role, member.rank), lambda: copied(call(member.role, member.rank, name, *args, **kwargs))
-        )
+    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InlineCall:
+        """Take one call in."""
+        return send_inline(self.inline, member.handle, member, export, args, kwargs)
 
     def put(self, value: Any) -> Any:
         """Nothing to store: everything is in this process."""
@@ -41,6 +35,10 @@ class LocalTransport:
     def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
         """Those that are done, once one is."""
         return self.inline.wait(references, timeout)
+
+    def values(self, references: list[Any]) -> list[Any] | None:
+        """None: there is no quicker way here."""
+        del references
 
     def outcome(self, reference: InlineCall) -> Outcome:
         """What came of a call that is done."""

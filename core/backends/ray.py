@@ -19,12 +19,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from core.context import Member, Outcome
 from core.errors import JobError, WorkerDied, with_note
 from core.host import Host, HostSpec
-from core.inline import Inline, InlineCall, copied
+from core.inline import Inline, InlineCall, send_inline
+from core.invocation import Export
 from core.plan import BundlePlan, HostPlan, Placement
 from core.process import HostProcess
 from core.roles import Role
 
 _BESIDE_OTHERS = "beside_others"
+_MOMENT_S = 0.02
+_SLOTS = 64
+"""So many exported methods of a host have a method of the actor each; the others share one."""
 OBJECT_STORE_BYTES = 2 * 2**30
 """Upper bound of a local cluster's object store; its memory is taken only as it is used."""
 
@@ -38,18 +42,17 @@ class RayTransport:
         self.host = host
         self.inline = Inline()
 
-    def send(
-        self, member: Member, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], concurrent: bool = False
-    ) -> Any:
+    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Submit one call."""
-        role, rank, host = member.role, member.rank, self.host
-        if host is not None and host.holds(role, rank):
-            args, kwargs = copied((args, dict(kwargs)))
-            return self.inline.send((role, rank), lambda: copied(Host.call(host, role, rank, name, *args, **kwargs)))
-        call = member.handle.call
-        if concurrent:
-            call = member.handle.call_beside_others.options(concurrency_group=_BESIDE_OTHERS)
-        return call.remote(role, rank, name, *args, **kwargs)
+        if self.host is not None and self.host.holds(member.role, member.rank):
+            return send_inline(self.inline, self.host, member, export, args, kwargs)
+        if export.concurrent:
+            beside = member.handle.beside_others.options(concurrency_group=_BESIDE_OTHERS)
+            return beside.remote(export.slot, *args, **kwargs)
+        # Ray packs each argument by itself, and an argument more is a tenth of a small call's time.
+        if 0 <= export.slot < _SLOTS:
+            return getattr(member.handle, f"slot_{export.slot}").remote(*args, **kwargs)
+        return member.handle.from_outside.remote(export.slot, *args, **kwargs)
 
     def put(self, value: Any) -> Any:
         """Store a value once."""
@@ -66,6 +69,15 @@ class RayTransport:
         wanted = len(references) if timeout == 0 else 1
         ready, _ = ray.wait(references, num_returns=wanted, timeout=timeout)
         return ready
+
+    def values(self, references: list[Any]) -> list[Any] | None:
+        """All values in one question to Ray, if they come within a moment."""
+        if not all(isinstance(reference, ray.ObjectRef) for reference in references):
+            return None
+        try:
+            return ray.get(references, timeout=_MOMENT_S)
+        except Exception:  # noqa: BLE001 - whatever it is, `wait` and `outcome` find out whose
+            return None
 
     def outcome(self, reference: Any) -> Outcome:
         """The value, or the error with its own type and the remote traceback as a note."""
@@ -92,20 +104,30 @@ class RayHost(HostProcess):
         super().__init__(spec, ray.util.get_node_ip_address(), transport)
         transport.host = self
 
-    def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Host.call`; then what it asked of others in this process without waiting."""
-        with self._inline.occupied((role, rank)):
-            return super().call(role, rank, name, *args, **kwargs)
+    def from_outside(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Host.call_slot`; then what it asked of others in this process without waiting."""
+        with self._inline.occupied(self.worker_of(slot)):
+            return self.call_slot(slot, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
         """As `Host.run`, and the same."""
         with self._inline.occupied((role, rank)):
             super().run(role, rank)
 
-    def call_beside_others(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Host.call`, on a thread of its own."""
-        return Host.call(self, role, rank, name, *args, **kwargs)
+    def beside_others(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Host.call_slot`, on a thread of its own."""
+        return self.call_slot(slot, *args, **kwargs)
 
+
+def _slot(number: int) -> Any:
+    def call(self: RayHost, *args: Any, **kwargs: Any) -> Any:
+        return self.from_outside(number, *args, **kwargs)
+
+    return call
+
+
+for _number in range(_SLOTS):
+    setattr(RayHost, f"slot_{_number}", _slot(_number))
 
 _SingleThreaded = ray.remote(RayHost)
 

@@ -145,6 +145,7 @@ def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
         "    print(builder.build().submit(backend='local').status)\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
+    env.pop("PYTHONBREAKPOINT", None)  # Ray sets it, once it is started
     done = subprocess.run(
         [sys.executable, "debugged.py"],
         input="p ('at', self.name, value)\nvalue = 41\ncontinue\n",
