@@ -287,6 +287,11 @@ class Host:
                 result = worker.finish(result)
             failed = False
             return result
+        except SystemExit as end:
+            # It would end the process, which the others would take for a death.
+            failed = name != "run" or end.code not in (None, 0)
+            if failed:
+                raise RuntimeError(f"{who.name} called sys.exit({end.code!r}) in {name}") from end
         finally:
             del self._calls[number]
             self._state = (IDLE, time.monotonic())

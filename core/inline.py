@@ -46,7 +46,7 @@ class InlineCall:
         began, stops = time.monotonic(), len(_breakpoints)
         try:
             value, error = self._run(), None
-        except (Exception, SystemExit) as failure:  # noqa: BLE001 - it is the answer
+        except Exception as failure:  # noqa: BLE001 - it is the answer
             value, error = None, failure
         # Who stops at a breakpoint is not late.
         self.outcome = Outcome(value, error, 0.0 if len(_breakpoints) > stops else time.monotonic() - began)

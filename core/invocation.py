@@ -66,10 +66,6 @@ class Export:
         if self.replay not in (None, "last"):
             raise ValueError(f"replay={self.replay!r}; set replay='last' (repeat the last call) or leave it out")
 
-    def without_stub(self) -> "Export":
-        """What callers need; the stub itself stays in its process."""
-        return replace(self, stub=None)
-
 
 class Replicated:
     """A splittable argument that goes whole to every worker; made by `replicate`."""

@@ -167,7 +167,7 @@ def bench_flight(rounds: int) -> None:
 
 
 def bench_fanout(rounds: int) -> None:
-    """The cost for each worker as the group grows."""
+    """The cost for each worker as the group grows. 128 idle Ray processes are a load by themselves."""
     import ray
 
     head("One call to all workers of a light class, per worker")
@@ -176,15 +176,17 @@ def bench_fanout(rounds: int) -> None:
         for count in FANOUT:
             group._entry.members = members[:count]
 
-            def plainly(count: int = count) -> None:
-                for _ in range(20):
+            times = max(2, 64 // count)
+
+            def plainly(count: int = count, times: int = times) -> None:
+                for _ in range(times):
                     ray.get([actor.nothing.remote() for actor in plain[:count]])
 
-            def ours() -> None:
-                for _ in range(20):
+            def ours(times: int = times) -> None:
+                for _ in range(times):
                     group.nothing()
 
-            compare(f"{count} workers", plainly, ours, rounds, 20 * count)
+            compare(f"{count} workers", plainly, ours, rounds, times * count)
         group._entry.members = members
 
 

@@ -95,6 +95,7 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: rl_job().with_collocation("actor", "critic").build(), "no role CRITIC"),
         (lambda: rl_job().with_collocation("actor", "trainer").build(), "ACTOR has 2, TRAINER has 1"),
         (lambda: JobBuilder().role("a").run("main"), "names no class"),
+        (lambda: RLJobBuilder().trainer(""), "names no class"),
         (lambda: JobBuilder().role("a").run("nowhere.Echo").build(), "no module 'nowhere'"),
         (lambda: JobBuilder().role("a").run("workers.Ecko").build(), "has no class 'Ecko'"),
         (lambda: JobBuilder().device_type("TPU"), "set 'CPU', 'GPU'"),  # pyright: ignore[reportArgumentType]
@@ -104,6 +105,45 @@ def test_what_cannot_work_is_refused_with_what_to_set(make: object, message: str
     assert callable(make)
     with pytest.raises(JobError, match=message):
         make()
+
+
+def test_a_full_chain_is_readable_from_the_job() -> None:
+    builder = RLJobBuilder().config({"a": 1}).node_num(2).device_per_node(4).device_type("GPU").global_env({"G": "1"})
+    builder.trainer("workers.Script")
+    builder.actor("workers.Echo").nnodes(2).nproc_per_node(2).resource(accelerator=1).env({"A": "1"})
+    builder.critic("workers.Echo").nproc_per_node(2).resource(accelerator=1)
+    builder.rollout("workers.Echo").total(2).env(None)
+    builder.reward("workers.Echo").total(3)
+    builder.reference("workers.Echo").total(1)
+    job = builder.build()
+    assert {role: (spec.total, spec.backend) for role, spec in job.workloads.items()} == {
+        "TRAINER": (1, "simple"),
+        "ACTOR": (4, "elastic"),
+        "CRITIC": (2, "elastic"),
+        "ROLLOUT": (2, "simple"),
+        "REWARD": (3, "simple"),
+        "REFERENCE": (1, "simple"),
+    }
+    assert (job.config, job.node_num, job.device_per_node, job.device_type) == ({"a": 1}, 2, 4, "GPU")
+    assert (job.global_env, job.roles["ACTOR"].env, job.roles["ROLLOUT"].env) == ({"G": "1"}, {"A": "1"}, {})
+
+
+def test_three_roles_share_by_thirds_and_two_collocations_stand_beside_each_other() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(4)
+    for role in (builder.actor, builder.critic, builder.rollout, builder.reward, builder.reference):
+        role("workers.Echo").total(2).resource(accelerator=1)
+    builder.with_collocation("actor", "rollout", "reward").with_collocation("critic", "reference")
+    placement = builder.build().placement
+    assert placement.devices == {"ACTOR": 0.6666, "CRITIC": 1, "ROLLOUT": 0.6666, "REWARD": 0.6666, "REFERENCE": 1}
+    assert len(placement.bundles) == 4
+
+
+def test_all_but_the_trainer_and_who_is_named_share() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(2)
+    builder.trainer("workers.Script")
+    for role in (builder.actor, builder.rollout, builder.reward):
+        role("workers.Echo").total(1).resource(accelerator=1)
+    assert builder.with_collocation_all("reward").build().collocations == [["ACTOR", "ROLLOUT"]]
 
 
 def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:

@@ -244,6 +244,30 @@ def test_a_function_outside_of_any_class_can_be_exported(actors: RoleGroup) -> N
     assert actors.call("from_outside", 5).result() == [105] * 3
 
 
+def test_a_function_of_the_workloads_module_is_exported_without_more(actors: RoleGroup) -> None:
+    assert actors.call("of_module").result() == [3] * 3
+
+
+def test_a_call_by_name_takes_keywords(actors: RoleGroup) -> None:
+    assert actors.call("with_names", 1, second=2).result() == [(1, 2)] * 3
+    assert repr(RoleGroup("two").call_batch("doubled", 4, [1, 2, 3, 4])) == "FutureSequence(4 items from 2 workers)"
+
+
+def test_an_empty_optional_group_answers_nothing_and_has_no_first(echoes: None) -> None:
+    nobody = RoleGroup("nobody", optional=True)
+    assert nobody.call("echo", 1).result() == []
+    with pytest.raises(ValueError, match="NOBODY has no worker to call echo on"):
+        nobody.call_rank0("echo", 1)
+    with pytest.raises(ValueError, match="NOBODY has no worker to call echo on"):
+        nobody.call_batch("echo", 1, [1])
+
+
+def test_sys_exit_in_a_call_is_an_error_and_no_death(solo: RoleGroup) -> None:
+    with pytest.raises(RuntimeError, match=r"SOLO-0 called sys.exit\(3\) in leave"):
+        solo.leave(3)
+    assert solo.echo(1) == [(0, 1)]
+
+
 def test_two_roles_may_export_the_same_name(echoes: None) -> None:
     assert RoleGroup("actor").call_rank0(workers.first_only).result() == 10
     assert RoleGroup("two").call(workers.first_only).result() == [10, 11]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,11 @@ def test_a_job_that_does_not_block_is_told_to_stop_and_saves_its_work(tmp_path: 
         time.sleep(0.05)
     running.stop()
     assert (running.result(30).status, saved.exists()) == ("stopped", True)
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "finished"), (None, "finished"), (2, "failed")])
+def test_a_trainer_that_leaves_by_sys_exit_ends_the_job_as_its_code_says(code: Any, status: str) -> None:
+    assert run(lambda trainer: sys.exit(code)).status == status
 
 
 def test_a_process_group_is_made_before_the_workload_if_the_job_says_so() -> None:

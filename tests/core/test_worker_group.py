@@ -5,6 +5,7 @@ changes the caller's batch, chunks that everybody fetches.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,34 @@ def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: Worke
     assert mesh.on_mesh_later([1, 2, 3]).result() == [10, 20, 30]
     with pytest.raises(ValueError, match="1 items for 2 ranks"):
         mesh.on_mesh([1])
+
+
+@ON_RAY
+def test_a_chunk_of_a_mesh_is_stored_once_however_many_peers_read_it(
+    mesh: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = mesh._context.transport
+    stored: list[Any] = []
+    put = transport.put
+    monkeypatch.setattr(transport, "put", lambda value: stored.append(value) or put(value))
+    answer = mesh.on_mesh(np.zeros(100_000))
+    assert [len(chunk) for chunk in stored] == [50_000, 50_000]
+    assert [rank for rank, _ in answer[:: len(answer) // 2]] == [1, 3]
+
+
+def test_a_place_in_a_mesh_is_told_once(mesh: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"MESH-0 has told its place in the mesh 'dp' already: \(0, False\)"):
+        mesh.tell_again()
+
+
+@pytest.mark.parametrize("length", range(4, 20))
+def test_every_length_comes_back_whole_by_position_and_by_name(mesh: WorkerGroup, length: int) -> None:
+    values = list(range(length))
+    assert mesh.add(values, values) == mesh.add(values=values, other=values) == [2 * value for value in values]
+
+
+def test_an_async_method_can_be_registered(grid: WorkerGroup) -> None:
+    assert grid.later_async([1, 2, 3, 4]).result() == [2, 3, 4, 5]
 
 
 def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup) -> None:

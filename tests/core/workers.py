@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any, NoReturn
@@ -60,6 +61,11 @@ class Plus:
 
     def __call__(self, values: list[int]) -> list[int]:
         return [value + self.number for value in values]
+
+
+@rpc("of_module")
+def in_the_workloads_module() -> int:
+    return 3
 
 
 @rpc("from_outside", export=True)
@@ -151,6 +157,14 @@ class Echo(BaseWorkload):
         while self.inside < count and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         return self.inside
+
+    @trainer_invocation
+    def leave(self, code: Any) -> None:
+        sys.exit(code)
+
+    @rpc()
+    def with_names(self, first: int, *, second: int) -> tuple[int, int]:
+        return first, second
 
     @trainer_invocation
     def fail(self, rank: int) -> int:
@@ -304,6 +318,15 @@ class Grid(BaseWorkload):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def later(self, values: Any) -> Any:
         return [value + 1 for value in values]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    async def later_async(self, values: list[int]) -> list[int]:
+        await asyncio.sleep(0.01)
+        return [value + 1 for value in values]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tell_again(self) -> None:
+        self.register_mesh("dp", 0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def fails_later(self, values: Any) -> Any:

@@ -58,6 +58,24 @@ def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
     assert {"tokens", "action_mask", "logprob", "rollout_logprob", "advantage", "reward"} <= set(table.column_names)
 
 
+def test_local_mode_gives_the_metrics_and_the_policy_of_the_processes_bit_for_bit(
+    one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, "backend=local").wait()
+    assert run.code == 0, run.err
+    timed = ("time", "timing_s", "perf")
+    for ours, theirs in zip(run.metrics, one_rank.metrics, strict=True):
+        assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
+            k: v for k, v in theirs.items() if not k.startswith(timed)
+        }
+    for file in ("hf/model.safetensors", "state/critic/rank_0-00000.safetensors"):
+        kept = [r.run_dir / "checkpoints/step_2" / file for r in (run, one_rank)]
+        assert kept[0].read_bytes() == kept[1].read_bytes(), file
+    assert run.summary["score"] == one_rank.summary["score"]
+    assert run.starts() == {}
+    assert run.summary["peak_memory_bytes"] < one_rank.summary["peak_memory_bytes"] / 2
+
+
 def test_a_run_folder_is_never_written_over(one_rank: Run, capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.openrlhf_ppo.main import main
 
