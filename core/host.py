@@ -56,6 +56,8 @@ class HostSpec:
     working_dir: Path
     shared_dir: Path
     log_file: Path | None
+    hides_devices: bool = False
+    """Whether it was given no device, and is to see none; Ray would show it all."""
     reports_calls: bool = False
     """Whether the master wants to hear of every call."""
     recovers: bool = False
@@ -71,6 +73,8 @@ class HostReport:
     ip: str
     hostname: str
     pid: int
+    node: str = ""
+    """Which machine, or share of one, the cluster takes it for."""
     control: tuple[str, int] | None = None
     ports: dict[Role, int] = field(default_factory=dict)
 

@@ -27,6 +27,7 @@ from core.watch import Watch, WatchedHost, directory_of, kill_local, local_ranks
 if TYPE_CHECKING:
     from core.job import Job
 
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 1.0
 _GONE_WITHIN_S = 10.0
@@ -219,6 +220,7 @@ class Master:
             working_dir=Path.cwd(),
             shared_dir=self._shared_dir,
             log_file=host.log_file,
+            hides_devices=not host.plan.accelerator and _DEVICES not in self._job.global_env | host.plan.env,
             reports_calls=self._is_observed,
             recovers=self._recovers,
         )
@@ -397,8 +399,7 @@ class Master:
         """One line for the person, and the whole story."""
         notes = getattr(failure, "__notes__", [])
         short = "; ".join(note for note in notes if "\n" not in note)
-        text = str(failure).strip().splitlines()
-        line = text[0] if text else "no message"
+        line = (str(failure).strip().splitlines() or ["no message"])[0]
         kind = "" if isinstance(failure, WorkerDied) else f"{type(failure).__name__}: "
         return f"{kind}{line}" + (f" ({short})" if short else ""), "".join(traceback.format_exception(failure))
 

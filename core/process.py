@@ -95,6 +95,8 @@ def python_path() -> tuple[str, ...]:
 def _prepare(spec: HostSpec) -> None:
     # Before any user module is imported: libraries read these once.
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    if spec.hides_devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for path in reversed(spec.python_path):
         if path not in sys.path:
             sys.path.insert(0, path)

@@ -182,7 +182,7 @@ def local_ranks(hosts: Sequence[WatchedHost]) -> dict[tuple[Role, int], tuple[in
     for host in hosts:
         assert host.report is not None
         for role, rank in host.plan.workers:
-            by_node.setdefault((role, host.report.ip), []).append(rank)
+            by_node.setdefault((role, host.report.node), []).append(rank)
     return {
         (Role(role), rank): (position, len(ranks))
         for (role, _), ranks in by_node.items()

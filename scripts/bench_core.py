@@ -45,6 +45,7 @@ class Light(BaseWorkload):
 
     @rpc()
     def length_each(self, batch: Any) -> list[int]:
+        time.sleep(4)  # until all have been sent, and counted
         return [0] * len(batch)
 
     @rpc()
@@ -65,18 +66,18 @@ class PlainLight:
 
 
 @contextlib.contextmanager
-def both_sides(count: int) -> Iterator[tuple[RoleGroup, list[Any]]]:
-    """A role group and a list of plain actors, equally many."""
+def both_sides(count: int, plain: bool = True) -> Iterator[tuple[RoleGroup, list[Any]]]:
+    """A role group and a list of plain actors, equally many (or none)."""
     import ray
 
     builder = JobBuilder().device_type("CPU")
     builder.role("light").run("bench_core:Light").total(count).resource(cpu=0.01)
     with builder.build().running("bench"):
         actor: Any = ray.remote(PlainLight)
-        plain = [actor.options(num_cpus=0.01).remote() for _ in range(count)]
-        ray.get([one.nothing.remote() for one in plain])
-        yield RoleGroup("light"), plain
-        for one in plain:
+        actors = [actor.options(num_cpus=0.01).remote() for _ in range(count if plain else 0)]
+        ray.get([one.nothing.remote() for one in actors])
+        yield RoleGroup("light"), actors
+        for one in actors:
             ray.kill(one)
 
 
@@ -167,20 +168,23 @@ def bench_flight(rounds: int) -> None:
 
 
 def bench_fanout(rounds: int) -> None:
-    """The cost for each worker as the group grows. 128 idle Ray processes are a load by themselves."""
+    """The cost for each worker as the group grows.
+
+    Both sides call the same 64 processes, plain Ray a method of the actor that takes nothing and returns two words.
+    Twice as many idle Ray processes would be a load by themselves.
+    """
     import ray
 
     head("One call to all workers of a light class, per worker")
-    with both_sides(max(FANOUT)) as (group, plain):
+    with both_sides(max(FANOUT), plain=False) as (group, _):
         members = group._entry.members
         for count in FANOUT:
             group._entry.members = members[:count]
-
             times = max(2, 64 // count)
 
             def plainly(count: int = count, times: int = times) -> None:
                 for _ in range(times):
-                    ray.get([actor.nothing.remote() for actor in plain[:count]])
+                    ray.get([member.handle.doing.remote() for member in members[:count]])
 
             def ours(times: int = times) -> None:
                 for _ in range(times):

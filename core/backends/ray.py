@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.context import Member, Outcome
 from core.errors import JobError, WorkerDied, with_note
-from core.host import Host, HostSpec
+from core.host import Host, HostReport, HostSpec
 from core.inline import Inline, InlineCall, send_inline
 from core.invocation import Export
 from core.plan import BundlePlan, HostPlan, Placement
@@ -103,6 +103,12 @@ class RayHost(HostProcess):
         self._inline = transport.inline
         super().__init__(spec, ray.util.get_node_ip_address(), transport)
         transport.host = self
+
+    def prepare(self) -> HostReport:
+        """As `HostProcess.prepare`, with Ray's node: several may have one address."""
+        report = super().prepare()
+        report.node = ray.get_runtime_context().get_node_id()
+        return report
 
     def from_outside(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
         """As `Host.call_slot`; then what it asked of others in this process without waiting."""

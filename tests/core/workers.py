@@ -413,3 +413,26 @@ class Grouped(BaseWorkload):
         total = torch.tensor(self.rank)
         dist.all_reduce(total)
         return int(total)
+
+
+def init_gloo() -> None:
+    """Makes a process group on the CPU, whatever devices Ray shows."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
+class Place(Grouped):
+    """Tells where it is."""
+
+    @rpc()
+    def place(self) -> dict[str, Any]:
+        import ray
+
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "local_rank": self.local_rank,
+            "local_world_size": self.local_world_size,
+            "master": f"{self.torch_master_addr}:{self.torch_master_port}",
+        }

@@ -1,0 +1,86 @@
+"""A cluster of two nodes with two devices each: real Ray nodes, though both are this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+Found = dict[str, list[Any]]
+
+SCRIPT = """
+import json
+import ray
+from ray.cluster_utils import Cluster
+from core import JobBuilder, RLJobBuilder, RoleGroup
+
+node = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args=node)
+fpga = cluster.add_node(resources={"fpga": 1}, **node)
+ray.init(address=cluster.address, log_to_driver=False)
+found = {"fpga": fpga.node_id, "nodes": [each["NodeID"] for each in ray.nodes()]}
+
+builder = RLJobBuilder().device_type("GPU").node_num(2).device_per_node(2)
+builder.actor("workers.Place").nnodes(2).nproc_per_node(2).resource(cpu=0.5, accelerator=1).process_group(
+    "workers:init_gloo"
+)
+builder.rollout("workers.Place").total(4).resource(cpu=0.5, accelerator=1)
+builder.with_collocation("actor", "rollout")
+builder.role("near").run("workers.Place").resource(cpu=0.5, fpga=1)
+with builder.build().running("nodes"):
+    found["actor"] = RoleGroup("actor").call("place").result()
+    found["rollout"] = RoleGroup("rollout").call("place").result()
+    found["near"] = RoleGroup("near").call("place").result()
+    found["sums"] = RoleGroup("actor").call("sum_of_ranks").result()
+
+builder = JobBuilder().device_type("CPU")
+builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(3).resource(cpu=1)
+with builder.build().running("apart"):
+    found["apart"] = RoleGroup("apart").call("place").result()
+print(json.dumps(found))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What the workers of the two jobs say of where they are."""
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_collocated_roles_share_each_device_rank_by_rank_and_see_no_other(found: Found) -> None:
+    seen = [(place["node"], place["devices"]) for place in found["actor"]]
+    assert [(place["node"], place["devices"]) for place in found["rollout"]] == seen
+    assert sorted(seen) == sorted((node, device) for node in found["nodes"] for device in "01")
+
+
+def test_local_ranks_count_within_a_node(found: Found) -> None:
+    for role, per_node in (("actor", 2), ("apart", 3)):
+        for node in found["nodes"]:
+            places = [place for place in found[role] if place["node"] == node]
+            assert [place["local_rank"] for place in places] == list(range(per_node)), role
+            assert {place["local_world_size"] for place in places} == {per_node}
+
+
+def test_ranks_meet_across_nodes_at_one_address(found: Found) -> None:
+    assert found["sums"] == [0 + 1 + 2 + 3] * 4
+    assert len({place["master"] for place in found["actor"]}) == 1
+
+
+def test_a_custom_resource_decides_the_node_and_who_has_no_device_sees_none(found: Found) -> None:
+    (place,) = found["near"]
+    assert (place["node"], place["devices"]) == (found["fpga"], "")

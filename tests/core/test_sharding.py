@@ -1,0 +1,83 @@
+"""How arguments are cut and answers joined: for every length and number of workers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.batch import Batch
+from core.parts import spread
+from core.sharding import chunk_sizes, is_splittable, join, shard_arguments, split
+
+LENGTHS = st.integers(0, 40)
+WORKERS = st.integers(1, 9)
+
+
+def of_kind(kind: str, length: int) -> Any:
+    """Something of `length` items that can be split."""
+    if kind == "list":
+        return list(range(length))
+    if kind == "array":
+        return np.arange(2 * length).reshape(length, 2)
+    if kind == "tensor":
+        return torch.arange(2 * length).reshape(length, 2)
+    return Batch.from_rows({"tokens": [torch.arange(n % 4) for n in range(length)]})
+
+
+def items_of(value: Any) -> list[Any]:
+    """Its items, as plain lists."""
+    if isinstance(value, Batch):
+        return [value.row(i, "tokens").tolist() for i in range(len(value))]
+    return value if isinstance(value, list) else value.tolist()
+
+
+@given(LENGTHS, WORKERS)
+def test_sizes_differ_by_at_most_one_the_larger_first_and_make_up_the_whole(length: int, workers: int) -> None:
+    sizes = chunk_sizes(length, workers)
+    assert (sum(sizes), len(sizes)) == (length, workers)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@given(st.sampled_from(["list", "array", "tensor", "batch"]), st.integers(1, 20), WORKERS)
+def test_what_is_split_is_joined_to_what_it_was(kind: str, length: int, workers: int) -> None:
+    value = of_kind(kind, length)
+    assert is_splittable(value)
+    parts = split(value, workers)
+    assert [len(part) for part in parts] == chunk_sizes(length, workers)
+    joined = join([part for part in parts if len(part)], "x")
+    assert type(joined) is type(value)
+    assert items_of(joined) == items_of(value)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), WORKERS)
+def test_a_future_is_cut_where_a_list_of_the_same_length_would_be(lengths: list[int], workers: int) -> None:
+    answers = [[(i, k) for k in range(length)] for i, length in enumerate(lengths)]
+    items = [item for answer in answers for item in answer]
+    parts = spread(range(len(lengths)), lengths, workers, "x")
+    found = [[item for p in part.pieces for item in answers[p.reference][p.start : p.stop]] for part in parts]
+    assert found == split(items, workers)
+    # Nobody fetches what he does not need.
+    assert all(piece.start < piece.stop for part in parts for piece in part.pieces)
+
+
+def test_numbers_strings_mappings_tuples_and_nothing_are_not_split() -> None:
+    for value in (1, 1.5, "abc", b"abc", {"a": [1]}, (1, 2), None, {1, 2}, np.float64(1), np.array(1), torch.tensor(1)):
+        assert not is_splittable(value), value
+
+
+def test_positions_and_names_are_cut_together_and_nested_lists_at_their_first_level() -> None:
+    calls, length = shard_arguments(([[1, 2], [3], []], "x"), {"k": (1, 2), "v": [7, 8, 9]}, 2, "A.f")
+    assert length == 3
+    assert calls == [
+        (([[1, 2], [3]], "x"), {"k": (1, 2), "v": [7, 8]}),
+        (([[]], "x"), {"k": (1, 2), "v": [9]}),
+    ]
+
+
+def test_answers_that_have_no_end_to_add_to_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"A.f returned int, which cannot be joined; return one item per input"):
+        join([1, 2], "A.f")
