@@ -237,8 +237,16 @@ class Parted:
     def __len__(self) -> int:
         return sum(self.lengths)
 
+    def _answering(self) -> list[Pending]:
+        return self.calls
+
+    def _joined(self, parts: list[Any]) -> Any:
+        # An empty batch was given to nobody, so nobody could say what its answer would be.
+        return join(parts, self.calls[0].method) if parts else []
+
     def __shard__(self, n: int) -> list[Parts]:
-        return spread([call.reference for call in self.calls], self.lengths, n, self.calls[0].method)
+        calls = self._answering()
+        return spread([call.reference for call in calls], self.lengths, n, calls[0].method if calls else "nothing")
 
 
 class JoinedFuture(Parted, Future[Any]):
@@ -248,11 +256,11 @@ class JoinedFuture(Parted, Future[Any]):
         self, calls: Sequence[Pending], context: WorkloadContext, lengths: list[int], counting: list[int]
     ) -> None:
         """`counting`: which of the calls have the answers, in their order; the others are their peers."""
-        super().__init__(calls, context, lambda values: join([values[i] for i in counting], self.calls[0].method))
+        super().__init__(calls, context, lambda values: self._joined([values[i] for i in counting]))
         self._counting, self.lengths = counting, lengths
 
-    def __shard__(self, n: int) -> list[Parts]:
-        return spread([self.calls[i].reference for i in self._counting], self.lengths, n, self.calls[0].method)
+    def _answering(self) -> list[Pending]:
+        return [self.calls[i] for i in self._counting]
 
 
 class FutureSequence(Parted, _Answers, Sequence[T]):
@@ -305,8 +313,7 @@ class FutureSequence(Parted, _Answers, Sequence[T]):
             missing, wait_for([self.calls[i] for i in missing], self._context, timeout), strict=True
         ):
             self._store(index, value)
-        parts = [self._chunks[i] for i in range(len(self.calls))]
-        return join(parts, self.calls[0].method) if parts else []
+        return self._joined([self._chunks[i] for i in range(len(self.calls))])
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for all items; the first error of a worker is raised."""

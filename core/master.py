@@ -1,6 +1,7 @@
 """The master runs inside the driver: it starts a job's processes, replaces what dies, and leaves nothing behind."""
 
 import contextlib
+import functools
 import math
 import secrets
 import shutil
@@ -31,6 +32,9 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 1.0
 _GONE_WITHIN_S = 10.0
+
+
+_print_line = functools.partial(print, flush=True)
 
 
 class _AttemptLost(WorkerDied):
@@ -118,9 +122,11 @@ class Master:
                 if self._stop_asked is not None:
                     raise KeyboardInterrupt from loss
                 line, _ = self._explain(loss)
-                if self._attempt > self._job.max_restarts:
-                    if self._job.max_restarts:
-                        with_note(loss, f"after {self._attempt} attempts; max_restarts={self._job.max_restarts}")
+                # In local mode only a late call comes here: in the same process it would take as long again.
+                limit = 0 if self._backend.is_local else self._job.max_restarts
+                if self._attempt > limit:
+                    if limit:
+                        with_note(loss, f"after {self._attempt} attempts; max_restarts={limit}")
                     raise
                 self._attempt, self._output = self._attempt + 1, ""
                 self._watch.event("restart", text=line)
@@ -222,7 +228,7 @@ class Master:
             log_file=host.log_file,
             hides_devices=not host.plan.accelerator and _DEVICES not in self._job.global_env | host.plan.env,
             reports_calls=self._is_observed,
-            recovers=self._recovers,
+            recovers=self._recovers and not self._backend.is_local,
         )
 
     # --- driving
@@ -463,7 +469,3 @@ class Master:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _print_line(text: str) -> None:
-    print(text, flush=True)

@@ -53,18 +53,18 @@ class LocalHost(Host):
         self, spec: HostSpec, transport: LocalTransport, tell: Callable[[str, Any], None], env: Mapping[str, str]
     ) -> None:
         super().__init__(spec, spec.config, "127.0.0.1", transport, tell)
-        self._own = _State.now()
+        self._own = _State()
         self._own.environment.update(env)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Give it its own environment variables, random numbers and default precision; and take them back."""
-        others = _State.now()
+        others = _State()
         self._own.enter()
         try:
             yield
         finally:
-            self._own = _State.now()
+            self._own = _State()
             others.enter()
 
 
@@ -75,17 +75,18 @@ class LocalBackend:
 
     def __init__(self, tell: Callable[[str, Any], None]) -> None:
         self._tell = tell
+        self._before: _State | None = None
         self._warnings = WarningsTo(lambda text: tell("say", text))
         self.transport = LocalTransport()
         notice_breakpoints()
 
     def start(self, placement: Placement) -> None:
         """Let the libraries use as many threads as the largest role has cores, where they have not counted yet."""
+        self._before = _State()
         threads = max(1, *(int(host.cpu) for host in placement.hosts))
-        if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(threads)
-        else:
-            os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(threads)
         logging.getLogger().addHandler(self._warnings)
 
     def pickled(self, value: Any) -> Any:
@@ -105,8 +106,10 @@ class LocalBackend:
         """Nothing to end: it goes when nobody knows it any more."""
 
     def release(self) -> None:
-        """Forget the calls that nobody has waited for."""
+        """Forget the calls that nobody has waited for, and leave the process as it was."""
         self.transport.inline = Inline()
+        if self._before is not None:
+            self._before.enter()
         logging.getLogger().removeHandler(self._warnings)
 
     def stop(self) -> None:
@@ -114,7 +117,7 @@ class LocalBackend:
 
 
 class _State:
-    """What libraries keep once per process."""
+    """What libraries keep once per process, as it is now."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -123,11 +126,7 @@ class _State:
         self.numpy_random = numpy.random.get_state() if numpy else None
         self.torch_random = torch.get_rng_state() if torch else None
         self.torch_dtype = torch.get_default_dtype() if torch else None
-
-    @classmethod
-    def now(cls) -> "_State":
-        """As it is."""
-        return cls()
+        self.torch_threads = torch.get_num_threads() if torch else None
 
     def enter(self) -> None:
         """Make it so."""
@@ -143,3 +142,5 @@ class _State:
             fresh = self.torch_random is None
             torch.set_rng_state(torch.Generator().get_state() if fresh else self.torch_random)
             torch.set_default_dtype(torch.float32 if fresh else self.torch_dtype)
+            if self.torch_threads not in (None, torch.get_num_threads()):
+                torch.set_num_threads(self.torch_threads)

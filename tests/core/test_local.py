@@ -126,6 +126,25 @@ def test_who_stops_at_a_breakpoint_is_not_late(monkeypatch: pytest.MonkeyPatch) 
     assert stops == ["MainThread"]
 
 
+def test_who_is_late_ends_the_job_and_is_not_asked_again() -> None:
+    builder = JobBuilder().device_type("CPU").config(lambda trainer: trainer.RG_A.late_and_idempotent())
+    builder.role("trainer").run("workers.Script")
+    builder.role("a").run("workers.Stops")
+    result = builder.build().submit("test", backend="local")
+    assert (result.status, result.attempt) == ("failed", 1)
+    assert result.error.startswith("WorkerTimeout: no answer after 0.05 s from A.late_and_idempotent on rank 0")
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    before = (dict(os.environ), torch.get_num_threads(), torch.get_default_dtype())
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").run("workers.Settings").resource(cpu=3).env({"COLOUR": "green"})
+    with builder.build().running("settings", backend="local"):
+        assert RoleGroup("a").change(1)
+        assert torch.get_num_threads() == 3
+    assert (dict(os.environ), torch.get_num_threads(), torch.get_default_dtype()) == before
+
+
 def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
     (tmp_path / "debugged.py").write_text(
         "from core import BaseTrainer, BaseWorkload, JobBuilder, trainer_invocation\n"

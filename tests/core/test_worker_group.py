@@ -87,6 +87,12 @@ def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed
     assert grid.add([7]) == [7]
 
 
+def test_an_empty_batch_is_given_to_nobody(grid: WorkerGroup, pair: WorkerGroup) -> None:
+    assert grid.add([]) == []
+    assert pair.where(grid.later([])) == []
+    assert grid.total([]) == []
+
+
 def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
     batch = Batch.from_rows({"tokens": [torch.arange(n) for n in (1, 2, 3, 4)]})
     assert [rank for rank, _ in grid.where([0, 0, 0, 0])] == [0, 0, 1, 2]
