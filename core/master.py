@@ -67,14 +67,12 @@ class Master:
         self._watch = Watch(list(observers), _print_line)
         self._backend = make_backend(backend, self._run_id, address, self._watch.hear)
         self._is_observed = bool(observers) or job.stall_timeout > 0 or self._backend.is_local
-        self._recovers = False
+        self._recovers = self._ending = self._stop_told = False
         self._attempt = 1
         self._starts: dict[str, int] = {}
         self._replaced: dict[str, int] = {}
         self._driving: list[WatchedHost] = []
-        self._ending = False
         self._stop_asked: float | None = None
-        self._stop_told = False
         self._output = ""
         self._signals = contextlib.ExitStack()
         self._roles: Directory = {}
