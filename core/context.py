@@ -155,11 +155,6 @@ def current() -> WorkloadContext:
     return context
 
 
-def activate(context: WorkloadContext) -> None:
-    """Make `context` the one that `current()` answers with in this thread."""
-    _current.set(context)
-
-
 @contextlib.contextmanager
 def entered(context: WorkloadContext) -> Iterator[None]:
     """Answer `current()` with `context` inside a block."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from core.context import Directory, Identity, Transport, WorkloadContext, activate
+from core.context import Directory, Identity, Transport, WorkloadContext, entered
 from core.invocation import Export, exports_of
 from core.observers import CallEvent
 from core.parts import resolved
@@ -93,8 +93,8 @@ class _Worker:
             threading.Thread(target=self.loop.run_forever, name="troupe-async", daemon=True).start()
 
         async def within() -> Any:
-            activate(self.context)
-            return await coroutine
+            with entered(self.context):
+                return await coroutine
 
         return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
 
@@ -209,17 +209,10 @@ class Host:
             local_rank, local_world_size = local[role, rank]
             worker.context.identity = replace(spec.identity, local_rank=local_rank, local_world_size=local_world_size)
             worker.context.rendezvous = rendezvous.get(role)
-            activate(worker.context)
             self._state = (f"{role} set-up", time.monotonic())
-            if spec.rendezvous:
-                os.environ.update(rendezvous_environment(worker.context))
-            if spec.process_group:
-                self._release_port(role)
-                load_object(spec.process_group)()
             cls = load_object(spec.entrypoint)
-            worker.instance = _instantiate(cls, worker.context, master_handle)
-            if isinstance(worker.instance, BaseWorkload):
-                worker.instance.setup()
+            with entered(worker.context):
+                self._make(worker, spec, cls, master_handle)
             worker.exports = exports_of(worker.instance)
             callers_view = {}
             for name, (entry, function) in worker.exports.items():
@@ -229,6 +222,16 @@ class Host:
             found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
         self._state = (IDLE, time.monotonic())
         return found
+
+    def _make(self, worker: _Worker, spec: WorkerSpec, cls: type, master_handle: Any) -> None:
+        if spec.rendezvous:
+            os.environ.update(rendezvous_environment(worker.context))
+        if spec.process_group:
+            self._release_port(spec.identity.role)
+            load_object(spec.process_group)()
+        worker.instance = _instantiate(cls, worker.context, master_handle)
+        if isinstance(worker.instance, BaseWorkload):
+            worker.instance.setup()
 
     def connect(self, directory: Directory) -> None:
         """Tell all workloads who the others are."""
@@ -252,7 +255,6 @@ class Host:
                 f"{role}-{rank} has no method {name!r} to call; it has {', '.join(sorted(worker.exports))}"
             )
         _, function = worker.exports[name]
-        args, kwargs = resolved(args, kwargs, self._transport)
         return self._observed(worker, name, function, args, kwargs)
 
     @_at_work
@@ -270,14 +272,13 @@ class Host:
         """End the workloads in good order."""
         for worker in self._workers.values():
             if isinstance(worker.instance, BaseWorkload):
-                activate(worker.context)
-                worker.instance.teardown()
+                with entered(worker.context):
+                    worker.instance.teardown()
 
     def _observed(
         self, worker: _Worker, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         who, clock, number = worker.context.identity, time.monotonic(), next(self._count)
-        activate(worker.context)
         self._calls[number] = (f"{who.role}.{name}", clock)
         event = None
         if self._spec.reports_calls:
@@ -286,7 +287,9 @@ class Host:
             self._tell("event", event)
         failed = True
         try:
-            result = function(*args, **kwargs)
+            with entered(worker.context):
+                args, kwargs = resolved(args, kwargs, self._transport)
+                result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = worker.finish(result)
             failed = False

@@ -12,6 +12,7 @@ from conftest import ON_RAY, group_of
 import core.futures
 from components.batch import Batch
 from core import FutureSequence, RoleGroup, replicate
+from core.context import current
 
 
 def test_a_list_is_cut_into_chunks_that_differ_by_at_most_one(actors: RoleGroup) -> None:
@@ -277,6 +278,12 @@ def test_groups_work_inside_a_workload_and_in_its_async_methods(solo: RoleGroup)
     split = [(0, [7]), (1, [7]), (2, [7])]
     assert solo.ask("ACTOR", 7) == (split, [(0, 7), (1, 7), (2, 7)])
     assert solo.ask_async("ACTOR", 7) == ([(0, 7), (1, 7), (2, 7)], (0, 7), ["ACTOR-0"])
+
+
+def test_everybody_stays_who_he_is_whoever_works_for_him_meanwhile(solo: RoleGroup) -> None:
+    assert solo.who_am_i_around_a_call_to("ACTOR") == ["SOLO-0", "SOLO-0"]
+    assert RoleGroup("both_a").who_am_i_around_a_call_to("BOTH_B") == ["BOTH_A-0", "BOTH_A-0"]
+    assert current().identity.name == "DRIVER-0"
 
 
 def test_workloads_of_one_host_call_each_other(echoes: None) -> None:

@@ -25,6 +25,7 @@ from core import (
     say,
     trainer_invocation,
 )
+from core.context import current
 
 
 def whole(values: list[Any]) -> list[Any]:
@@ -143,6 +144,12 @@ class Echo(BaseWorkload):
         group = RoleGroup(role)
         first, second = group.call("echo", value), group.call_rank0("echo", value)
         return await first, await second, (await group.call("name_later", 0.0))[:1]
+
+    @trainer_invocation(target="RANK0")
+    def who_am_i_around_a_call_to(self, role: str) -> list[str]:
+        before = current().identity.name
+        RoleGroup(role).echo(1)
+        return [before, current().identity.name]
 
     @rpc()
     async def name_later(self, seconds: float) -> str:
