@@ -91,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     if result.output and result.status == "failed":
         print(result.output, file=sys.stderr)
     if result.status != "finished":
-        print(f"{RECIPE}: {result.status}: {result.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+        logs = f"; logs in {run_dir / 'logs'}" if config.backend == "ray" else ""
+        print(f"{RECIPE}: {result.status}: {result.error}{logs}", file=sys.stderr)
     return result.exit_code
 
 

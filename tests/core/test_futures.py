@@ -45,15 +45,15 @@ def test_a_future_sequence_is_the_sequence_of_its_items(
 
 @ON_RAY
 def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup) -> None:
-    sequence = actors.call_batch("sleep_each", 3, [0.0, 0.0, 0.6])
+    sequence = actors.call_batch("sleep_each", 3, [0.0, 0.0, 2.0])
     began = time.monotonic()
     items = iter(sequence)
     assert (next(items), next(items)) == (0.0, 0.0)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 1.5
     assert not sequence.done()
     with pytest.raises(TimeoutError, match=r"after 0.1 s from ACTOR.sleep_each on rank 2"):
         sequence.wait(0.1)
-    assert next(items) == 0.6
+    assert next(items) == 2.0
 
 
 def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGroup) -> None:
@@ -64,10 +64,10 @@ def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGr
 
 @ON_RAY
 def test_as_completed_gives_futures_in_the_order_in_which_they_end(echoes: None) -> None:
-    slow, quick, failing = RoleGroup("two").slow(0.5), RoleGroup("actor").slow(0.1), RoleGroup("solo").call("fail", 0)
-    assert [*as_completed([slow, quick, failing])] == [failing, quick, slow] or [
-        *as_completed([slow, quick, failing])
-    ] == [quick, failing, slow]
+    slow, quick, failing = RoleGroup("two").slow(1.5), RoleGroup("actor").slow(0.1), RoleGroup("solo").call("fail", 0)
+    found = [*as_completed([slow, quick, failing])]
+    assert found[-1] is slow
+    assert set(found[:2]) == {quick, failing}
     assert quick.result() == [0, 1, 2]
     with pytest.raises(KeyError):
         failing.result()
@@ -94,7 +94,7 @@ def test_a_callback_is_called_once_with_the_future_also_when_it_fails(actors: Ro
     good, bad = actors.slow(0.05), actors.call("fail", 0)
     good.add_done_callback(told.put)
     bad.add_done_callback(told.put)
-    assert {told.get(timeout=5), told.get(timeout=5)} == {good, bad}
+    assert {told.get(timeout=30), told.get(timeout=30)} == {good, bad}
     assert good.result() == [0, 1, 2]
     with pytest.raises(KeyError, match="lost in rank 0"):
         bad.result()

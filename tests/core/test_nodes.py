@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)
+
 HERE = Path(__file__).parent
 Found = dict[str, list[Any]]
 
@@ -56,7 +58,7 @@ def found() -> Found:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

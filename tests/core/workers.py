@@ -108,7 +108,7 @@ class Echo(BaseWorkload):
         time.sleep(0.9 if self.rank == 1 else 0.0)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=5)
+    @trainer_invocation(is_async=True, timeout=60)
     def quick(self) -> int:
         return self.rank
 
