@@ -212,7 +212,7 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
     return found
 
 
-RESERVED_NAMES = frozenset({"call", "call_rank0", "call_batch"})
+RESERVED_NAMES = frozenset({"call", "call_rank0", "call_batch", "world_size"})
 """Names that a role group has for itself, so that no method of a worker could be reached by them."""
 
 

@@ -11,9 +11,6 @@ from core.backends import BackendName
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that workers can import `workers`, as a user's module
 
-ON_RAY = pytest.mark.parametrize("backend", ["ray"], indirect=True)
-"""For what needs several processes: ranks that meet, things that happen at the same time, deaths."""
-
 
 @pytest.fixture(scope="module", params=["ray", "local"])
 def backend(request: pytest.FixtureRequest) -> BackendName:
@@ -55,8 +52,3 @@ def ranks(echoes: None) -> RoleGroup:
 def solo(echoes: None) -> RoleGroup:
     """The one worker."""
     return RoleGroup("SOLO")
-
-
-def group_of(count: int) -> RoleGroup:
-    """The echoes that are so many."""
-    return RoleGroup({1: "solo", 2: "two", 3: "actor", 5: "five"}[count])

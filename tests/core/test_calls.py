@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import workers
-from conftest import ON_RAY, group_of
+from groups import ON_RAY, group_of
 
 import core.futures
 from components.batch import Batch

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import workers
-from conftest import ON_RAY, group_of
+from groups import ON_RAY, group_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import workers
-from conftest import ON_RAY
+from groups import ON_RAY
 
 from components.batch import Batch
 from core import Dispatch, JobBuilder, RoleGroup, WorkerGroup, nd_compute, register
