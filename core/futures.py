@@ -211,10 +211,12 @@ class Future(_Answers, Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
-        with self._lock:  # a callback's thread may wait too, and `finish` is to run once
-            if not self._result:
-                self._result.append(self._finish(wait_for(self.calls, self._context, timeout)))
-            return self._result[0]
+        if not self._result:
+            values = wait_for(self.calls, self._context, timeout)
+            with self._lock:  # a callback's thread may have waited too, and `finish` is to run once
+                if not self._result:
+                    self._result.append(self._finish(values))
+        return self._result[0]
 
     def open_references(self) -> list[Any]:
         """References to what has not been looked at yet."""

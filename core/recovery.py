@@ -56,7 +56,7 @@ class Recovery:
         """Forget a call that failed: what is repeated is the one before it."""
         with self._changed:
             calls = self._remembered[member.role, member.rank]
-            del calls[method]
+            calls.pop(method, None)  # two threads may have waited for it
             if before is not None:
                 calls[method] = before
 

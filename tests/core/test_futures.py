@@ -101,6 +101,17 @@ def test_a_callback_is_called_once_with_the_future_also_when_it_fails(actors: Ro
     assert told.empty()
 
 
+@ON_RAY
+def test_a_callback_does_not_hold_up_a_wait_with_a_limit(actors: RoleGroup) -> None:
+    told: queue.Queue[object] = queue.Queue()
+    future, began = actors.slow(2.0), time.monotonic()
+    future.add_done_callback(told.put)
+    with pytest.raises(TimeoutError, match=r"no answer after 0.1 s"):
+        future.result(0.1)
+    assert time.monotonic() - began < 1.5
+    assert told.get(timeout=30) is future
+
+
 def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleGroup) -> None:
     future, deadline = actors.call("echo", 1), time.monotonic() + 10
     while not future.done():
