@@ -129,7 +129,7 @@ def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
 
 def test_with_learning_rate_zero_nothing_moves(ray_address: str, policy: Path, tmp_path: Path) -> None:
     options = [*SMALL, "actor_learning_rate=0", "critic_learning_rate=0"]
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options).wait()
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options, "backend=local").wait()
     score = run.summary["score"]
     assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
 
@@ -152,7 +152,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
         use_dynamic_batch=true generate_max_len=8 init_kl_coef=0.1 kl_estimator=k3 use_kl_loss=true
         colocate_actor_ref=true actor_learning_rate=1e-2 num_episodes=2 lr_warmup_ratio=0 zero_stage=3
         max_epochs=2""".split()
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options).wait()
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, "backend=local").wait()
     assert run.code == 0, run.err
     first, second = run.metrics
     assert first["reward/reward"] == 3.0
