@@ -10,7 +10,7 @@ the policy produced the token.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -136,7 +136,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self._layout)
 
-    def __getitem__(self, name: str) -> Any:
+    @overload
+    def __getitem__(self, name: str) -> Any: ...
+    @overload
+    def __getitem__(self, name: slice) -> Self: ...
+    def __getitem__(self, name: str | slice) -> Any:
+        """The column of this name; of a slice the sequences, as `select` gives them."""
+        if isinstance(name, slice):
+            return self.select(name)
         for columns in (self._per_token, self._per_sequence, self._objects):
             if name in columns:
                 return columns[name]

@@ -11,6 +11,7 @@ import contextvars
 import itertools
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -158,18 +159,18 @@ def _raise_first(
     raise error
 
 
-class _Answers:
+class _Answers(ABC):
     """What both kinds of future can do. `await future` works in async code."""
 
     _context: WorkloadContext
 
+    @abstractmethod
     def result(self, timeout: float | None = None) -> Any:
         """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_references(self) -> list[Any]:
         """References to what has not been looked at yet."""
-        raise NotImplementedError
 
     def done(self) -> bool:
         """True when `result()` would not wait."""

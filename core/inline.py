@@ -96,11 +96,17 @@ class Inline:
     @contextlib.contextmanager
     def occupied(self, key: Key) -> Iterator[None]:
         """A worker is busy with a call from outside; at its end, what nobody has waited for is carried out."""
-        self._busy[key] = threading.get_ident()
+        me = threading.get_ident()
+        with self._changed:
+            # A thread of the user's may be at work with it.
+            self._changed.wait_for(lambda: self._busy.get(key, me) == me)
+            self._busy[key] = me
         try:
             yield
         finally:
-            del self._busy[key]
+            with self._changed:
+                del self._busy[key]
+                self._changed.notify_all()
             while self._waiting and self._step():
                 pass
 

@@ -344,6 +344,10 @@ class JobBuilder:
         roles = {name: RoleSpec(**values) for name, values in self._roles.items()}
         for spec in roles.values():
             _check_entrypoint(spec)
+            if spec.process_group and spec.kind == "run":
+                raise JobError(
+                    f"role {spec.name}: process_group() is for ranks that meet; use train(), or leave it out"
+                )
         placement = plan(roles, self._collocations, kind, self._node_num, devices)
         return Job(
             device_type=kind,

@@ -67,7 +67,7 @@ class Master:
         self._watch = Watch(list(observers), _print_line)
         self._backend = make_backend(backend, self._run_id, address, self._watch.hear)
         self._is_observed = bool(observers) or job.stall_timeout > 0 or self._backend.is_local
-        self._recovers = self._ending = self._stop_told = False
+        self._runs = self._recovers = self._ending = self._stop_told = False
         self._attempt = 1
         self._starts: dict[str, int] = {}
         self._replaced: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Master:
 
     def run(self) -> JobResult:
         """Start, drive, recover, clean up."""
-        began, self._recovers = time.monotonic(), True
+        began, self._runs, self._recovers = time.monotonic(), True, not self._backend.is_local
         status, error, trace = "finished", "", ""
         try:
             try:
@@ -121,7 +121,7 @@ class Master:
                     raise KeyboardInterrupt from loss
                 line, _ = self._explain(loss)
                 # In local mode only a late call comes here: in the same process it would take as long again.
-                limit = 0 if self._backend.is_local else self._job.max_restarts
+                limit = self._job.max_restarts if self._recovers else 0
                 if self._attempt > limit:
                     if limit:
                         with_note(loss, f"after {self._attempt} attempts; max_restarts={limit}")
@@ -151,7 +151,7 @@ class Master:
         sweep_shared()
         claim_shared(self._shared_dir)
         self._backend.start(self._job.placement)
-        if self._recovers and self._attempt == 1:
+        if self._runs and self._attempt == 1:
             self._signals.enter_context(self._stop_signals())  # after Ray, which sets a handler of its own
         for plan in self._job.placement.hosts:
             log_file = self._log_dir / f"{plan.name.lower()}.log" if self._log_dir else None
@@ -226,7 +226,7 @@ class Master:
             log_file=host.log_file,
             hides_devices=not host.plan.accelerator and _DEVICES not in self._job.global_env | host.plan.env,
             reports_calls=self._is_observed,
-            recovers=self._recovers and not self._backend.is_local,
+            recovers=self._recovers,
         )
 
     # --- driving

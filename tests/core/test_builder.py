@@ -83,6 +83,7 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: JobBuilder().total(2), "none is open"),
         (lambda: rl_job().total(-1), "at least 1"),
         (lambda: rl_job().concurrency(0), "at least 1"),
+        (lambda: JobBuilder().role("a").run("workers.Echo").process_group().build(), "is for ranks that meet"),
         (lambda: rl_job().resource(gpu=1), "give cpu, accelerator, memory"),
         (lambda: rl_job().process_group("nowhere"), "names no function; write it as 'package.module:function'"),
         (lambda: rl_job().max_restarts(-1), "max_restarts=-1; set 0 or more"),

@@ -95,7 +95,9 @@ def test_an_empty_batch_is_given_to_nobody(grid: WorkerGroup, pair: WorkerGroup)
 
 def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
     batch = Batch.from_rows({"tokens": [torch.arange(n) for n in (1, 2, 3, 4)]})
-    assert [rank for rank, _ in grid.where([0, 0, 0, 0])] == [0, 0, 1, 2]
+    back = grid.same_later(batch).result()
+    assert isinstance(back, Batch)
+    assert [back.row(i, "tokens").tolist() for i in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     assert grid.whole_length(batch) == [4, 4, 4]
 
 
@@ -203,6 +205,19 @@ def test_a_future_is_cut_anew_for_a_group_of_another_size(
     assert pair.add(later, [10, 20, 30, 40, 50]) == [12, 23, 34, 45, 56]
     assert pair.whole_length(later) == [5, 5]
     assert grid.where(mesh.on_mesh_later([1, 2, 3])) == [(0, [10]), (1, [20]), (2, [30])]
+
+
+@pytest.mark.parametrize("kind", ["batch", "array", "tensor"])
+def test_a_future_of_a_batch_or_an_array_is_cut_anew_too(grid: WorkerGroup, pair: WorkerGroup, kind: str) -> None:
+    rows = [torch.arange(n) for n in (1, 2, 3, 4, 5)]
+    value: Any = {"batch": Batch.from_rows({"tokens": rows}), "array": np.arange(5), "tensor": torch.arange(5)}[kind]
+    back = pair.same_later(grid.same_later(value)).result()
+    assert type(back) is type(value)
+    if kind == "batch":
+        assert [len(back.row(i, "tokens")) for i in range(5)] == [1, 2, 3, 4, 5]
+    else:
+        assert back.tolist() == [0, 1, 2, 3, 4]
+    assert pair.whole_length(grid.same_later(value)) == [5, 5]
 
 
 def test_a_chain_of_futures_needs_no_result_between(grid: WorkerGroup, pair: WorkerGroup) -> None:

@@ -327,6 +327,10 @@ class Grid(BaseWorkload):
         return [value + 1 for value in values]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def same_later(self, values: Any) -> Any:
+        return values
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     async def later_async(self, values: list[int]) -> list[int]:
         await asyncio.sleep(0.01)
         return [value + 1 for value in values]
