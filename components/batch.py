@@ -8,7 +8,8 @@ the policy produced the token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, overload
 
@@ -17,9 +18,7 @@ import torch
 from torch import Tensor
 
 from components import batch_io, ragged
-from components.ragged import Layout, Side
-
-Row = Sequence[float] | Tensor
+from components.ragged import Layout, Packed, Row, Side
 
 _RESERVED = "lengths"
 
@@ -126,7 +125,7 @@ class Batch:
             raise ValueError("from_rows needs at least one per-token column, which tells how long the sequences are")
         return cls(
             lengths,
-            {name: _end_to_end(rows) for name, rows in per_token.items()},
+            {name: ragged.end_to_end(rows) for name, rows in per_token.items()},
             {name: torch.as_tensor(column) for name, column in (per_sequence or {}).items()},
             objects,
         )
@@ -249,10 +248,11 @@ class Batch:
         return self._filtered(lambda name: name in names)
 
     def _filtered(self, keep: Callable[[str], bool]) -> Self:
-        return self._with(
+        return self._unchecked(
+            self._layout,
             {name: x for name, x in self._per_token.items() if keep(name)},
             {name: x for name, x in self._per_sequence.items() if keep(name)},
-            {name: x for name, x in self._objects.items() if keep(name)},
+            {name: list(x) for name, x in self._objects.items() if keep(name)},
         )
 
     def _with(
@@ -271,12 +271,24 @@ class Batch:
         )
         return new
 
+    def _unchecked(
+        self,
+        layout: Layout,
+        per_token: dict[str, Tensor],
+        per_sequence: dict[str, Tensor],
+        objects: dict[str, list[Any]],
+    ) -> Self:
+        """A batch of columns whose sizes follow from those of this one; they are taken as they are."""
+        new = object.__new__(type(self))
+        new._layout, new._per_token, new._per_sequence, new._objects = layout, per_token, per_sequence, objects
+        return new
+
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(
-            change(self.lengths),
+        return self._unchecked(
+            Layout(change(self.lengths), self.num_tokens),
             {name: change(x_N) for name, x_N in self._per_token.items()},
             {name: change(x_B) for name, x_B in self._per_sequence.items()},
-            self._objects,
+            {name: list(column) for name, column in self._objects.items()},
         )
 
     def writable(self) -> Self:
@@ -302,8 +314,8 @@ class Batch:
         index_B = self._positions(index)
         index_N = self._layout.token_index(index_B)
         chosen = index_B.tolist() if self._objects else []
-        return type(self)(
-            self.lengths[index_B],
+        return self._unchecked(
+            Layout(self.lengths[index_B], len(index_N)),
             {name: x_N.index_select(0, index_N) for name, x_N in self._per_token.items()},
             {name: x_B.index_select(0, index_B) for name, x_B in self._per_sequence.items()},
             {name: [column[i] for i in chosen] for name, column in self._objects.items()},
@@ -328,19 +340,56 @@ class Batch:
 
     def _between(self, start: int, stop: int) -> Self:
         low, high = int(self.offsets[start]), int(self.offsets[stop])
-        return type(self)(
-            self.lengths[start:stop],
+        return self._unchecked(
+            Layout(self.lengths[start:stop], high - low),
             {name: x_N[low:high] for name, x_N in self._per_token.items()},
             {name: x_B[start:stop] for name, x_B in self._per_sequence.items()},
             {name: column[start:stop] for name, column in self._objects.items()},
         )
 
-    def split(self, n: int) -> list[Self]:
-        """Cut into n contiguous chunks whose sizes differ by at most one, the larger ones first; chunks are views."""
+    def _parts(self, sizes: list[int]) -> list[Self]:
+        """Contiguous parts of so many sequences each, together all; they are views.
+
+        All are cut at once, because there may be as many as there are sequences, and `_between` takes twice as long.
+        """
+        bounds = [0, *accumulate(sizes)]
+        tokens = self.offsets[torch.tensor(bounds, device=self.offsets.device)].diff().tolist()
+        lengths = self.lengths.split(sizes)
+        per_token = {name: x_N.split(tokens) for name, x_N in self._per_token.items()}
+        per_sequence = {name: x_B.split(sizes) for name, x_B in self._per_sequence.items()}
+        return [
+            self._unchecked(
+                Layout(lengths[i], tokens[i]),
+                {name: parts[i] for name, parts in per_token.items()},
+                {name: parts[i] for name, parts in per_sequence.items()},
+                {name: column[bounds[i] : bounds[i + 1]] for name, column in self._objects.items()},
+            )
+            for i in range(len(sizes))
+        ]
+
+    def _cut(self, indices: Sequence[Tensor]) -> list[Self]:
+        """The sequences at each of these lists of positions, as views of one copy of all of them."""
+        return self.select(torch.cat(list(indices)))._parts([len(index) for index in indices]) if indices else []
+
+    def split(self, n: int, balanced: bool = False, attention: float = 0.0) -> list[Self]:
+        """Cut into n chunks whose sizes differ by at most one.
+
+        Args:
+            n: how many.
+            balanced: False cuts between neighbours, the larger chunks first; True makes the chunks cost about the
+                same, and their sequences are those of `balanced_shares`.
+            attention: as in `balanced_shares`, which alone reads it.
+
+        Returns:
+            Views of this batch, or, balanced, of one copy of it.
+        """
+        if balanced:
+            return self._cut(self.balanced_shares(n, attention))
+        if attention:
+            raise ValueError(f"split with attention={attention}, which only balancing reads; set balanced=True as well")
         ragged.check_positive("split into", n)
         base, extra = divmod(len(self), n)
-        bounds = [i * base + min(i, extra) for i in range(n + 1)]
-        return [self._between(start, stop) for start, stop in pairwise(bounds)]
+        return self._parts([base + (i < extra) for i in range(n)])
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> Self:
@@ -362,8 +411,8 @@ class Batch:
         first = parts[0]
         return cls(
             torch.cat([part.lengths for part in parts]),
-            {name: _join([part._per_token[name] for part in parts], name) for name in first._per_token},
-            {name: _join([part._per_sequence[name] for part in parts], name) for name in first._per_sequence},
+            {name: ragged.joined([part._per_token[name] for part in parts], name) for name in first._per_token},
+            {name: ragged.joined([part._per_sequence[name] for part in parts], name) for name in first._per_sequence},
             {name: list(chain.from_iterable(part._objects[name] for part in parts)) for name in first._objects},
         )
 
@@ -371,6 +420,51 @@ class Batch:
         """Each sequence n times, its copies adjacent."""
         ragged.check_positive("repeat", n)
         return self.select(torch.arange(len(self), device=self.lengths.device).repeat_interleave(n))
+
+    def shuffle(self, seed: int | Sequence[int]) -> Self:
+        """The sequences in a random order, which depends on the seed and on how many there are, and on nothing else.
+
+        Args:
+            seed: at least 0, or several such numbers (a run's seed and its epoch, say) that count as one seed.
+        """
+        return self.select(torch.from_numpy(np.random.default_rng(seed).permutation(len(self))))
+
+    def group_by(self, name: str) -> dict[Any, Self]:
+        """The sequences of each value of a column, such as the answers to each prompt.
+
+        Args:
+            name: of a per-sequence column of integers [B], or of a column of objects that can be keys of a dict.
+
+        Returns:
+            The values, integers as Python's own, in the order in which each occurs first, each with its sequences in
+            the order they have here. All are views of one copy, but each is a batch to build, which takes 10 to 30 us:
+            seconds for 200,000 groups.
+
+        Raises:
+            ValueError: the column is of another kind, or an object is no key.
+        """
+        groups: dict[Any, list[int]] = {}
+        for i, key in enumerate(self._keys(name)):
+            try:
+                groups.setdefault(key, []).append(i)
+            except TypeError as error:
+                raise ValueError(f"group_by {name!r}: sequence {i} has a {type(key).__name__}; make it text") from error
+        order = list(chain.from_iterable(groups.values()))
+        return dict(zip(groups, self.select(order)._parts([len(group) for group in groups.values()]), strict=True))
+
+    def _keys(self, name: str) -> list[Any]:
+        if name in self._objects:
+            return self._objects[name]
+        if name not in self:
+            raise self._no_column(name)
+        x = self[name]
+        if name in self._per_token or x.dim() != 1 or not ragged.holds_integers(x):
+            kind = "per-token" if name in self._per_token else "per-sequence"
+            raise ValueError(
+                f"group_by {name!r}, a {kind} column of {x.dtype} {list(x.shape)}; name a per-sequence one of integers "
+                "[B], or one of objects"
+            )
+        return x.tolist()
 
     def __shard__(self, n: int) -> list[Self]:
         """How a call that is split over n workers cuts a batch."""
@@ -418,6 +512,19 @@ class Batch:
             )
         return padded_BT[ragged.token_mask(lengths.to(padded_BT.device), width, side)]
 
+    def packed(self, name: str = "tokens") -> Packed:
+        """A per-token column as attention kernels for sequences of different lengths take it; without a copy.
+
+        Raises:
+            ValueError: there is no such per-token column, or it has more tokens than int32 can count.
+        """
+        tokens_N = self._token_column(name)
+        if self.num_tokens > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"{self.num_tokens} tokens are too many to pack, as kernels count in int32; split the batch"
+            )
+        return Packed(tokens_N, self._layout.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
+
     # --- sharing the work ---------------------------------------------------------------------------------------
 
     def micro_batch_indices(self, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
@@ -429,13 +536,23 @@ class Batch:
         """
         return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences)
 
-    def balanced_shares(self, n: int) -> list[Tensor]:
-        """Positions for n ranks, such that each has about as many tokens and, to within one, as many sequences.
+    def micro_batches(self, max_tokens: int, max_sequences: int = 0) -> list[Self]:
+        """The batch cut as `micro_batch_indices` says; views of one copy, sorted by length."""
+        return self._cut(self.micro_batch_indices(max_tokens, max_sequences))
 
-        The longest sequence left goes to the rank with the fewest tokens that still has room. The same batch gives
-        the same shares everywhere; within a share sequences keep their order.
+    def balanced_shares(self, n: int, attention: float = 0.0) -> list[Tensor]:
+        """Positions for n ranks, such that each costs about the same and has, to within one, as many sequences.
+
+        A sequence of L tokens costs L + attention * L^2. The most expensive one left goes to the rank with the lowest
+        cost that still has room. The same batch gives the same shares everywhere; within a share sequences keep their
+        order.
+
+        Args:
+            n: how many shares.
+            attention: how much of a token's own cost each token of the sequence adds to it, at least 0. With 0 tokens
+                are counted. 1 / 24576 is what verl takes for a model of 7B (6 * hidden size, which is 4096).
         """
-        return ragged.balanced_shares(self.lengths, n)
+        return ragged.balanced_shares(self.lengths, n, attention)
 
     # --- crossing processes, files ------------------------------------------------------------------------------
 
@@ -451,8 +568,12 @@ class Batch:
     def to_table(self) -> Any:
         """A pyarrow table with one row per sequence: per-token columns as lists, and `lengths`.
 
+        Objects are what they are where all are of one simple kind (or None), and else JSON text: lists, dicts, and
+        columns of mixed kinds.
+
         Raises:
-            ValueError: a column of objects has no Arrow type (mixed kinds, or classes of your own).
+            ValueError: an object would not come back as it is (a tuple, a class of your own), or Arrow does not know
+                the dtype of a column.
         """
         return batch_io.to_table(self)
 
@@ -466,24 +587,28 @@ class Batch:
         lengths_B, columns = batch_io.from_table(table)
         return cls(lengths_B, **columns)
 
+    def save(self, path: str | Path) -> None:
+        """Write a Parquet file with one row per sequence, as `to_table` has them; data frames read it.
 
-def _end_to_end(rows: Sequence[Row]) -> Tensor:
-    if any(hasattr(row, "dtype") for row in rows):
-        # An empty list has no dtype of its own, and must not make floats of its neighbours' integers.
-        return torch.cat([torch.as_tensor(row) for row in rows if hasattr(row, "dtype") or len(row)])
-    return torch.tensor(list(chain.from_iterable(rows)))
+        It is written beside its place and moved there when it is whole. Folders that are missing are made.
 
+        Raises:
+            ValueError: as `to_table` does.
+        """
+        batch_io.write(self.to_table(), Path(path))
 
-def _join(parts: Sequence[Tensor], name: str) -> Tensor:
-    # What is empty may carry any dtype: nothing could tell it the right one.
-    filled = [part for part in parts if len(part)] or [parts[0]]
-    for part in filled:
-        if part.dtype != filled[0].dtype or part.shape[1:] != filled[0].shape[1:]:
-            raise ValueError(
-                f"column {name!r} of concat is {filled[0].dtype} {list(filled[0].shape)} in one batch and "
-                f"{part.dtype} {list(part.shape)} in another; make them alike"
-            )
-    return torch.cat(filled)
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The batch that `save` wrote, exactly; on the CPU, and its tensors may be read-only.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it was not written by `save`, or is not whole.
+        """
+        try:
+            return cls.from_table(batch_io.read(Path(path)))
+        except ValueError as error:
+            raise ValueError(f"{path} holds no batch: {error}") from error
 
 
 def _rebuild(

@@ -1,12 +1,15 @@
-"""How a batch leaves the memory of its process: as numpy arrays in a pickle, as rows of a table.
+"""How a batch leaves the memory of its process: as numpy arrays in a pickle, as rows of a table, as a Parquet file.
 
-B sequences; N all tokens of a batch end to end. pyarrow is imported only where a table is made.
+B sequences; N all tokens of a batch end to end. pyarrow is imported only where a table is made or read.
 """
 
+import contextlib
 import json
 import math
+import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,29 +48,67 @@ def to_table(batch: "Batch") -> Any:
     described: dict[str, tuple[str, str, list[int]]] = {}
     offsets = pa.array(to_numpy(batch.offsets)[0])
     for name, x_N in batch.per_token.items():
-        values, dtype = _to_arrow(x_N)
+        values, dtype = _to_arrow(name, x_N)
         described[name] = ("per_token", dtype, [])
         arrays[name] = pa.LargeListArray.from_arrays(offsets, values)
     for name, x_B in batch.per_sequence.items():
-        values, dtype = _to_arrow(x_B.reshape(-1))
-        described[name] = ("per_sequence", dtype, list(x_B.shape[1:]))
+        values, dtype = _to_arrow(name, x_B.reshape(-1))
+        tail = list(x_B.shape[1:])
+        described[name] = ("per_sequence", dtype, tail)
         arrays[name] = values
-        if x_B.dim() > 1:
-            arrays[name] = pa.FixedSizeListArray.from_arrays(values, math.prod(x_B.shape[1:]))
+        if tail:
+            # Arrow has no lists of size 0.
+            size = math.prod(tail)
+            arrays[name] = pa.FixedSizeListArray.from_arrays(values, size) if size else pa.nulls(len(batch))
     for name, column in batch.objects.items():
-        described[name] = ("objects", "", [])
-        try:
-            arrays[name] = pa.array(column)
-        except pa.ArrowException as error:
-            raise ValueError(f"objects {name!r} fit no table ({error}); drop them with .without()") from error
+        arrays[name], encoding = _objects_to_arrow(name, column)
+        described[name] = ("objects", encoding, [])
     return pa.table(arrays).replace_schema_metadata({_TABLE_KEY: json.dumps(described).encode()})
 
 
-def _to_arrow(x: Tensor) -> tuple[Any, str]:
+def _to_arrow(name: str, x: Tensor) -> tuple[Any, str]:
     import pyarrow as pa
 
     readable = x.float() if x.dtype in _CARRIERS else x
-    return pa.array(to_numpy(readable)[0]), str(x.dtype).removeprefix("torch.")
+    try:
+        return pa.array(to_numpy(readable)[0]), str(x.dtype).removeprefix("torch.")
+    except pa.ArrowException as error:
+        raise ValueError(f"column {name!r}, {x.dtype}, fits no table ({error}); drop it with .without()") from error
+
+
+def _objects_to_arrow(name: str, column: Sequence[Any]) -> tuple[Any, str]:
+    """An Arrow array and how it holds the objects: "" as what they are, "json" as text.
+
+    What has parts becomes text, and so does what differs in kind from row to row: Arrow would give all dicts the same
+    keys and make floats of whole numbers, and a column would change its type from one file to the next.
+    """
+    import pyarrow as pa
+
+    kinds = {type(item) for item in column} - {type(None)}
+    with contextlib.suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
+        array = pa.array(column)
+        if not pa.types.is_nested(array.type) and (kinds <= {str} or _same(array.to_pylist(), column)):
+            return array, ""
+    # Readable letters, unless there is half a surrogate pair, which Arrow refuses.
+    for escaped in (False, True):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            texts = [None if item is None else json.dumps(item, ensure_ascii=escaped) for item in column]
+            if _same(_from_json(texts), column):
+                return pa.array(texts, pa.string()), "json"
+    found = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise ValueError(
+        f"objects {name!r} fit no table: these ({found}) would not come back as they are; make them text, numbers, or "
+        "lists and dicts of those, or drop them with .without()"
+    )
+
+
+def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    # Their text tells 1 from 1.0 and from True, and a list from a tuple, where == does not; NaN is NaN.
+    return repr(found) == repr(list(expected))
+
+
+def _from_json(texts: Sequence[str | None]) -> list[Any]:
+    return [None if text is None else json.loads(text) for text in texts]
 
 
 def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
@@ -77,10 +118,15 @@ def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
         raise ValueError(f"this table was not made by Batch.to_table; its columns are {table.column_names}")
     kinds: dict[str, dict[str, Any]] = {"per_token": {}, "per_sequence": {}, "objects": {}}
     for name, (kind, dtype, tail) in json.loads(written).items():
-        column = table.column(name).combine_chunks()
+        column = table.column(name)
         if kind == "objects":
-            kinds[kind][name] = column.to_pylist()
+            items = column.to_pylist()
+            kinds[kind][name] = _from_json(items) if dtype == "json" else items
             continue
+        if 0 in tail:
+            kinds[kind][name] = torch.zeros(len(column), *tail, dtype=getattr(torch, dtype))
+            continue
+        column = column.combine_chunks()
         values = column.flatten() if kind == "per_token" or tail else column
         x = _from_arrow(values).to(getattr(torch, dtype))
         kinds[kind][name] = x.reshape(len(column), *tail) if tail else x
@@ -90,3 +136,35 @@ def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
 def _from_arrow(values: Any) -> Tensor:
     array = values.to_numpy(zero_copy_only=False)
     return from_numpy(array, str(array.dtype))
+
+
+def write(table: Any, path: Path) -> None:
+    """Write a table to a Parquet file, which has its name only when it is whole."""
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own, so that two who write the same file do not write into each other's.
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        pyarrow.parquet.write_table(table, aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Any:
+    """The table of one Parquet file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no Parquet file, or is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    with pa.OSFile(str(path)) as file:
+        try:
+            # Not read_table, which takes names of folders such as step=3 for columns.
+            return pyarrow.parquet.ParquetFile(file).read()
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"no whole Parquet file ({error})") from error

@@ -1,52 +1,14 @@
-"""Batch: ragged columns, cut, joined, padded, shared out and sent away."""
+"""Batch: ragged columns, cut, joined, ordered, padded and packed."""
 
-import copy
-import pickle
-import warnings
-from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.batch import Batch
-
-ragged_lengths = st.lists(st.integers(0, 6), max_size=9)
-
-
-def batch_of(lengths: Sequence[int]) -> Batch:
-    """Sequence i holds the tokens 100 i, 100 i + 1, ...; so every token tells where it was."""
-    return Batch.from_rows(
-        {"tokens": [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]},
-        {"reward": torch.arange(len(lengths)) / 2},
-        {"label": [f"label {i}" for i in range(len(lengths))]},
-    ).with_tokens(action_mask=torch.arange(sum(lengths)) % 2 == 1)
-
-
-def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
-    """The batch as plain Python, one tuple per sequence."""
-    return [
-        (
-            batch.row(i, "tokens").tolist(),
-            batch.row(i, "action_mask").tolist(),
-            batch["reward"][i].item(),
-            batch["label"][i],
-        )
-        for i in range(len(batch))
-    ]
-
-
-def unpickled(data: bytes) -> Batch:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return pickle.loads(data)
-
+from tests.components.batches import assert_alike, batch_of, ragged_lengths, rows_of
 
 # --- what is in it ----------------------------------------------------------------------------------------------
 
@@ -102,7 +64,13 @@ def test_a_batch_can_be_empty() -> None:
     assert batch.offsets.tolist() == [0]
     assert batch.padded("tokens", 0).shape == (0, 0)
     assert batch.micro_batch_indices(8) == []
-    assert [share.tolist() for share in batch.balanced_shares(2)] == [[], []]
+    assert batch.micro_batches(8) == []
+    assert [share.tolist() for share in batch.balanced_shares(2, 0.5)] == [[], []]
+    assert [len(part) for part in [*batch.split(2), *batch.split(2, balanced=True)]] == [0, 0, 0, 0]
+    assert batch.group_by("label") == {}
+    assert batch.shuffle(1).names == batch.names
+    assert batch.packed().cumulative_lengths.tolist() == [0]
+    assert batch.packed().max_length == 0
     assert len(Batch.concat([batch, batch]).repeat(3).select([])) == 0
 
 
@@ -187,7 +155,7 @@ def test_a_position_outside_the_batch_is_refused() -> None:
         batch.select(torch.tensor([0.0]))
 
 
-@pytest.mark.parametrize("method", ["split", "repeat", "micro_batch_indices", "balanced_shares"])
+@pytest.mark.parametrize("method", ["split", "repeat", "micro_batches", "micro_batch_indices", "balanced_shares"])
 def test_counts_below_one_are_refused(method: str) -> None:
     with pytest.raises(ValueError, match="0: it must be at least 1"):
         getattr(batch_of([1]), method)(0)
@@ -272,6 +240,39 @@ def test_sharding_and_unsharding_give_the_batch_back(lengths: list[int], n: int)
     assert rows_of(Batch.__unshard__(parts)) == rows_of(batch)
 
 
+@given(ragged_lengths, st.integers(1, 5), st.sampled_from([0.0, 0.5]))
+@settings(max_examples=60, deadline=None)
+def test_a_balanced_split_has_the_sequences_of_the_shares(lengths: list[int], n: int, attention: float) -> None:
+    batch = batch_of(lengths)
+    parts = batch.split(n, balanced=True, attention=attention)
+    shares = batch.balanced_shares(n, attention)
+    assert [rows_of(part) for part in parts] == [rows_of(batch.select(share)) for share in shares]
+    joined = Batch.concat(parts)
+    assert rows_of(joined.select(torch.cat(shares).argsort())) == rows_of(batch)
+
+
+def test_a_split_that_is_not_balanced_refuses_what_only_balancing_reads() -> None:
+    with pytest.raises(ValueError, match=r"attention=0.5, which only balancing reads; set balanced=True"):
+        batch_of([1, 2]).split(2, attention=0.5)
+
+
+@given(ragged_lengths, st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_parts_of_parts_can_do_what_a_batch_made_by_hand_can(lengths: list[int], n: int) -> None:
+    for part in batch_of(lengths).split(n):
+        made = Batch(part.lengths.clone(), part.per_token, part.per_sequence, part.objects)
+        assert part.num_tokens == made.num_tokens
+        assert part.offsets.tolist() == made.offsets.tolist()
+        assert part.sequence_ids.tolist() == made.sequence_ids.tolist()
+        assert_alike(part.select(slice(None, None, -1)), made.select(slice(None, None, -1)))
+
+
+def test_chunks_are_views_and_so_are_slices() -> None:
+    batch = batch_of([2, 0, 3])
+    assert batch.split(3)[2]["tokens"].data_ptr() == batch["tokens"][2:].data_ptr()
+    assert batch[2:]["tokens"].data_ptr() == batch["tokens"][2:].data_ptr()
+
+
 def test_concat_refuses_batches_that_differ() -> None:
     batch = batch_of([1])
     with pytest.raises(ValueError, match=r"batches 0 and 1 .* per_sequence columns: only one has \['reward'\]"):
@@ -297,7 +298,76 @@ def test_copies_of_one_sequence_are_adjacent() -> None:
     assert batch_of([1, 2]).repeat(2)["label"] == ["label 0", "label 0", "label 1", "label 1"]
 
 
-# --- sums, padding ----------------------------------------------------------------------------------------------
+@given(ragged_lengths, st.integers(0, 2**64))
+@settings(max_examples=60, deadline=None)
+def test_a_shuffle_has_every_sequence_once_and_is_the_same_for_the_same_seed(lengths: list[int], seed: int) -> None:
+    batch = batch_of(lengths)
+    shuffled = batch.shuffle(seed)
+    assert sorted(map(repr, rows_of(shuffled))) == sorted(map(repr, rows_of(batch)))
+    assert rows_of(batch.shuffle(seed)) == rows_of(shuffled)
+    # The order depends on how many sequences there are, not on what is in them.
+    assert batch_of([1] * len(lengths)).shuffle(seed)["label"] == shuffled["label"]
+
+
+def test_the_order_of_a_shuffle_stays_what_it_is() -> None:
+    # Runs go on from a checkpoint with the order that they had; another generator would be another order.
+    batch = batch_of([1] * 8)
+    assert (batch.shuffle(0)["reward"] * 2).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
+    assert (batch.shuffle([3, 5])["reward"] * 2).tolist() == [4, 0, 2, 6, 5, 1, 3, 7]
+    with pytest.raises(ValueError, match="non-negative"):
+        batch.shuffle(-1)
+
+
+def test_groups_come_in_the_order_in_which_they_occur_first() -> None:
+    batch = batch_of([1, 2, 0, 1]).with_sequences(prompt_id=torch.tensor([7, -3, 7, 5], dtype=torch.int32))
+    groups = batch.group_by("prompt_id")
+    assert list(groups) == [7, -3, 5]
+    assert all(type(key) is int for key in groups)
+    assert [rows_of(group) for group in groups.values()] == [rows_of(batch.select(i)) for i in ([0, 2], [1], [3])]
+    assert groups[7]["tokens"].data_ptr() == groups[7].row(0, "tokens").data_ptr()
+
+
+def test_objects_are_keys_too() -> None:
+    groups = batch_of([1, 2, 3]).with_objects(prompt=["b", None, "b"]).group_by("prompt")
+    assert {key: group["label"] for key, group in groups.items()} == {"b": ["label 0", "label 2"], None: ["label 1"]}
+
+
+def test_columns_that_name_no_groups_are_refused() -> None:
+    batch = batch_of([1, 2]).with_sequences(pair=torch.zeros(2, 2, dtype=torch.int64), won=torch.tensor([True, False]))
+    with pytest.raises(
+        ValueError, match=r"group_by 'reward', a per-sequence column of torch.float32 \[2\]; name a per-"
+    ):
+        batch.group_by("reward")
+    with pytest.raises(ValueError, match=r"group_by 'pair', a per-sequence column of torch.int64 \[2, 2\]"):
+        batch.group_by("pair")
+    with pytest.raises(ValueError, match=r"group_by 'won', a per-sequence column of torch.bool"):
+        batch.group_by("won")
+    with pytest.raises(ValueError, match=r"group_by 'tokens', a per-token column of torch.int64 \[3\]"):
+        batch.group_by("tokens")
+    with pytest.raises(ValueError, match=r"group_by 'label': sequence 1 has a dict; make it text"):
+        batch.with_objects(label=["a", {}]).group_by("label")
+    with pytest.raises(KeyError, match="no column 'prompt'"):
+        batch.group_by("prompt")
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), max_size=40), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_groups_are_those_of_a_loop_over_the_sequences(drawn: list[tuple[int, int]], as_text: bool) -> None:
+    batch = batch_of([length for length, _ in drawn])
+    keys = [key for _, key in drawn]
+    expected: dict[Any, list[Any]] = {}
+    for key, row in zip(keys, rows_of(batch), strict=True):
+        expected.setdefault(str(key) if as_text else key, []).append(row)
+    if as_text:
+        batch = batch.with_objects(key=list(map(str, keys)))
+    else:
+        batch = batch.with_sequences(key=torch.tensor(keys, dtype=torch.int64))
+    found = {key: rows_of(group) for key, group in batch.group_by("key").items()}
+    assert found == expected
+    assert list(found) == list(expected)
+
+
+# --- sums, padding, packing -------------------------------------------------------------------------------------
 
 
 def test_tokens_are_summed_within_each_sequence() -> None:
@@ -350,176 +420,32 @@ def test_gradients_flow_through_padding_and_back() -> None:
     assert value_N.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-# --- sharing the work -------------------------------------------------------------------------------------------
+def test_packed_positions_begin_anew_in_each_sequence() -> None:
+    packed = batch_of([2, 0, 3]).packed()
+    assert packed.tokens.tolist() == [0, 1, 200, 201, 202]
+    assert packed.positions.tolist() == [0, 1, 0, 1, 2]
+    assert packed.cumulative_lengths.tolist() == [0, 2, 2, 5]
+    assert packed.max_length == 3
+    assert type(packed.max_length) is int
+    assert (packed.positions.dtype, packed.cumulative_lengths.dtype) == (torch.int64, torch.int32)
+    assert batch_of([1, 1]).packed("action_mask").tokens.tolist() == [False, True]
 
 
-def test_micro_batches_fit_the_budget_when_padded() -> None:
-    # Sorted lengths 1 2 2 3 9: 3 rows of 2 fill the budget of 6; 3 is alone since 2 rows of 9 are 18; 9 is too long.
-    indices = batch_of([2, 9, 1, 3, 2]).micro_batch_indices(6)
-    assert [index.tolist() for index in indices] == [[2, 0, 4], [3], [1]]
+def test_what_kernels_cannot_count_is_not_packed() -> None:
+    # One number in memory, seen 2**31 times.
+    batch = Batch([2**31], {"tokens": torch.zeros(1, dtype=torch.int8).expand(2**31)})
+    with pytest.raises(ValueError, match="2147483648 tokens are too many to pack"):
+        batch.packed()
+    with pytest.raises(ValueError, match="'reward' is no per-token column"):
+        batch_of([1]).packed("reward")
 
 
-@given(ragged_lengths, st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
-def test_micro_batches_take_every_sequence_once_and_as_many_as_fit(lengths: list[int], max_tokens: int) -> None:
-    cuts = [index.tolist() for index in batch_of(lengths).micro_batch_indices(max_tokens)]
-    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
-    for cut in cuts:
-        assert len(cut) == 1 or len(cut) * max(lengths[i] for i in cut) <= max_tokens
-    for cut, following in pairwise(cuts):
-        assert (len(cut) + 1) * lengths[following[0]] > max_tokens
-
-
-def test_micro_batches_have_at_most_the_sequences_asked_for() -> None:
-    # Sorted lengths 1 2 2 3 9: two by two, of which 2 rows of 3 still fit into 6 tokens, and 9 stands alone.
-    batch = batch_of([2, 9, 1, 3, 2])
-    assert [index.tolist() for index in batch.micro_batch_indices(6, 2)] == [[2, 0], [4, 3], [1]]
-    assert [index.tolist() for index in batch.micro_batch_indices(100, 3)] == [[2, 0, 4], [3, 1]]
-    assert [len(index) for index in batch.micro_batch_indices(100, 0)] == [5]
-    with pytest.raises(ValueError, match="max_sequences = -1: set at least 1, or 0 for no limit"):
-        batch.micro_batch_indices(6, -1)
-
-
-@given(ragged_lengths, st.integers(1, 12), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
-def test_a_limit_of_sequences_holds_beside_that_of_tokens(lengths: list[int], max_tokens: int, most: int) -> None:
-    cuts = [index.tolist() for index in batch_of(lengths).micro_batch_indices(max_tokens, most)]
-    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
-    for cut in cuts:
-        assert len(cut) == 1 or (len(cut) <= most and len(cut) * max(lengths[i] for i in cut) <= max_tokens)
-    for cut, following in pairwise(cuts):
-        assert len(cut) == most or (len(cut) + 1) * lengths[following[0]] > max_tokens
-
-
-def test_shares_balance_tokens_and_counts() -> None:
-    # 9 -> rank 0, 7 -> 1, 6 -> 1 (7 < 9), 5 -> 0: that is 14 and 13 tokens, of two sequences each.
-    shares = batch_of([5, 9, 7, 6]).balanced_shares(2)
-    assert [share.tolist() for share in shares] == [[0, 1], [2, 3]]
-
-
-def test_a_very_long_sequence_does_not_unbalance_the_counts() -> None:
-    shares = batch_of([100, 1, 1, 1, 1]).balanced_shares(2)
-    assert sorted(len(share) for share in shares) == [2, 3]
-    assert [len(share) for share in shares if 0 in share.tolist()] == [2]
-
-
-@given(ragged_lengths, st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
-def test_shares_take_every_sequence_once_and_differ_by_one_at_most(lengths: list[int], n: int) -> None:
-    shares = [share.tolist() for share in batch_of(lengths).balanced_shares(n)]
-    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert all(share == sorted(share) for share in shares)
-
-
-# --- crossing processes, files ----------------------------------------------------------------------------------
-
-
-@given(ragged_lengths)
-@settings(max_examples=30, deadline=None)
-def test_a_batch_survives_pickling(lengths: list[int]) -> None:
+@given(st.lists(st.integers(0, 40), max_size=12))
+@settings(max_examples=80, deadline=None)
+def test_the_sequences_can_be_cut_out_of_what_was_packed(lengths: list[int]) -> None:
     batch = batch_of(lengths)
-    assert rows_of(unpickled(pickle.dumps(batch))) == rows_of(batch)
-
-
-def test_pickling_sends_buffers_out_of_band_and_reads_them_without_a_copy() -> None:
-    buffers: list[pickle.PickleBuffer] = []
-    batch = batch_of([300, 500])
-    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    assert len(data) < 1000
-    assert sum(buffer.raw().nbytes for buffer in buffers) == batch.nbytes
-    frozen = [bytes(buffer.raw()) for buffer in buffers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        arrived = pickle.loads(data, buffers=frozen)
-    assert rows_of(arrived) == rows_of(batch)
-    addresses = [np.frombuffer(buffer, dtype=np.uint8).ctypes.data for buffer in frozen]
-    assert arrived["tokens"].data_ptr() in addresses
-    writable = arrived.writable()
-    writable["tokens"].fill_(0)
-    assert rows_of(arrived) == rows_of(batch)
-
-
-def test_reading_read_only_memory_leaves_the_warning_filters_as_they_were() -> None:
-    before = list(warnings.filters)
-    pickle.loads(pickle.dumps(batch_of([2]).only("tokens")))
-    assert list(warnings.filters) == before
-
-
-def test_a_chunk_takes_only_its_own_bytes_along() -> None:
-    batch = batch_of([1000] * 100).only("tokens")
-    assert len(pickle.dumps(batch.split(100)[7])) < 8 * 1000 + 1000
-
-
-def test_types_that_numpy_does_not_know_survive_pickling() -> None:
-    batch = batch_of([1, 2]).with_tokens(
-        bf16=torch.tensor([0.1, -3.0, float("inf")], dtype=torch.bfloat16),
-        fp8=torch.tensor([0.5, 1.0, -2.0]).to(torch.float8_e4m3fn),
-    )
-    arrived = unpickled(pickle.dumps(batch))
-    assert arrived["bf16"].dtype == torch.bfloat16
-    assert torch.equal(arrived["bf16"], batch["bf16"])
-    assert arrived["fp8"].dtype == torch.float8_e4m3fn
-    assert arrived["fp8"].float().tolist() == [0.5, 1.0, -2.0]
-
-
-def test_pickling_drops_the_gradient_graph() -> None:
-    batch = Batch([2], {"logprob": torch.ones(2, requires_grad=True) * 2})
-    assert not unpickled(pickle.dumps(batch))["logprob"].requires_grad
-
-
-def test_a_deep_copy_shares_no_memory() -> None:
-    batch = batch_of([2])
-    copy.deepcopy(batch)["tokens"].fill_(9)
-    assert batch["tokens"].tolist() == [0, 1]
-
-
-def with_everything() -> Batch:
-    return batch_of([2, 0, 3]).with_sequences(
-        matrix=torch.arange(12).view(3, 2, 2), half=torch.tensor([0.5, 1.0, 1.5], dtype=torch.bfloat16)
-    )
-
-
-def assert_alike(found: Batch, expected: Batch) -> None:
-    assert found.names == expected.names
-    assert torch.equal(found.lengths, expected.lengths)
-    for name in expected.names:
-        if isinstance(expected[name], list):
-            assert found[name] == expected[name]
-        else:
-            assert found[name].dtype == expected[name].dtype
-            assert torch.equal(found[name], expected[name])
-
-
-def test_a_table_has_one_row_per_sequence() -> None:
-    rows = with_everything().to_table().to_pylist()
-    assert [row["lengths"] for row in rows] == [2, 0, 3]
-    assert rows[2]["tokens"] == [200, 201, 202]
-    assert rows[2]["action_mask"] == [False, True, False]
-    assert rows[2]["matrix"] == [8, 9, 10, 11]
-    assert rows[2]["half"] == 1.5
-    assert rows[2]["label"] == "label 2"
-
-
-def test_a_batch_survives_the_way_through_parquet(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(with_everything().to_table(), tmp_path / "b.parquet")
-    assert_alike(Batch.from_table(pyarrow.parquet.read_table(tmp_path / "b.parquet")), with_everything())
-
-
-def test_part_of_a_table_is_part_of_the_batch() -> None:
-    table = with_everything().to_table()
-    assert_alike(Batch.from_table(table.slice(1, 2)), with_everything().select([1, 2]))
-
-
-def test_a_batch_without_token_columns_keeps_its_lengths_in_a_table() -> None:
-    assert_alike(Batch.from_table(with_everything().only("reward").to_table()), with_everything().only("reward"))
-
-
-def test_objects_that_fit_no_table_are_named() -> None:
-    with pytest.raises(ValueError, match="objects 'label' fit no table"):
-        batch_of([1, 2]).with_objects(label=[1, "a"]).to_table()
-
-
-def test_a_table_of_somebody_else_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not made by Batch.to_table; its columns are \['x'\]"):
-        Batch.from_table(pyarrow.table({"x": [1]}))
+    packed = batch.packed()
+    assert packed.positions.tolist() == [t for length in lengths for t in range(length)]
+    assert packed.max_length == max(lengths, default=0)
+    again = Batch(packed.cumulative_lengths.diff(), {"tokens": packed.tokens})
+    assert_alike(again, batch.only("tokens"))
