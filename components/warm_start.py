@@ -225,7 +225,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.data.tiny_model import character_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
     from components.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, Totals
-    from components.rl.policy_losses import LossOutput
+    from components.rl.aggregation import LossOutput
     from components.rl.supervised import sft_loss
 
     def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:

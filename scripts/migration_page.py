@@ -40,6 +40,12 @@ What is different on purpose:
   change memory and speed, never the result.
 - **GAE and returns skip what the policy did not write.** Rewards are compared within a prompt's answers by the prompt's
   id, not by their place in the batch.
+- **seq-mask-tis** cuts its weights to the range too; there the cut is forgotten. docs/algorithms.md lists every
+  formula, and every place where it differs.
+- **Dynamic filtering** replaces prompts one for one. When the data ends, the last step trains on what was accepted;
+  the learning rate's schedule is of the steps that all prompts would fill.
+- **The engine's weights** (`enable_vllm_is_correction`) are applied with every `policy_loss_type`; there with ppo
+  alone.
 - **dr_grpo** divides by `generate_max_len`, as its paper does; there it is the group's mean alone.
 - **Reward servers** get batches of `remote_rm_batch_size` answers, spread over all URLs; a request that fails is
   tried again with growing pauses, and after five times the run stops and names the server.

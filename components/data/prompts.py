@@ -138,6 +138,11 @@ class PromptSource:
         """Count the prompts of one epoch."""
         return len(self.rows) - self.too_long
 
+    @property
+    def taken(self) -> int:
+        """Prompts handed out so far, over all epochs."""
+        return self.epoch * len(self) + self.position
+
     def take(self, count: int) -> Batch:
         """Give the next `count` prompts, over the end of an epoch if need be.
 

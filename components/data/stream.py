@@ -17,7 +17,7 @@ class SampleStream(Generic[Item]):
 
     def __init__(
         self,
-        generate: Callable[[int], Item],
+        generate: Callable[[int], Item | None],
         steps: int,
         queue_size: int = 0,
         stopped: Callable[[], bool] = lambda: False,
@@ -25,7 +25,8 @@ class SampleStream(Generic[Item]):
         """Set the stream before its first step.
 
         Args:
-            generate: makes the samples of the step whose number it is given, first step 1.
+            generate: makes the samples of the step whose number it is given, first step 1; None when the data holds
+                no more of them, which ends the stream before its `steps`.
             steps: training steps in all, those before a resume included.
             queue_size: batches generated ahead of training; this version generates inline, which is 0.
             stopped: asked before each step; once it is true the iteration ends, with steps left.
@@ -52,6 +53,9 @@ class SampleStream(Generic[Item]):
         while self.step < self.steps and not self._stopped():
             # A step counts only once its samples are there: after a failure the same step is tried again.
             batch = self._generate(self.step + 1)
+            if batch is None:
+                self.steps = self.step
+                return
             self.step += 1
             yield batch
 

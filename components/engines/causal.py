@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from components.batch import Batch
+from components.engines.logprobs import label_logprobs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# Logits in float32 are the largest thing in memory; beyond this many elements they are handled in pieces.
-_CHUNK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -198,30 +195,26 @@ def load_value_model(
 def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutput:
     """Log-probability of each token of `batch` given the tokens before it.
 
+    The backward pass overwrites the logits that the model returned (see `label_logprobs`): call it once, on the sum of
+    all losses, and keep a copy of the logits if something else is to read them after it.
+
     Args:
         model: causal language model, or an engine around one; gradients flow where they are enabled.
         batch: with column `tokens`; only padding is made here, so the batch should be one micro-batch.
         temperature: logits are divided by it; 0 (greedy) counts as 1.
         with_entropy: also compute the entropy, which costs a second pass over the logits.
     """
-    scale = temperature or 1.0
     tokens_BT = batch.padded("tokens", 0)
     logits_BTV = _forward(model, tokens_BT).logits
     state_M, follower_M = _predecessors(batch, tokens_BT)
-    logits_MV = logits_BTV.flatten(0, 1)[state_M]
     label_M = batch["tokens"].to(tokens_BT.device, torch.int64)[follower_M]
-    rows = max(1, _CHUNK_ELEMENTS // logits_MV.shape[1])
-    if len(label_M) <= rows:
-        logprob_M, entropy_M = _label_logprobs(logits_MV, label_M, scale, with_entropy)
-    else:
-        # Checkpointed, or autograd would keep each piece's float32 copy and the pieces would save nothing.
-        pieces = [
-            checkpoint(_label_logprobs, logits, label, scale, with_entropy, use_reentrant=False)
-            for logits, label in zip(logits_MV.split(rows), label_M.split(rows), strict=True)
-        ]
-        logprob_M, entropy_M = (torch.cat(column) for column in zip(*pieces, strict=True))
-    entropy_N = _scatter(entropy_M, follower_M, batch.num_tokens) if with_entropy else None
-    return TokenOutput(logprob_N=_scatter(logprob_M, follower_M, batch.num_tokens), entropy_N=entropy_N)
+    logprob_M, entropy_M = label_logprobs(
+        logits_BTV.flatten(0, 1), state_M, label_M, scale=temperature or 1.0, with_entropy=with_entropy
+    )
+    return TokenOutput(
+        logprob_N=_scatter(logprob_M, follower_M, batch.num_tokens),
+        entropy_N=None if entropy_M is None else _scatter(entropy_M, follower_M, batch.num_tokens),
+    )
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
@@ -280,20 +273,6 @@ def _predecessors(batch: Batch, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     position_N = torch.arange(batch.num_tokens, device=device) - batch.offsets.to(device)[sequence_N]
     follower_M = (position_N > 0).nonzero().squeeze(1)
     return sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1, follower_M
-
-
-def _label_logprobs(logits_MV: Tensor, label_M: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    logits_MV = logits_MV.float()
-    if scale != 1.0:
-        logits_MV = logits_MV / scale
-    logprob_MV = logits_MV.log_softmax(-1)
-    logprob_M = logprob_MV.gather(1, label_M[:, None]).squeeze(1)
-    if not with_entropy:
-        return logprob_M, logprob_M
-    # A token that a logits mask made impossible has probability 0 and log-probability -inf; it adds nothing.
-    probability_MV = logprob_MV.exp()
-    entropy_M = -torch.where(probability_MV > 0, probability_MV * logprob_MV, 0.0).sum(-1)
-    return logprob_M, entropy_M
 
 
 def _scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:

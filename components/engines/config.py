@@ -46,6 +46,9 @@ class DeepSpeedConfig:
     """Keep the optimizer states in host memory. Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
     """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU."""
+    ema_beta: float | None = None
+    """Decay per optimizer step of an average of the weights, which save_hf writes instead of the weights themselves.
+    It takes 4 bytes per weight of rank 0's host memory. None: no average."""
     seed: int = 42
     """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
 
@@ -68,6 +71,8 @@ class DeepSpeedConfig:
         for field in ("forward_max_tokens", "forward_max_sequences"):
             value = getattr(self, field)
             _require(value >= 0, field, value, "use 0 (as in training) or more")
+        ema_fits = self.ema_beta is None or 0 <= self.ema_beta < 1
+        _require(ema_fits, "ema_beta", self.ema_beta, "use a number in [0, 1), or None (no average)")
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
             raise ValueError(
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "

@@ -14,7 +14,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,26 +26,17 @@ from components.batch import Batch
 from components.engines.causal import evaluate, without_progress_bars
 from components.engines.config import DeepSpeedConfig
 from components.engines.engine_state import EngineState, disk_errors
+from components.engines.weight_average import WeightAverage
+from components.rl.aggregation import LossOutput, Totals
+from components.rl.masked import sequence_sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.rl.policy_losses import LossOutput
-
 __all__ = ["DeepSpeedConfig", "DeepSpeedEngine", "Totals", "init_process_group"]
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What a loss is divided by: counts over the whole optimizer step, on all ranks."""
-
-    tokens: int
-    """Tokens that are trained on: `action_mask` where the batch has it, else `loss_mask`, else all."""
-    sequences: int
-    """Sequences of the minibatch."""
-
-
-LossFunction = Callable[[nn.Module, Batch, Totals], "LossOutput"]
+LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 
 
 def init_process_group(timeout_s: float = 1800.0) -> None:
@@ -128,6 +118,10 @@ class DeepSpeedEngine:
         # Some of its optimizers print how much memory they take, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        self.average: WeightAverage | None = None
+        """Of the master weights, when the config asks for it."""
+        if config.ema_beta is not None:
+            self.average = WeightAverage(config.ema_beta, self._state().master_weights())
 
     @property
     def model(self) -> nn.Module:
@@ -212,7 +206,11 @@ class DeepSpeedEngine:
         metrics = self._reduced(sums)
         self._check_finite(metrics)
         learning_rate = self.learning_rate
-        return metrics | {"grad_norm": self._apply(), "learning_rate": learning_rate}
+        grad_norm = self._apply()
+        if self.average is not None:
+            # Of the master weights, since small steps are lost in bfloat16.
+            self.average.update(self._state().master_weights())
+        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def _apply(self) -> float:
         """Step the optimizer; returns the 2-norm of the gradient before clipping."""
@@ -278,6 +276,8 @@ class DeepSpeedEngine:
     def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
 
+        With `ema_beta` it has the average of the weights, in the type of the parameters, instead of the weights.
+
         Args:
             path: folder, made when missing.
             tokenizer: saved into the same folder.
@@ -285,7 +285,11 @@ class DeepSpeedEngine:
         Raises:
             OSError: rank 0 cannot write there. The ranks are through with gathering then.
         """
-        weights = dict(self.gathered_parameters())
+        if self.average is None:
+            weights = dict(self.gathered_parameters())
+        else:
+            types = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+            weights = {name: tensor.to(types[name]) for name, tensor in self.average.tensors.items()}
         if self.rank != 0:
             return
         model: Any = self.model
@@ -298,8 +302,9 @@ class DeepSpeedEngine:
     def save_state(self, folder: str | Path) -> None:
         """Write everything that training goes on from. All ranks call this, and each writes a share.
 
-        The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers
-        and each rank's random state. Call it between two train_steps, and not after an error of one.
+        The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers,
+        each rank's random state, and the average of the weights if there is one. Call it between two train_steps, and
+        not after an error of one.
 
         Args:
             folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
@@ -313,8 +318,8 @@ class DeepSpeedEngine:
         """Go on exactly where `save_state` was called. All ranks call this, and each reads what it needs.
 
         The engine is one just made from the same architecture; its own weights do not matter. Learning rate,
-        schedule and AdamW's settings are those of its config. Load after the last engine of a process was made,
-        because making one seeds the generator that dropout draws from.
+        schedule, AdamW's settings and `ema_beta` are those of its config. Load after the last engine of a process was
+        made, because making one seeds the generator that dropout draws from.
 
         With the settings it was saved with, training goes on to the last bit. With other ranks or another zero_stage
         the state is the same to the last bit, and later results differ by the order of sums; with other ranks dropout
@@ -338,6 +343,7 @@ class DeepSpeedEngine:
             zero_stage=self._stage,
             settings={"precision": self.config.precision, "adam_offload": self.config.adam_offload},
             device=self.device,
+            average=self.average,
         )
 
 
@@ -400,16 +406,19 @@ def _deepspeed_json(model: nn.Module, config: DeepSpeedConfig) -> dict[str, Any]
 
 
 def _totals(minibatch: Batch) -> Totals:
+    """Of what is trained on: `action_mask` where the batch has it, else `loss_mask`, else all tokens."""
     if not len(minibatch):
         raise ValueError("the minibatch is empty; give train_step at least one sequence")
     mask = next((name for name in ("action_mask", "loss_mask") if name in minibatch), None)
-    tokens = int(minibatch[mask].sum()) if mask else minibatch.num_tokens
+    # In float64, which counts exactly.
+    tokens_B = sequence_sums(minibatch[mask].double(), minibatch.lengths) if mask else minibatch.lengths
+    tokens = int(tokens_B.sum())
     if tokens == 0:
         raise ValueError(
             f"{mask} is False for all {minibatch.num_tokens} tokens of the minibatch, so nothing can be "
             "learned; leave such minibatches out"
         )
-    return Totals(tokens=tokens, sequences=len(minibatch))
+    return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
 
 
 def _plan(minibatch: Batch, world_size: int, config: DeepSpeedConfig) -> list[list[Tensor]]:

@@ -3,6 +3,7 @@
 <folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
 <folder>/rank_0-00000.safetensors      whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
 <folder>/own_0.safetensors             what a rank has for itself: random state and buffers
+<folder>/average.safetensors           `<parameter>/average`, float32, where an average of the weights is kept
 
 `weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank.
 
@@ -29,7 +30,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from components.engines.weight_average import WeightAverage
+
 NOTE = "engine.json"
+AVERAGE = "average.safetensors"
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CONSEQUENCES = {
@@ -146,6 +150,8 @@ class EngineState:
     """Others on which the last bits of results depend: "precision" and "adam_offload"."""
     device: torch.device
     """Where collectives are computed."""
+    average: WeightAverage | None = None
+    """Of the weights, on rank 0; all ranks have one or none has."""
     file_bytes: int = 2**30
     """What a rank collects before it writes a file. A parameter that is larger by itself has one of its own."""
 
@@ -171,6 +177,9 @@ class EngineState:
             if writer == self.rank and last_of_file[file] == name:
                 attempt.do(partial(save_file, collected, folder / file))
                 collected = {}
+        if self.rank == 0 and self.average is not None:
+            averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
+            attempt.do(partial(save_file, averages, folder / AVERAGE))
         attempt.end()
         if self.rank == 0:
             note = self._note(parameters, plan) | {"step_count": step_count}
@@ -190,7 +199,19 @@ class EngineState:
             attempt.end()
             self._fill(saved)
         self._refresh()
+        if self.average is not None and saved.note.get("average") is None:
+            self.average.restart(self.master_weights())
         return saved.note["step_count"], self._remarks(saved.note)
+
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole float32 weights that AdamW steps, by name, on rank 0's CPU; tied ones once, under their first name.
+
+        Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
+        """
+        for name, parameter in self.model.named_parameters():
+            whole = self._whole(parameter, "weight", 0)
+            if whole is not None:
+                yield name, whole
 
     def _part(self, parameter: Any) -> _Part | None:
         """None where other ranks have all of it."""
@@ -224,23 +245,25 @@ class EngineState:
 
     def _gathered(self, name: str, parameter: nn.Parameter, writer: int) -> dict[str, Tensor]:
         """The whole tensors of one parameter on the CPU of `writer`; nothing on the others."""
+        keys = ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
+        whole = {f"{name}/{key}": self._whole(parameter, key, writer) for key in keys}
+        return {key: tensor for key, tensor in whole.items() if tensor is not None}
+
+    def _whole(self, parameter: nn.Parameter, key: str, writer: int) -> Tensor | None:
+        """The master weight or a moment of one parameter, in float32 on the CPU of `writer`; None on the others."""
         part, shape = self._part(parameter), _shape(parameter)
-        whole: dict[str, Tensor] = {}
-        for key in ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS):
-            tensor = torch.empty(0)
+        tensor = torch.empty(0)
+        if part is not None:
+            tensor = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key]).float()
+        if _is_partitioned(parameter) and self.world_size > 1:
+            # Added as integers, all but one of which are 0, the parts arrive with every bit.
+            bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self.device)
             if part is not None:
-                tensor = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key]).float()
-            if _is_partitioned(parameter) and self.world_size > 1:
-                # Added as integers, all but one of which are 0, the parts arrive with every bit.
-                bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self.device)
-                if part is not None:
-                    bits.narrow(0, part.start, part.count).copy_(tensor.view(torch.int32))
-                dist.reduce(bits, dst=writer)
-                tensor = bits.view(torch.float32)
-            if self.rank == writer:
-                # A copy, since tensors of one file may share no memory.
-                whole[f"{name}/{key}"] = tensor.to("cpu", copy=True).view(shape)
-        return whole
+                bits.narrow(0, part.start, part.count).copy_(tensor.view(torch.int32))
+            dist.reduce(bits, dst=writer)
+            tensor = bits.view(torch.float32)
+        # A copy, since tensors of one file may share no memory.
+        return tensor.to("cpu", copy=True).view(shape) if self.rank == writer else None
 
     def _plan(self, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, str]]:
         """Which rank writes which parameter, into which file: equal shares at any time, so that all write together."""
@@ -278,6 +301,7 @@ class EngineState:
             "world_size": self.world_size,
             **self._settings(),
             "adam_step": max(steps, default=None),
+            "average": AVERAGE if self.average is not None else None,
             "parameters": entries,
             "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self._buffers().items()},
         }
@@ -294,9 +318,12 @@ class EngineState:
         note = _read_note(folder)
         _same_model(folder, "parameter", note["parameters"], dict(self.model.named_parameters()))
         _same_model(folder, "buffer", note["buffers"], self._buffers())
-        files = sorted({entry["file"] for entry in note["parameters"].values()})
-        saved.readers |= {file: stack.enter_context(_open(folder / file)) for file in files}
+        average = note.get("average")
+        files = {entry["file"] for entry in note["parameters"].values()} | ({average} if average else set())
+        saved.readers |= {file: stack.enter_context(_open(folder / file)) for file in sorted(files)}
         for name, entry in note["parameters"].items():
+            if average:
+                _has_tensor(folder / average, saved.readers[average], f"{name}/average", entry["shape"])
             for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
                 _has_tensor(folder / entry["file"], saved.readers[entry["file"]], f"{name}/{key}", entry["shape"])
         own = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
@@ -313,6 +340,10 @@ class EngineState:
                 self._fill_part(name, parameter, part, saved)
         for name, buffer in self._buffers().items():
             buffer.copy_(saved.own.get_tensor(f"{name}/buffer"))
+        average = saved.note.get("average")
+        if self.average is not None and average:
+            reader = saved.readers[average]
+            self.average.restart((name, reader.get_tensor(f"{name}/average")) for name in self.average.tensors)
         if saved.note["world_size"] == self.world_size:
             torch.set_rng_state(saved.own.get_tensor("cpu/random"))
             if self.device.type == saved.note["device"] == "cuda":
@@ -348,6 +379,10 @@ class EngineState:
         for name, value in self._settings().items():
             if note[name] != value:
                 remarks.append(f"saved with {name}={note[name]}, loaded with {name}={value}: {CONSEQUENCES[name]}")
+        if self.average is not None and note.get("average") is None:
+            remarks.append("saved without an average of the weights: the average starts from the weights loaded")
+        if self.average is None and note.get("average") is not None:
+            remarks.append("saved with an average of the weights, loaded without one: the average is left out")
         steps = {entry["adam_step"] for entry in note["parameters"].values() if entry["adam_step"] is not None}
         if len(steps) > 1 and self.zero_stage > 0:
             remarks.append(

@@ -1,15 +1,28 @@
 """Advantages: how much better an action, or a whole answer, was than the policy's average one.
 
-B sequences; N all tokens of a batch end to end; M action tokens among them.
+B sequences; N all tokens of a batch end to end; U turns: unbroken runs of tokens that the policy produced.
+
+Estimators that see the whole batch at once (`gae`, `discounted_returns`, `turn_returns`, `remax`, `whiten`) give [N];
+those that compare the answers to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`,
+`gdpo`) turn rewards [B] into rewards [B], which `rewards.token_rewards` then puts on tokens. REINFORCE++ is
+`whiten(discounted_returns(...))`, its baseline variant the same after `group_mean_baseline`; Dr. GRPO is
+`group_mean_baseline` with the aggregation seq-mean-token-sum-norm.
 """
 
-from itertools import pairwise
+import math
 
 import torch
 from torch import Tensor
 
-from components.ragged import Layout
-from components.rl.masked import check_columns
+from components.rl.masked import (
+    carried_back,
+    check_columns,
+    check_lengths,
+    check_sequences,
+    chosen,
+    sequence_sums,
+    spread,
+)
 
 
 def gae(
@@ -20,6 +33,7 @@ def gae(
     Source: Schulman et al. 2016 (arXiv 1506.02438), equation 16: with delta_t = r_t + gamma V_{t+1} - V_t,
     A_t = delta_t + gamma lambda A_{t+1}, and nothing after the end. A time step is an action token: what the
     environment wrote in between takes no time, so the last action before it bootstraps from the first one after it.
+    (verl does the same; OpenRLHF walks over the gap, with values of 0 and a discount for every token of it.)
 
     Args:
         reward_N: [N] reward of each action token.
@@ -33,23 +47,21 @@ def gae(
         advantage_N, return_N = advantage_N + value_N: [N] float32 without gradient, 0 where the policy did not act.
     """
     _check_shares(gamma=gamma, lambd=lambd)
-    sequence_M, (reward_M, value_M) = _action_tokens(action_mask_N, lengths_B, reward_N=reward_N, value_N=value_N)
-    next_value_M = torch.zeros_like(value_M)
-    next_value_M[:-1] = torch.where(sequence_M[1:] == sequence_M[:-1], value_M[1:], 0.0)
-    delta_M = reward_M + gamma * next_value_M - value_M
-    advantage_M = _discounted_sums(delta_M, torch.bincount(sequence_M, minlength=len(lengths_B)), gamma * lambd)
-    advantage_N = torch.zeros_like(action_mask_N, dtype=torch.float32)
-    return_N = torch.zeros_like(advantage_N)
-    advantage_N[action_mask_N] = advantage_M
-    return_N[action_mask_N] = advantage_M + value_M
-    return advantage_N, return_N
+    check_columns(action_mask_N, reward_N=reward_N, value_N=value_N)
+    check_lengths(action_mask_N, lengths_B)
+    value_N = chosen(action_mask_N, value_N.detach())
+    next_value_N = _next_values(value_N, action_mask_N, lengths_B)
+    delta_N = chosen(action_mask_N, next_value_N.mul_(gamma).add_(reward_N.detach()).sub_(value_N))
+    advantage_N = _discounted(delta_N, action_mask_N, lengths_B, gamma * lambd)
+    return advantage_N, advantage_N + value_N
 
 
 def discounted_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
     """What the policy earned from each of its tokens on: G_t = r_t + gamma G_{t+1}, and nothing after the end.
 
     Source: Williams 1992 (REINFORCE), with discounting as in Sutton and Barto, Reinforcement Learning, 2nd edition,
-    equation 3.9. A time step is an action token, as in `gae`: what the environment wrote takes no time.
+    equation 3.9. A time step is an action token, as in `gae`: what the environment wrote takes no time. Whitened they
+    are the advantages of REINFORCE++ (Hu et al. 2025, arXiv 2501.03262).
 
     Args:
         reward_N: [N] reward of each action token.
@@ -61,10 +73,60 @@ def discounted_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tenso
         [N] float32 without gradient, 0 where the policy did not act.
     """
     _check_shares(gamma=gamma)
-    sequence_M, (reward_M,) = _action_tokens(action_mask_N, lengths_B, reward_N=reward_N)
-    return_N = torch.zeros_like(action_mask_N, dtype=torch.float32)
-    return_N[action_mask_N] = _discounted_sums(reward_M, torch.bincount(sequence_M, minlength=len(lengths_B)), gamma)
+    check_columns(action_mask_N, reward_N=reward_N)
+    check_lengths(action_mask_N, lengths_B)
+    return _discounted(chosen(action_mask_N, reward_N.detach()), action_mask_N, lengths_B, gamma)
+
+
+def turn_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
+    """What the policy earned from each turn on, at every token of the turn: G_k = R_k + gamma G_{k+1}.
+
+    A time step is a turn: R_k is all that its tokens earned, and a long turn is discounted no more than a short one.
+
+    Source: returns as above, with turns as actions, as in Zeng et al. 2025 (arXiv 2505.11821) and Zhou et al. 2024
+    (ArCHer, arXiv 2402.19446).
+
+    Args:
+        reward_N: [N] reward of each action token; where in its turn it stands does not matter.
+        action_mask_N: [N] bool, True where the policy produced the token. A turn is an unbroken run of them.
+        lengths_B: [B] tokens in each sequence.
+        gamma: discount per turn, 0 to 1.
+
+    Returns:
+        [N] float32 without gradient, 0 where the policy did not act.
+    """
+    _check_shares(gamma=gamma)
+    check_columns(action_mask_N, reward_N=reward_N)
+    check_lengths(action_mask_N, lengths_B)
+    first_U, last_U, is_final_U = _turns(action_mask_N, lengths_B)
+    size_U = last_U - first_U + 1
+    # Laid end to end, the tokens of all turns are the action tokens in their order.
+    reward_U = sequence_sums(reward_N.detach().float()[action_mask_N], size_U)
+    return_U = carried_back(reward_U, torch.where(is_final_U, 0.0, gamma))
+    return_N = torch.zeros_like(reward_N, dtype=torch.float32)
+    return_N[action_mask_N] = spread(return_U, size_U, int(size_U.sum()))
     return return_N
+
+
+def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Undiscounted returns minus the reward that the policy's greedy answer to the same prompt got.
+
+    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1.
+
+    Args:
+        reward_N: [N] reward of each action token.
+        greedy_reward_B: [B] reward of the greedy answer to each sequence's prompt.
+        action_mask_N: [N] bool, True where the policy produced the token.
+        lengths_B: [B] tokens in each sequence.
+
+    Returns:
+        advantage_N, return_N: [N] float32 without gradient, 0 where the policy did not act.
+    """
+    if greedy_reward_B.shape != lengths_B.shape:
+        raise ValueError(f"greedy_reward_B has shape {list(greedy_reward_B.shape)}, not {list(lengths_B.shape)}")
+    return_N = discounted_returns(reward_N, action_mask_N, lengths_B, 1.0)
+    baseline_N = spread(greedy_reward_B.detach().float(), lengths_B, len(return_N))
+    return chosen(action_mask_N, return_N - baseline_N), return_N
 
 
 def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -80,11 +142,10 @@ def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
     Returns:
         [B] float32 without gradient. 0 for an answer that is alone in its group.
     """
-    centred_B, _, _ = _groups(reward_B, group_B)
-    return centred_B.float()
+    return _Groups(reward_B, group_B).centred_B.float()
 
 
-def leave_one_out(reward_B: Tensor, group_B: Tensor) -> Tensor:
+def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Reward minus the mean of the other answers to the same prompt: R_i - (sum - R_i) / (n - 1).
 
     Source: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740), after Kool et al. 2019.
@@ -95,91 +156,139 @@ def leave_one_out(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     Returns:
         [B] float32 without gradient. 0 for an answer that is alone in its group: there are no others to compare with,
-        and its bare reward would be an advantage without a baseline among others that have one.
+        and its bare reward would be an advantage without a baseline among others that have one. (verl's rloo keeps it,
+        its rloo_vectorized does not.)
     """
-    centred_B, size_B, _ = _groups(reward_B, group_B)
+    groups = _Groups(reward_B, group_B)
     # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1)
-    return (centred_B * size_B / (size_B - 1).clamp(min=1)).float()
+    return (groups.centred_B * groups.size_B / (groups.size_B - 1).clamp(min=1)).float()
 
 
-def group_norm(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward minus the mean of its group, divided by the group's standard deviation: (R - mean) / (std + 1e-9).
+def group_norm(reward_B: Tensor, group_B: Tensor, epsilon: float = 1e-9) -> Tensor:
+    """Reward minus the mean of its group, divided by the group's standard deviation: (R - mean) / (std + epsilon).
 
-    Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; the unbiased deviation and 1e-9 are OpenRLHF's.
+    Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; the deviation is the unbiased one, as in OpenRLHF
+    and verl.
 
     Args:
         reward_B: [B] reward of each answer.
         group_B: [B] integers, as in `group_mean_baseline`.
+        epsilon: OpenRLHF has 1e-9, verl 1e-6.
 
     Returns:
-        [B] float32 without gradient. Exactly 0 in a group whose rewards are all equal, as in a group of one.
+        [B] float32 without gradient. Exactly 0 in a group whose rewards are all equal, as in a group of one. (verl
+        leaves the reward of a group of one as it is.)
     """
-    centred_B, size_B, index_B = _groups(reward_B, group_B)
-    square_B = torch.zeros_like(centred_B).index_add(0, index_B, centred_B.square())[index_B]
-    std_B = (square_B / (size_B - 1).clamp(min=1)).sqrt()
-    return (centred_B / (std_B + 1e-9)).float()
+    groups = _Groups(reward_B, group_B)
+    return (groups.centred_B / (groups.std_B + epsilon)).float()
 
 
-def _groups(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B] float64 rewards minus the mean of their group, [B] sizes of the groups, [B] groups counted from 0.
+def group_std(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """[B] the unbiased standard deviation of the rewards of each answer's group; exactly 0 where they are all equal."""
+    return _Groups(reward_B, group_B).std_B.float()
 
-    In float64 the sum of equal float32 numbers is exact, so that their mean is that number. In float32 it may differ
-    in the last digit, and a difference of 1e-8 divided by a deviation of as much would be an advantage of 1.
+
+def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
+    """Reward minus the mean of its group weighted by length, the baseline of least variance if long answers vary more.
+
+    Source: Hao et al. 2025 (OPO, arXiv 2505.23585), equation 8: R_i - sum(l R) / sum(l) over the group.
+
+    Args:
+        reward_B: [B] reward of each answer.
+        length_B: [B] tokens that the policy produced.
+        group_B: [B] integers, as in `group_mean_baseline`.
+
+    Returns:
+        [B] float32 without gradient. 0 for an answer that is alone in its group, and in a group without any token.
     """
-    if reward_B.dim() != 1 or reward_B.shape != group_B.shape:
+    check_sequences(reward_B, length_B=length_B)
+    groups = _Groups(reward_B, group_B)
+    length_B = length_B.double()
+    # Around the plain mean, so that equal rewards leave exactly 0.
+    shift_B = groups.sums(length_B * groups.centred_B) / groups.sums(length_B).clamp(min=1.0)
+    return (groups.centred_B - shift_B).float()
+
+
+def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
+    """Reward minus the mean of its group, times the answers there are over those whose group says anything, over scale.
+
+    Source: Chu et al. 2025 (GPG, arXiv 2504.02546), equation 7: groups of equal rewards have no gradient, and the
+    factor keeps them from diluting that of the others. verl counts the answers whose reward is not 0 instead, which
+    depends on where the zero of the reward is.
+
+    Args:
+        reward_B: [B] reward of each answer.
+        group_B: [B] integers, as in `group_mean_baseline`.
+        scale: the paper's F_norm, 1 there; above 0.
+
+    Returns:
+        [B] float32 without gradient. 0 in a group whose rewards are all equal, as in a group of one.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale={scale}; set it above 0")
+    groups = _Groups(reward_B, group_B)
+    telling = int((groups.std_B != 0).sum())
+    return (groups.centred_B * (len(reward_B) / max(telling, 1) / scale)).float()
+
+
+def grpo_passk(reward_B: Tensor, group_B: Tensor, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+    """The best answer of a group gets what it is ahead of the second best, over the group's deviation; the others 0.
+
+    Source: Tang et al. 2025 (arXiv 2503.19595), the leave-one-out advantage of the maximum over a group, as pass@k
+    rewards it; the division is GRPO's.
+
+    Args:
+        reward_B: [B] reward of each answer.
+        group_B: [B] integers, as in `group_mean_baseline`.
+        divide_by_std: False leaves the difference as it is.
+        epsilon: added to the deviation.
+
+    Returns:
+        [B] float32 without gradient. 0 everywhere in a group with two best answers, and in a group of one, which has no
+        second best. (verl refuses groups of one.)
+    """
+    groups = _Groups(reward_B, group_B)
+    best_B = groups.largest(groups.centred_B)
+    is_best_B = groups.centred_B == best_B
+    second_B = groups.largest(torch.where(is_best_B, -math.inf, groups.centred_B))
+    is_ahead_B = is_best_B & (groups.sums(is_best_B.double()) == 1) & (groups.size_B > 1)
+    # Times 0 instead of 0, so that a NaN in the group stays one.
+    lead_B = torch.where(is_ahead_B, best_B - second_B, 0.0 * groups.sums(groups.centred_B))
+    return (lead_B / (groups.std_B + epsilon) if divide_by_std else lead_B).float()
+
+
+def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Several rewards, each normalised within its group, then their weighted sum, whitened over the batch.
+
+    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), equations 4 to 6: summed first, combinations of rewards that
+    differ would come out the same. The last step is over answers, as in the paper; verl whitens over tokens, where a
+    long answer counts more.
+
+    Args:
+        reward_BK: [B, K] the K rewards of each answer.
+        group_B: [B] integers, as in `group_mean_baseline`.
+        weight_K: [K] weight of each reward.
+        epsilon: of `group_norm`.
+
+    Returns:
+        [B] float32 without gradient. All 0 where every group is of one, or of equal rewards.
+    """
+    if reward_BK.dim() != 2 or weight_K.shape != reward_BK.shape[1:]:
         raise ValueError(
-            f"reward_B has shape {list(reward_B.shape)}, group_B {list(group_B.shape)}; both must be [B], one entry "
-            "per sequence"
+            f"reward_BK has shape {list(reward_BK.shape)}, weight_K {list(weight_K.shape)}; give [B, K] and [K]"
         )
-    if group_B.is_floating_point() or group_B.dtype == torch.bool:
-        raise ValueError(f"group_B is {group_B.dtype}; give each sequence the integer id of its prompt")
-    _, index_B, count = torch.unique(group_B, return_inverse=True, return_counts=True)
-    size_B = count[index_B]
-    wide_B = reward_B.detach().float().double()
-    sum_B = torch.zeros_like(wide_B).index_add(0, index_B, wide_B)[index_B]
-    return wide_B - sum_B / size_B, size_B, index_B
+    # In float64, so that sums which are equal on paper are equal, and whitening makes nothing of their digits.
+    total_B = torch.zeros(len(reward_BK), dtype=torch.float64, device=reward_BK.device)
+    for reward_B, weight in zip(reward_BK.unbind(1), weight_K.tolist(), strict=True):
+        groups = _Groups(reward_B, group_B)
+        total_B += weight * groups.centred_B / (groups.std_B + epsilon)
+    return whiten(total_B.float(), torch.ones_like(total_B, dtype=torch.bool))
 
 
-def _check_shares(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name}={share}; it must be between 0 and 1")
-
-
-def _action_tokens(action_mask_N: Tensor, lengths_B: Tensor, **columns: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[M] the sequence of each action token, and of each column its [M] float32 part without gradient."""
-    check_columns(action_mask_N, **columns)
-    layout = Layout(lengths_B)
-    if layout.num_tokens != len(action_mask_N):
-        raise ValueError(f"lengths_B sum to {layout.num_tokens} tokens, but the columns have {len(action_mask_N)}")
-    return layout.sequence_ids[action_mask_N], [x_N.detach().float()[action_mask_N] for x_N in columns.values()]
-
-
-def _discounted_sums(x_M: Tensor, lengths_B: Tensor, discount: float) -> Tensor:
-    """[M] y_t = x_t + discount * y_{t+1} within each sequence.
-
-    The entries are laid out by their distance from the end, the longest sequences first. Then the entries of one
-    distance are adjacent, each has its successor at the same place among those of the distance before, and one
-    vector operation per distance does all sequences, without any padding.
-    """
-    layout = Layout(lengths_B)
-    if layout.num_tokens == 0:
-        return x_M.clone()
-    rank_B = torch.argsort(torch.argsort(lengths_B, descending=True, stable=True))
-    distance_M = layout.offsets[1:][layout.sequence_ids] - 1 - torch.arange(len(x_M), device=x_M.device)
-    # How many sequences are longer than each distance.
-    width_T = torch.bincount(distance_M)
-    place_M = (width_T.cumsum(0) - width_T)[distance_M] + rank_B[layout.sequence_ids]
-    y_M = torch.empty_like(x_M)
-    y_M[place_M] = x_M
-    rows = y_M.split(width_T.tolist())
-    for later, row in pairwise(rows):
-        row.add_(later[: len(row)], alpha=discount)
-    return y_M[place_M]
-
-
-def whiten(x_N: Tensor, mask_N: Tensor, *, shift_mean: bool = True, scale: bool = True) -> Tensor:
-    """Shift to mean 0 and scale to variance 1 over the masked tokens; the variance is that of the population.
+def whiten(
+    x_N: Tensor, mask_N: Tensor, *, shift_mean: bool = True, scale: bool = True, unbiased: bool = False
+) -> Tensor:
+    """Shift to mean 0 and scale to variance 1 over the masked tokens.
 
     Source: Andrychowicz et al. 2021 (arXiv 2006.05990), "per minibatch advantage normalisation", here over all
     tokens that are given at once.
@@ -189,18 +298,90 @@ def whiten(x_N: Tensor, mask_N: Tensor, *, shift_mean: bool = True, scale: bool 
         mask_N: [N] bool.
         shift_mean: False keeps the mean where it was.
         scale: False keeps the spread as it was.
+        unbiased: divide by the count less 1 for the variance, as verl does; else by the count, as OpenRLHF does.
 
     Returns:
-        [N] float32, 0 outside the mask. Tokens that are all alike become 0, not NaN.
+        [N] float32, 0 outside the mask. Tokens that are all alike, or a single one, become 0, not NaN.
     """
     check_columns(mask_N, x_N=x_N)
-    out_N = torch.zeros_like(x_N, dtype=torch.float32)
-    x_M = x_N.float()[mask_N]
-    if len(x_M) == 0:
-        return out_N
-    mean = x_M.mean()
-    centred_M = x_M - mean
+    count = int(mask_N.sum())
+    x_N = chosen(mask_N, x_N.detach())
+    if count == 0:
+        return x_N
+    mean = x_N.sum() / count
+    centred_N = chosen(mask_N, x_N - mean)
     if scale:
-        centred_M = centred_M * torch.rsqrt(centred_M.square().mean().clamp(min=1e-8))
-    out_N[mask_N] = centred_M if shift_mean else centred_M + mean
-    return out_N
+        variance = centred_N.square().sum() / max(count - unbiased, 1)
+        centred_N *= torch.rsqrt(variance.clamp(min=1e-8))
+    return centred_N if shift_mean else chosen(mask_N, centred_N + mean)
+
+
+class _Groups:
+    """Rewards beside those of their group.
+
+    In float64 the sum of equal float32 numbers is exact, so that their mean is that number. In float32 it may differ
+    in the last digit, and a difference of 1e-8 divided by a deviation of as much would be an advantage of 1.
+    """
+
+    def __init__(self, reward_B: Tensor, group_B: Tensor) -> None:
+        check_sequences(reward_B, group_B=group_B)
+        if group_B.is_floating_point() or group_B.dtype == torch.bool:
+            raise ValueError(f"group_B is {group_B.dtype}; give each sequence the integer id of its prompt")
+        _, self.index_B, count = torch.unique(group_B, return_inverse=True, return_counts=True)
+        self.size_B = count[self.index_B]
+        wide_B = reward_B.detach().float().double()
+        self.centred_B = wide_B - self.sums(wide_B) / self.size_B
+
+    @property
+    def std_B(self) -> Tensor:
+        """[B] unbiased standard deviation of each answer's group; 0 in a group of one."""
+        return (self.sums(self.centred_B.square()) / (self.size_B - 1).clamp(min=1)).sqrt()
+
+    def sums(self, x_B: Tensor) -> Tensor:
+        """[B] the sum of x over each answer's group."""
+        return torch.zeros_like(x_B).index_add(0, self.index_B, x_B)[self.index_B]
+
+    def largest(self, x_B: Tensor) -> Tensor:
+        """[B] the largest x of each answer's group."""
+        return torch.full_like(x_B, -math.inf).scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
+
+
+def _check_shares(**shares: float) -> None:
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name}={share}; it must be between 0 and 1")
+
+
+def _discounted(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, discount: float) -> Tensor:
+    """[N] y_t = x_t + discount * y of the next action token; 0 where the policy did not act."""
+    # Through what the environment wrote, the later sum is handed on as it is.
+    carry_N = torch.where(action_mask_N, discount, 1.0)
+    carry_N[(lengths_B.cumsum(0) - 1)[lengths_B > 0]] = 0.0
+    return chosen(action_mask_N, carried_back(x_N, carry_N))
+
+
+def _next_values(value_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """[N] the value at the next action token of the same sequence; 0 at the last one."""
+    first_U, last_U, is_final_U = _turns(action_mask_N, lengths_B)
+    next_N = torch.cat([value_N[1:], value_N.new_zeros(1)])[: len(value_N)]
+    # Only the last token of a turn has its successor somewhere else.
+    following_U = torch.cat([value_N[first_U[1:]], value_N.new_zeros(1)])[: len(last_U)]
+    next_N[last_U] = torch.where(is_final_U, 0.0, following_U)
+    return next_N
+
+
+def _turns(action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[U] the place of each turn's first token and of its last one, and whether it is its sequence's last turn."""
+    starts_N, ends_N = torch.zeros_like(action_mask_N), torch.zeros_like(action_mask_N)
+    end_B = lengths_B.cumsum(0)
+    filled_B = lengths_B > 0
+    starts_N[(end_B - lengths_B)[filled_B]] = True
+    ends_N[(end_B - 1)[filled_B]] = True
+    starts_N[1:] |= ~action_mask_N[:-1]
+    ends_N[:-1] |= ~action_mask_N[1:]
+    first_U = (action_mask_N & starts_N).nonzero().squeeze(1)
+    last_U = (action_mask_N & ends_N).nonzero().squeeze(1)
+    owner_U = torch.searchsorted(end_B, first_U, right=True)
+    is_final_U = torch.ones_like(owner_U, dtype=torch.bool)
+    is_final_U[:-1] = owner_U[1:] != owner_U[:-1]
+    return first_U, last_U, is_final_U

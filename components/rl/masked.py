@@ -1,10 +1,57 @@
-"""What all of the maths does with masks: check them, and average over them.
+"""What all of the maths does with masks and sequences: check them, choose, sum, and carry along a sequence.
 
-N all tokens of a batch end to end.
+B sequences; N all tokens of a batch end to end. Nothing here multiplies by a mask: NaN * 0 is NaN, so what does not
+count is replaced before it is used, and its gradient is 0.
 """
 
 import torch
 from torch import Tensor
+
+from components.ragged import repeated
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are kept within +- this many nats: e^20 is far outside every clip range, and a float32 can still square
+it; without a limit exp would overflow, and inf * 0 in the backward pass is NaN."""
+
+_BLOCK = 64
+
+
+def check_columns(mask_N: Tensor, **columns: Tensor) -> None:
+    """ValueError unless the mask is a bool [N] and all columns are [N].
+
+    Without it [N] against [N, 1] would broadcast to [N, N], and train on nonsense without a word.
+    """
+    if mask_N.dtype != torch.bool or mask_N.dim() != 1:
+        raise ValueError(f"the mask must be a bool [N], but is {mask_N.dtype} of shape {list(mask_N.shape)}")
+    for name, x_N in columns.items():
+        if x_N.shape != mask_N.shape:
+            raise ValueError(f"{name} has shape {list(x_N.shape)}, the mask {list(mask_N.shape)}; both must be [N]")
+
+
+def check_lengths(mask_N: Tensor, lengths_B: Tensor) -> None:
+    """ValueError unless the sequences are as many tokens together as the mask has."""
+    if lengths_B.dim() != 1 or lengths_B.is_floating_point():
+        raise ValueError(f"lengths_B must be [B] integers, but is {lengths_B.dtype} of shape {list(lengths_B.shape)}")
+    total = int(lengths_B.sum())
+    if total != len(mask_N):
+        raise ValueError(f"lengths_B sum to {total} tokens, but the columns have {len(mask_N)}")
+
+
+def check_sequences(reward_B: Tensor, **columns: Tensor) -> None:
+    """ValueError unless the reward and all columns are [B]."""
+    for name, x_B in columns.items():
+        if reward_B.dim() != 1 or x_B.shape != reward_B.shape:
+            raise ValueError(f"reward_B has shape {list(reward_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
+
+
+def chosen(mask_N: Tensor, x_N: Tensor) -> Tensor:
+    """[N] float32: x where the mask is True, 0 elsewhere, whatever stood there; gradients flow where it is True."""
+    return torch.where(mask_N, x_N.float(), 0.0)
+
+
+def log_ratio(logprob_N: Tensor, old_logprob_N: Tensor, mask_N: Tensor) -> Tensor:
+    """[N] log p - log p_old in nats, within +- `LOG_RATIO_LIMIT`, and 0 outside the mask."""
+    return chosen(mask_N, logprob_N.float() - old_logprob_N.detach().float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_mean(x_N: Tensor, mask_N: Tensor, total_tokens: float) -> Tensor:
@@ -24,17 +71,66 @@ def token_mean(x_N: Tensor, mask_N: Tensor, total_tokens: float) -> Tensor:
     check_columns(mask_N, x_N=x_N)
     if not total_tokens > 0:
         raise ValueError(f"total_tokens={total_tokens}: a step that trains on no token has no mean; drop it")
-    # NaN * 0 is NaN: select, do not multiply.
-    return torch.where(mask_N, x_N.float(), 0.0).sum() / total_tokens
+    return chosen(mask_N, x_N).sum() / total_tokens
 
 
-def check_columns(mask_N: Tensor, **columns: Tensor) -> None:
-    """ValueError unless the mask is a bool [N] and all columns are [N].
+def sequence_sums(x_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B] sum of each sequence's tokens; 0 for a sequence without tokens. A NaN stays in its own sequence."""
+    if not len(x_N):
+        # segment_reduce refuses a batch without tokens; a sum keeps it differentiable.
+        return x_N.sum().expand(len(lengths_B))
+    return torch.segment_reduce(x_N, "sum", lengths=lengths_B, initial=0)
 
-    Without it [N] against [N, 1] would broadcast to [N, N], and train on nonsense without a word.
+
+def sequence_means(x_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B] mean over each sequence's masked tokens; 0 where there are none."""
+    return sequence_sums(chosen(mask_N, x_N), lengths_B) / action_counts(mask_N, lengths_B)
+
+
+def action_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B] float32: each sequence's masked tokens, and 1 where there are none, to divide by."""
+    return sequence_sums(mask_N.float(), lengths_B).clamp(min=1.0)
+
+
+def spread(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
+    """[N] each sequence's number at every one of its tokens."""
+    if not x_B.requires_grad:
+        return repeated(x_B, lengths_B, num_tokens)
+    return x_B.index_select(0, repeated(torch.arange(len(x_B), device=x_B.device), lengths_B, num_tokens))
+
+
+def carried_back(x_N: Tensor, carry_N: Tensor) -> Tensor:
+    """[N] y_t = x_t + carry_t * y_{t+1}, where a carry of 0 ends a sequence, and nothing comes after the last token.
+
+    The recurrence of returns and advantages, for all sequences at once and without padding: blocks of adjacent tokens
+    are solved side by side as if nothing followed them, and then each takes over what the block behind it brings.
     """
-    if mask_N.dtype != torch.bool or mask_N.dim() != 1:
-        raise ValueError(f"the mask must be a bool [N], but is {mask_N.dtype} of shape {list(mask_N.shape)}")
-    for name, x_N in columns.items():
-        if x_N.shape != mask_N.shape:
-            raise ValueError(f"{name} has shape {list(x_N.shape)}, the mask {list(mask_N.shape)}; both must be [N]")
+    width = min(_BLOCK, len(x_N))
+    pad = -len(x_N) % width if width else 0
+    # Side by side: what stands at the same place of all blocks is one contiguous row. They are written into, so they
+    # have to be copies, which contiguous() does not make of a single block.
+    y_KR, carry_KR = (
+        _padded(v_N, pad).view(-1, max(width, 1)).t().clone(memory_format=torch.contiguous_format)
+        for v_N in (x_N, carry_N)
+    )
+    for place in range(width - 1, 0, -1):
+        _add_product(y_KR[place - 1], carry_KR[place - 1], y_KR[place])
+        carry_KR[place - 1] *= carry_KR[place]
+    if y_KR.shape[1] > 1:
+        # The first answer of a block is linear in that of the block behind it: the same recurrence, over blocks.
+        first_R = carried_back(y_KR[0], carry_KR[0])
+        _add_product(y_KR, carry_KR, torch.cat([first_R[1:], first_R.new_zeros(1)]))
+    return y_KR.t().reshape(-1)[: len(x_N)]
+
+
+def _add_product(y: Tensor, carry: Tensor, behind: Tensor) -> None:
+    """Add carry * behind to y in its place."""
+    if bool(behind.isfinite().all()):
+        y.addcmul_(carry, behind)
+    else:
+        # 0 * NaN is NaN: what stands behind the end of a sequence must not reach into it.
+        y += torch.where(carry == 0, 0.0, carry * behind)
+
+
+def _padded(x_N: Tensor, pad: int) -> Tensor:
+    return torch.nn.functional.pad(x_N, (0, pad)) if pad else x_N

@@ -1,15 +1,16 @@
-"""Rewards: shaped by how an answer ended, and spread over its tokens.
+"""Rewards: shaped by how an answer ended, normalised, spread over its tokens, and which groups of them teach something.
 
-B sequences; N all tokens of a batch end to end.
+B sequences; G groups, each the answers to one prompt; N all tokens of a batch end to end.
 """
 
 import math
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from components.ragged import Layout
-from components.rl.masked import check_columns
+from components.rl.masked import check_columns, check_sequences
 
 
 def token_rewards(
@@ -64,7 +65,7 @@ def overlong_penalty(
     Returns:
         [B] float32.
     """
-    _check_sequences(reward_B, response_length_B=response_length_B)
+    check_sequences(reward_B, response_length_B=response_length_B)
     if not 1 <= buffer_length <= max_length:
         raise ValueError(f"buffer_length={buffer_length}; set 1 to max_length={max_length} tokens")
     if not 0 <= factor < math.inf:
@@ -86,7 +87,7 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     Returns:
         [B] float32; the rewards of other answers as they were.
     """
-    _check_sequences(reward_B, truncated_B=truncated_B)
+    check_sequences(reward_B, truncated_B=truncated_B)
     if truncated_B.dtype != torch.bool:
         raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where an answer was cut off")
     if not -math.inf < coef <= 1:
@@ -95,7 +96,99 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     return torch.where(truncated_B, reward_B * coef if coef >= 0 else coef, reward_B)
 
 
-def _check_sequences(reward_B: Tensor, **columns: Tensor) -> None:
-    for name, x_B in columns.items():
-        if reward_B.dim() != 1 or x_B.shape != reward_B.shape:
-            raise ValueError(f"reward_B has shape {list(reward_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Mean and deviation of all rewards of a run so far; each batch makes new ones of them.
+
+    Source: Welford 1962; the update by a whole batch is Chan, Golub and LeVeque 1983, equations 2.1. In float64.
+    """
+
+    count: float = 0.0
+    """Rewards seen."""
+    mean: float = 0.0
+    square: float = 0.0
+    """Sum of their squared deviations from the mean."""
+
+    def updated(self, reward_B: Tensor) -> "RunningMoments":
+        """The moments after these rewards too, [B].
+
+        Raises:
+            ValueError: a reward is NaN or infinite, which would spoil the moments for the rest of the run.
+        """
+        if reward_B.dim() != 1:
+            raise ValueError(f"reward_B has shape {list(reward_B.shape)}; it must be [B]")
+        wide_B = reward_B.detach().double()
+        if not bool(wide_B.isfinite().all()):
+            i = int((~wide_B.isfinite()).nonzero()[0])
+            raise ValueError(f"reward_B[{i}] is {wide_B[i].item()}; give each sequence a finite reward, or drop it")
+        if not len(wide_B):
+            return self
+        count = self.count + len(wide_B)
+        mean = wide_B.mean().item()
+        square = (wide_B - mean).square().sum().item()
+        delta = mean - self.mean
+        return RunningMoments(
+            count=count,
+            mean=self.mean + delta * len(wide_B) / count,
+            square=self.square + square + delta**2 * self.count * len(wide_B) / count,
+        )
+
+    def normalised(self, reward_B: Tensor) -> Tensor:
+        """[B] float32 (reward - mean) / max(std, 1e-8), std over all rewards seen, not an unbiased estimate.
+
+        As long as nothing was seen the rewards stay as they are.
+        """
+        if not self.count:
+            return reward_B.float()
+        std = math.sqrt(self.square / self.count)
+        return ((reward_B.double() - self.mean) / max(std, 1e-8)).float()
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, fit for JSON; `RunningMoments(**state)` goes on from there."""
+        return asdict(self)
+
+
+def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float, *, closed: bool = False) -> Tensor:
+    """Which answers belong to a group whose mean score lies between two bounds: dynamic sampling.
+
+    A group whose answers are all right or all wrong has an advantage of 0 everywhere, and teaches nothing.
+
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, equation 11: 0 < correct answers < all, which is low
+    = 0 and high = 1. To be used on scores of outcomes; shaped rewards also differ in a group that is right throughout.
+
+    Args:
+        score_B: [B] score of each answer.
+        group_B: [B] integers, equal for the answers to one prompt; any numbers, in any order, of groups of any size.
+        low: the mean must be above it. Means and bounds are compared in float32, as scores are written.
+        high: the mean must be below it.
+        closed: the bounds themselves pass too.
+
+    Returns:
+        [B] bool, the same for all answers of a group.
+
+    Raises:
+        ValueError: the shapes or bounds cannot be, or a score is NaN or infinite.
+    """
+    if score_B.dim() != 1 or score_B.shape != group_B.shape:
+        raise ValueError(
+            f"score_B has shape {list(score_B.shape)}, group_B {list(group_B.shape)}; both must be [B], one entry per "
+            "sequence"
+        )
+    if group_B.is_floating_point() or group_B.dtype == torch.bool:
+        raise ValueError(f"group_B is {group_B.dtype}; give each sequence the integer id of its prompt")
+    if not (low <= high if closed else low < high):
+        raise ValueError(f"low={low}, high={high}; set low {'<=' if closed else '<'} high, or no group can pass")
+    score_B = score_B.detach().float()
+    finite_B = score_B.isfinite()
+    if not bool(finite_B.all()):
+        # Every comparison with NaN is False: the group would be dropped without a word.
+        i = int((~finite_B).nonzero()[0])
+        raise ValueError(f"score_B[{i}] is {score_B[i].item()}, in group {int(group_B[i])}; give it a finite score")
+    _, index_B, size_G = torch.unique(group_B, return_inverse=True, return_counts=True)
+    # In float64 the sum of equal float32 numbers is exact, so that their mean is that number.
+    sum_G = torch.zeros_like(size_G, dtype=torch.float64).index_add(0, index_B, score_B.double())
+    mean_G = (sum_G / size_G).float()
+    # A score of 0.1 is the float32 number next to it, and so must a bound of 0.1 be.
+    least, most = torch.tensor([low, high], dtype=torch.float32, device=mean_G.device)
+    within_G = (least <= mean_G) & (mean_G <= most) if closed else (least < mean_G) & (mean_G < most)
+    return within_G[index_B]

@@ -1,12 +1,9 @@
-"""The loss of learning from demonstrations.
-
-N all tokens of a batch end to end. A sum over the micro-batch divided by a count over the whole optimizer step.
-"""
+"""The loss of learning from demonstrations. N all tokens of a micro-batch end to end."""
 
 from torch import Tensor
 
+from components.rl.aggregation import LossOutput
 from components.rl.masked import token_mean
-from components.rl.policy_losses import LossOutput
 
 
 def sft_loss(logprob_N: Tensor, loss_mask_N: Tensor, total_tokens: float) -> LossOutput:

@@ -106,7 +106,7 @@ class Tracker:
 
     def rollouts(self, step: int, batch: Batch) -> None:
         """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each."""
-        self._guard("rollouts", lambda: _write_rollouts(self.run_dir / "rollouts", step, batch))
+        self._guard("rollouts", lambda: batch.save(self.run_dir / "rollouts" / f"step_{step:06d}.parquet"))
 
     def update_summary(self, **fields: Any) -> None:
         """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""
@@ -173,15 +173,3 @@ def _begin_rollouts(folder: Path, resume_step: int) -> None:
         found = re.fullmatch(r"step_(\d+)\.parquet", path.name)
         if path.name.endswith(".partial") or (found and int(found[1]) > resume_step):
             path.unlink()
-
-
-def _write_rollouts(folder: Path, step: int, batch: Batch) -> None:
-    import pyarrow.parquet
-
-    path = folder / f"step_{step:06d}.parquet"
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        pyarrow.parquet.write_table(batch.to_table(), aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

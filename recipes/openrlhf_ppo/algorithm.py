@@ -10,106 +10,156 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.causal import token_logprobs, token_values
-from components.engines.deepspeed_engine import Totals
-from components.rl.advantages import (
-    discounted_returns,
-    gae,
-    group_mean_baseline,
-    group_norm,
-    leave_one_out,
-    whiten,
-)
+from components.rl import advantages, correction, policy_losses
+from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
-from components.rl.policy_losses import LossOutput, ppo_loss
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
 
 from .config import PPOConfig
 
 COMPARISONS = {
-    "reinforce_baseline": group_mean_baseline,
-    "rloo": leave_one_out,
-    "group_norm": group_norm,
-    "dr_grpo": group_mean_baseline,
+    "reinforce_baseline": advantages.group_mean_baseline,
+    "rloo": advantages.rloo,
+    "group_norm": advantages.group_norm,
+    "dr_grpo": advantages.group_mean_baseline,
+    "gpg": advantages.gpg,
+    "grpo_passk": advantages.grpo_passk,
 }
-"""What becomes of the rewards of one prompt's answers. The other estimators leave them as they are."""
+"""What becomes of the rewards of one prompt's answers. `opo` looks at their lengths too; the others leave them."""
 
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are whitened over the whole step."""
 
+COVARIANCE_SHARE = 2e-4
+"""Of the tokens, how many clip_cov drops and kl_cov holds back."""
+CLIP_COV_RANGE = (1.0, 5.0)
+"""Between which covariances clip_cov looks for them."""
+KL_COV_COEF = 1.0
+"""Loss per nat that a token which kl_cov holds back moves."""
 
-def add_advantages(experience: Batch, config: PPOConfig) -> Batch:
-    """Add `shaped_reward` [B], `advantage` and `return`, both [N], to a whole step's batch."""
+
+def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batch:
+    """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
+    step's batch.
+    """
     mask_N = experience["action_mask"]
     kl_N = None
-    if config.needs_reference:
-        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], config.kl_estimator)
+    if config.needs_reference and not config.use_kl_loss:
+        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, config.kl_estimator)
     shaped_B = shaped_rewards(experience, config)
-    reward_N = token_rewards(shaped_B, kl_N, config.kl_in_reward, mask_N, experience.lengths)
+    reward_N = token_rewards(shaped_B, kl_N, kl_coef, mask_N, experience.lengths)
     if config.needs_critic:
         value_N = experience["value"]
-        advantage_N, return_N = gae(reward_N, value_N, mask_N, experience.lengths, config.gamma, config.lambd)
+        gamma, lambd = config.gamma, config.lambd
+        advantage_N, return_N = advantages.gae(reward_N, value_N, mask_N, experience.lengths, gamma, lambd)
     else:
-        advantage_N = return_N = discounted_returns(reward_N, mask_N, experience.lengths, config.gamma)
+        advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, experience.lengths, config.gamma)
     if config.advantage_estimator in WHITENED:
-        advantage_N = whiten(advantage_N, mask_N, scale=not config.no_advantage_std_norm)
+        advantage_N = advantages.whiten(advantage_N, mask_N, scale=not config.no_advantage_std_norm)
     experience = experience.with_sequences(shaped_reward=shaped_B)
-    return experience.with_tokens(advantage=advantage_N, **{"return": return_N})
+    experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
+    return experience.with_tokens(correction=corrections(experience, config)) if config.corrects_loss else experience
 
 
 def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     """[B] rewards after the penalties on length, the comparison within groups, and the cut to their range."""
-    reward_B = experience["reward"]
+    reward_B, length_B = experience["reward"], experience.sum_tokens(experience["action_mask"])
     if config.overlong_buffer_len is not None:
-        length_B, factor = response_lengths(experience), config.overlong_penalty_factor
+        factor = config.overlong_penalty_factor
         reward_B = overlong_penalty(reward_B, length_B, config.generate_max_len, config.overlong_buffer_len, factor)
     if config.stop_properly_penalty_coef is not None:
         reward_B = stop_properly_penalty(reward_B, experience["truncated"], config.stop_properly_penalty_coef)
-    compare = COMPARISONS.get(config.advantage_estimator)
-    if compare is not None:
-        reward_B = compare(reward_B, experience["prompt_id"])
+    if config.advantage_estimator == "opo":
+        reward_B = advantages.opo(reward_B, length_B, experience["prompt_id"])
+    elif config.advantage_estimator in COMPARISONS:
+        reward_B = COMPARISONS[config.advantage_estimator](reward_B, experience["prompt_id"])
     return reward_B.clamp(*config.reward_clip_range)
 
 
-def response_lengths(samples: Batch) -> Tensor:
-    """[B] tokens that the policy produced."""
-    return torch.zeros(len(samples), dtype=torch.int64).index_add(
-        0, samples.sequence_ids, samples["action_mask"].to(torch.int64)
-    )
+def corrections(experience: Batch, config: PPOConfig) -> Tensor:
+    """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
+    columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
+    low, high = config.vllm_is_truncated_threshold
+    outside = "zero" if config.correction == "icepop" else "clamp"
+    weight_N = correction.importance_weights(*columns, level="token", low=low, high=high, outside=outside)
+    if config.correction == "seq-mask-tis":
+        weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
+    return weight_N
 
 
-def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig) -> LossOutput:
-    """Clipped surrogate, the KL to the reference where it is part of the loss, and the entropy's reward."""
+def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig, kl_coef: float) -> LossOutput:
+    """The surrogate, the KL to the reference where it is part of the loss, and the entropy's reward."""
     mask_N = micro["action_mask"]
     output = token_logprobs(model, micro, config.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    low, high = config.clip_low_high
-    surrogate = ppo_loss(
-        output.logprob_N, micro["logprob"], micro["advantage"], mask_N, totals.tokens, clip_low=low, clip_high=high
-    )
-    loss, metrics = surrogate.loss, dict(surrogate.metrics)
-    if config.advantage_estimator == "dr_grpo":
-        # Dr. GRPO divides by a constant, so that a token's weight does not depend on how long the answers are.
-        loss = loss * (totals.tokens / (totals.sequences * config.generate_max_len))
+    weight_N = micro["correction"] if config.corrects_loss else None
+    tokens = surrogate(output.logprob_N, micro, config)
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, config.generate_max_len, weight_N)
     entropy = token_mean(output.entropy_N, mask_N, totals.tokens)
-    metrics["entropy"] = entropy.detach()
+    loss, metrics = policy.loss, policy.metrics | {"policy_loss": policy.loss.detach(), "entropy": entropy.detach()}
     if config.entropy_loss_coef:
         loss = loss - config.entropy_loss_coef * entropy
     if config.needs_reference and config.use_kl_loss:
-        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], config.kl_estimator)
+        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, config.kl_estimator)
         kl = token_mean(kl_N, mask_N, totals.tokens)
-        loss = loss + config.init_kl_coef * kl
+        loss = loss + kl_coef * kl
         metrics["kl_loss"] = kl.detach()
     return LossOutput(loss=loss, metrics=metrics)
 
 
+def surrogate(logprob_N: Tensor, micro: Batch, config: PPOConfig) -> TokenLoss:
+    """What each token costs, as `policy_loss_type` says."""
+    kind, (low, high) = config.policy_loss_type, config.clip_low_high
+    clip = {"clip_low": low, "clip_high": high}
+    columns = (logprob_N, micro[config.old_policy], micro["advantage"], micro["action_mask"])
+    if kind == "gspo":
+        return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
+    if kind == "geo_mean":
+        return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
+    if kind == "cispo":
+        return policy_losses.cispo_loss(*columns, **clip)
+    if kind == "sapo":
+        return policy_losses.sapo_loss(*columns)
+    if kind == "dppo_tv":
+        return policy_losses.dppo_loss(*columns, divergence="tv", **clip)
+    if kind == "dppo_kl":
+        return policy_losses.dppo_loss(*columns, divergence="kl", **clip)
+    if kind == "clip_cov":
+        return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
+    if kind == "kl_cov":
+        return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=KL_COV_COEF)
+    if kind == "reinforce":
+        return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
+    return policy_losses.ppo_loss(*columns, **clip, dual_clip=config.dual_clip)
+
+
+def mark_tokens(minibatch: Batch, config: PPOConfig, step: int, index: int) -> Batch:
+    """Add what a loss has to know of the whole optimizer step: clip_cov and kl_cov, the tokens that they treat apart.
+
+    `index` counts the optimizer steps of the rollout step `step`.
+    """
+    if config.policy_loss_type not in ("clip_cov", "kl_cov"):
+        return minibatch
+    mask_N = minibatch["action_mask"]
+    covariance_N = policy_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
+    if config.policy_loss_type == "kl_cov":
+        marked_N = policy_losses.kl_cov_tokens(covariance_N, mask_N, share=COVARIANCE_SHARE)
+    else:
+        uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index]).random(minibatch.num_tokens))
+        low, high = CLIP_COV_RANGE
+        marked_N = policy_losses.clip_cov_tokens(
+            covariance_N, mask_N, uniform_N, share=COVARIANCE_SHARE, low=low, high=high
+        )
+    return minibatch.with_tokens(marked=marked_N)
+
+
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig) -> LossOutput:
     """Squared error to the returns, clipped around the values of the step's start."""
-    value_N = token_values(model, micro)
-    return clipped_value_loss(
-        value_N, micro["value"], micro["return"], micro["action_mask"], totals.tokens, config.value_clip
-    )
+    value_N, mask_N = token_values(model, micro), micro["action_mask"]
+    tokens = clipped_value_loss(value_N, micro["value"], micro["return"], mask_N, clip=config.value_clip)
+    return reduce_loss(tokens, mask_N, micro.lengths, totals)
 
 
 def minibatches(experience: Batch, config: PPOConfig, step: int) -> list[Tensor]:

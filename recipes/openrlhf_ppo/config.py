@@ -18,14 +18,26 @@ from . import flags
 
 RECIPE = Path(__file__).parent.name
 
-Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
-GROUPED = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+Estimator = Literal[
+    "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk"
+]
+GROUPED = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk")
 """Estimators that compare the answers to one prompt with each other."""
 CRITICS_OWN = (
     *("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node"),
     *("lambd", "value_clip", "freezing_actor_steps", "colocate_critic_reward", "save_value_network"),
 )
 """Options that only mean something where there is a critic."""
+PolicyLoss = Literal[
+    "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"
+]
+BY_ANSWER = ("gspo", "sapo", "geo_mean")
+"""Policy losses that are means over answers; the others are means over tokens."""
+UNCLIPPED = ("sapo", "kl_cov", "reinforce")
+"""Policy losses without a clip range."""
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+CLIPS = ("eps_clip", "eps_clip_low_high")
+CORRECTIONS_OWN = ("vllm_is_truncated_threshold", "vllm_is_correction_type", "use_icepop")
 MICRO_BATCHES = ("micro_train_batch_size", "micro_rollout_batch_size")
 TOKEN_BUDGETS = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
 REFERENCES_OWN = ("ref_num_nodes", "ref_num_gpus_per_node", "kl_estimator")
@@ -180,9 +192,10 @@ class PPOConfig:
 
     # --- algorithm
     advantage_estimator: Estimator = "gae"
-    """How credit is given: `gae` with a critic; `reinforce` (REINFORCE++: whitened returns) and, within each prompt's
-    answers, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others), `group_norm` (GRPO)
-    and `dr_grpo` (less their mean; the loss is divided by generate_max_len, not by the tokens) without one."""
+    """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
+    each prompt's answers, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others),
+    `group_norm` (GRPO), `dr_grpo` (less their mean; the loss is divided by generate_max_len, not by the tokens), `opo`
+    (less their mean by length), `gpg` and `grpo_passk` (the best one's lead); docs/algorithms.md has the formulas."""
     gamma: float = 1.0
     """Discount per action token."""
     lambd: float = 1.0
@@ -193,18 +206,46 @@ class PPOConfig:
     """The policy ratio is clipped to 1 +- this."""
     eps_clip_low_high: tuple[float, float] | None = None
     """Two bounds instead: 1 - the first to 1 + the second."""
+    dual_clip: float | None = None
+    """A token with a negative advantage costs at most this many times it, above 1. Default: any."""
+    policy_loss_type: PolicyLoss = "ppo"
+    """What is clipped: `ppo` the ratio of each token, `gspo` that of the answer; docs/algorithms.md has the others."""
+    loss_agg_mode: Aggregation | None = None
+    """How tokens are weighed. Default: token-mean; with gspo, sapo and geo_mean seq-mean-token-mean; with dr_grpo
+    seq-mean-token-sum-norm, which divides by generate_max_len."""
+    enable_vllm_is_correction: bool = False
+    """Weigh the loss of each token by the policy's probability over that of the engine which sampled it."""
+    vllm_is_truncated_threshold: tuple[float, float] = (0.5, 5.0)
+    """Lowest and highest such weight."""
+    vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    """Weights outside: `tis` cuts them to the range, `icepop` makes them 0, `seq-mask-tis` cuts them, and makes all 0
+    in an answer whose mean ratio is outside. Default: tis."""
+    use_icepop: bool = False
+    """Another way to say vllm_is_correction_type=icepop."""
     entropy_loss_coef: float | None = None
     """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
     value_clip: float = 0.5
     """The critic may move a value by this much per step."""
     init_kl_coef: float = 0.01
     """Weight of the KL to the starting policy. 0: no reference role is started."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Which estimator of the KL."""
+    kl_target: float | None = None
+    """Mean KL per token, in nats, that the weight is adapted to after each step. Default: the weight stays."""
+    kl_horizon: int = 10000
+    """Answers over which it may change by a fifth."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k1"
+    """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
     use_kl_loss: bool = False
     """Put the KL into the loss instead of into the reward."""
     freezing_actor_steps: int = -1
     """The critic learns alone up to and including this step."""
+    dynamic_filtering: bool = False
+    """Replace prompts whose answers teach nothing, until the step is full or the data at its end."""
+    dynamic_filtering_reward_range: tuple[float, float] = (0.0, 1.0)
+    """Which prompts stay: their answers' mean score lies between the two, the bounds excluded."""
+    enable_ema: bool = False
+    """Save a moving average of the policy's weights instead of the weights."""
+    ema_beta: float = 0.992
+    """How much of the average stays at each optimizer step."""
 
     # --- evaluation
     eval_dataset: str | None = None
@@ -330,11 +371,7 @@ class PPOConfig:
                 f"a step makes {self.rollout_batch_size} x {self.n_samples_per_prompt} = {samples} answers, which "
                 f"train_batch_size={self.train_batch_size} does not divide; set one that does"
             )
-        ranks = {
-            "actor": self.actor_num_nodes * (self.actor_num_gpus_per_node or 1),
-            "critic": self.critic_num_nodes * (self.critic_num_gpus_per_node or 1),
-        }
-        for role, count in ranks.items():
+        for role, count in self.ranks.items():
             if self.train_batch_size < count:
                 raise ConfigError(
                     f"train_batch_size={self.train_batch_size} leaves some of the {count} {role} ranks without an "
@@ -382,7 +419,7 @@ class PPOConfig:
             raise ConfigError(
                 f"advantage_estimator={estimator} knows no discount, but gamma={self.gamma}; leave it out"
             )
-        if estimator in ("rloo", "group_norm", "dr_grpo") and self.no_advantage_std_norm:
+        if estimator in GROUPED and estimator != "reinforce_baseline" and self.no_advantage_std_norm:
             raise ConfigError(f"advantage_estimator={estimator} does not whiten; leave no_advantage_std_norm out")
         if self.init_kl_coef < 0:
             raise ConfigError(f"init_kl_coef={self.init_kl_coef}; set it to 0 or more")
@@ -393,6 +430,29 @@ class PPOConfig:
         for low, high in ((self.eps_clip, self.eps_clip), self.eps_clip_low_high or (0.0, 0.0)):
             if not 0 <= low <= 1 or high < 0:
                 raise ConfigError(f"the ratio cannot be clipped to 1 - {low} and 1 + {high}; see eps_clip")
+        if self.dual_clip is not None and (self.dual_clip <= 1 or self.policy_loss_type != "ppo"):
+            raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, with policy_loss_type=ppo")
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_horizon > 0 and self.needs_reference):
+            raise ConfigError(
+                f"kl_target={self.kl_target}, kl_horizon={self.kl_horizon}, init_kl_coef={self.init_kl_coef}; an "
+                "adapted weight needs all three above 0"
+            )
+        if not 0 <= self.ema_beta < 1:
+            raise ConfigError(f"ema_beta={self.ema_beta}; set it to 0 or more and less than 1")
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        low, high = self.dynamic_filtering_reward_range
+        if self.dynamic_filtering and (self.n_samples_per_prompt < 2 or not low < high):
+            raise ConfigError(
+                f"dynamic_filtering with n_samples_per_prompt={self.n_samples_per_prompt} and "
+                f"dynamic_filtering_reward_range={low} {high}; set 2 or more answers, and the lower bound first"
+            )
+        low, high = self.vllm_is_truncated_threshold
+        if not 0 <= low < high:
+            raise ConfigError(f"vllm_is_truncated_threshold={low} {high}; set two ratios, the lower first")
+        if self.use_icepop and self.vllm_is_correction_type not in (None, "icepop"):
+            raise ConfigError(f"use_icepop=true and vllm_is_correction_type={self.vllm_is_correction_type}; unset one")
 
     def _check_evaluation(self) -> None:
         self._at_least_one("max_eval_samples", "eval_n_samples_per_prompt")
@@ -441,6 +501,14 @@ class PPOConfig:
         return getattr(self, name) == next(option.default for option in fields(self) if option.name == name)
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """How many processes train each model, where that was said."""
+        return {
+            "actor": self.actor_num_nodes * (self.actor_num_gpus_per_node or 1),
+            "critic": self.critic_num_nodes * (self.critic_num_gpus_per_node or 1),
+        }
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is a KL to measure."""
         return self.init_kl_coef != 0
@@ -466,9 +534,27 @@ class PPOConfig:
         return self.critic_pretrain or next(iter(self.reward_models), self.pretrain)
 
     @property
-    def kl_in_reward(self) -> float:
-        """Weight of the KL inside the reward."""
-        return 0.0 if self.use_kl_loss else self.init_kl_coef
+    def aggregation(self) -> Aggregation:
+        """How tokens are weighed in the policy's loss."""
+        if self.advantage_estimator == "dr_grpo":
+            return self.loss_agg_mode or "seq-mean-token-sum-norm"
+        return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss_type in BY_ANSWER else "token-mean")
+
+    @property
+    def correction(self) -> Literal["tis", "icepop", "seq-mask-tis"]:
+        """How weights outside their range are treated, where the loss is corrected."""
+        return "icepop" if self.use_icepop else self.vllm_is_correction_type or "tis"
+
+    @property
+    def corrects_loss(self) -> bool:
+        """Whether the loss of each token has a weight. gspo corrects its ratio instead."""
+        return self.enable_vllm_is_correction and self.policy_loss_type != "gspo"
+
+    @property
+    def old_policy(self) -> Literal["logprob", "rollout_logprob"]:
+        """Whose log-probabilities the ratio starts from: the trainer's, or the engine's in a corrected gspo."""
+        corrected = self.enable_vllm_is_correction and not self.corrects_loss
+        return "rollout_logprob" if corrected else "logprob"
 
     @property
     def clip_low_high(self) -> tuple[float, float]:
@@ -501,8 +587,8 @@ class PPOConfig:
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""
         found = []
-        if self.needs_reference and self.use_kl_loss == (self.kl_estimator == "k1"):
-            advice = "k2 or k3 suits a loss" if self.use_kl_loss else "k1 suits a reward"
+        if self.needs_reference and self.use_kl_loss == (self.kl_estimator in ("k1", "abs")):
+            advice = "k2, k3 or one with a + suits a loss" if self.use_kl_loss else "k1 suits a reward"
             found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
         runs_code = self.scorer or (self.remote_rm_url or "").endswith(".py")
         idle: list[tuple[object, str, tuple[str, ...]]] = [
@@ -515,6 +601,12 @@ class PPOConfig:
             (not self.reward_models, "there is no reward_pretrain", ("reward_weights",)),
             (self.overlong_buffer_len is None, "overlong_buffer_len is not set", ("overlong_penalty_factor",)),
             (self.eps_clip_low_high, "eps_clip_low_high is set", ("eps_clip",)),
+            (self.policy_loss_type in UNCLIPPED, f"{self.policy_loss_type} clips no ratio", CLIPS),
+            (not self.enable_vllm_is_correction, "enable_vllm_is_correction is off", CORRECTIONS_OWN),
+            (self.old_policy != "logprob", "gspo corrects its ratio itself", CORRECTIONS_OWN),
+            (self.kl_target is None, "there is no kl_target", ("kl_horizon",)),
+            (not self.dynamic_filtering, "dynamic_filtering is off", ("dynamic_filtering_reward_range",)),
+            (not self.enable_ema, "enable_ema is off", ("ema_beta",)),
             (self.use_wandb is None, "use_wandb is off", WANDBS_OWN),
         ]
         for is_idle, why, names in idle:
@@ -523,8 +615,8 @@ class PPOConfig:
                 found.append(f"no effect of {', '.join(named)}: {why}")
         return found
 
-    def engine(self, learning_rate: float, steps: int) -> DeepSpeedConfig:
-        """The training engine of a role whose rollout steps number `steps`."""
+    def engine(self, learning_rate: float, steps: int, averaged: bool = False) -> DeepSpeedConfig:
+        """The training engine of a role whose rollout steps number `steps`; `averaged` keeps a moving average."""
         return DeepSpeedConfig(
             zero_stage=self.zero_stage,
             precision="bf16" if self.bf16 else "fp32",
@@ -543,6 +635,7 @@ class PPOConfig:
             forward_max_sequences=self.forward_limits[1],
             adam_offload=self.adam_offload,
             overlap_comm=self.overlap_comm,
+            ema_beta=self.ema_beta if averaged else None,
             seed=self.seed,
         )
 

@@ -83,9 +83,9 @@ def append_experience(experience: "Batch") -> None:
     wait_all([RoleGroup(role, optional=True).call(append_experience, experience) for role in roles])
 
 
-def actor_update(step: int) -> Future[list[dict[str, float]]]:
-    """Train the policy on the experience; the metrics are the same on every rank."""
-    return RoleGroup(Role.ACTOR).call(actor_update, step)
+def actor_update(step: int, kl_coef: float) -> Future[list[dict[str, float]]]:
+    """Train the policy on the experience, a KL in the loss weighed by `kl_coef`; all ranks return the same metrics."""
+    return RoleGroup(Role.ACTOR).call(actor_update, step, kl_coef)
 
 
 def critic_update(step: int) -> Future[list[dict[str, float]]]:

@@ -8,15 +8,19 @@ import torch
 
 from components.batch import Batch
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
-from components.data.evaluation import best_metric, heldout_metrics
+from components.data.dynamic_filtering import fill_groups
+from components.data.heldout import Heldout
 from components.data.prompts import PromptSource
+from components.data.rollouts import readable, rollout_metrics
 from components.data.stream import SampleStream
 from components.engines.config import SamplingConfig
+from components.rl.kl import adapted_kl_coef
+from components.rl.rewards import groups_within
 from components.tracking import Tracker, console_line, redact
 from core import BaseTrainer
 
 from . import remote_call
-from .algorithm import add_advantages, response_lengths
+from .algorithm import add_advantages
 from .config import RECIPE, PPOConfig
 from .data import eval_rows, open_tokenizer, prompt_source, train_rows, wandb_options
 
@@ -36,11 +40,18 @@ class PPOTrainer(BaseTrainer):
         self.checkpoints = Checkpoints(config.checkpoint_dir, config.max_ckpt_num, config.max_ckpt_bytes)
         self.tokenizer = open_tokenizer(config, config.pretrain)
         self.prompts = self.read_prompts(train_rows(config), "prompts", shuffle=True)
-        self.heldout = self.heldout_prompts()
+        self.heldout = Heldout(
+            self.heldout_prompts(),
+            self.answer_heldout,
+            temperature=config.eval_temperature,
+            samples_per_prompt=config.eval_n_samples_per_prompt,
+            best_metric_key=config.best_eval_metric_key,
+            say=self.say,
+        )
         self.stream = SampleStream(self.generate, self.count_steps(), stopped=lambda: self.stop_requested)
         self.version, self.tokens_seen, self.training_seconds = 0, 0, 0.0
-        self.scores: dict[str, dict[str, float]] = {}
-        self.best: tuple[str, float] | None = None
+        self.kl_coef = config.init_kl_coef
+        self.filtering: dict[str, float] = {}
         self.saved_step, self.failed_saves = 0, 0
         self.took_to_save: dict[str, float] = {}
         self.say(self.prompts.describe_first())
@@ -90,8 +101,8 @@ class PPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        if not self.scores.get("start") and not self.stop_requested:
-            self.score_start()
+        if not self.stop_requested:
+            self.heldout.start(self.stream.step)
         for samples in self.stream:
             experience, took = self.make_experience(samples)
             metrics = self.train(experience)
@@ -110,16 +121,49 @@ class PPOTrainer(BaseTrainer):
 
     # --- the stages
 
-    def generate(self, step: int) -> Batch:
-        """One step's answers: `rollout_batch_size` prompts, `n_samples_per_prompt` answers each."""
-        config, began = self.config, time.time()
-        prompts = self.prompts.take(config.rollout_batch_size).repeat(config.n_samples_per_prompt)
-        sample_B = torch.arange(config.n_samples_per_prompt).repeat(config.rollout_batch_size)
+    def generate(self, step: int) -> Batch | None:
+        """One step's answers: `rollout_batch_size` prompts, `n_samples_per_prompt` answers each. Where prompts are
+        filtered, those at the end of the data may be fewer, and None says that there are none.
+        """
+        began, config = time.time(), self.config
+        samples = (
+            self.answer_filtered(step) if config.dynamic_filtering else self.answer(step, config.rollout_batch_size)
+        )
+        self.generation_seconds = time.time() - began
+        return samples
+
+    def answer_filtered(self, step: int) -> Batch | None:
+        """Answers, with their rewards, to prompts that are neither too easy nor too hard."""
+        config, all_prompts = self.config, self.config.num_episodes * len(self.prompts)
+        low, high = config.dynamic_filtering_reward_range
+        filled = fill_groups(
+            lambda count: self.reward(self.answer(step, count)),
+            wanted=config.rollout_batch_size,
+            available=all_prompts - self.prompts.taken,
+            keep=lambda samples: groups_within(samples["score"], samples["prompt_id"], low, high),
+        )
+        self.filtering = {
+            "rollout/filter_pass_rate": filled.prompts_kept / max(filled.prompts_seen, 1),
+            "rollout/filter_prompts_seen": float(filled.prompts_seen),
+        }
+        if self.prompts.taken < all_prompts:
+            return filled.batch
+        self.stream.steps = step
+        self.say(
+            f"step {step} is the last, because all {all_prompts} prompts were used: of the {filled.prompts_seen} that "
+            f"were left, {filled.prompts_kept} are trained on, whose answers have a mean score between {low} and {high}"
+        )
+        return filled.batch if len(filled.batch or ()) >= max(config.ranks.values()) else None
+
+    def answer(self, step: int, count: int) -> Batch:
+        """`n_samples_per_prompt` answers to each of the next `count` prompts."""
+        config = self.config
+        prompts = self.prompts.take(count).repeat(config.n_samples_per_prompt)
+        sample_B = torch.arange(config.n_samples_per_prompt).repeat(count)
         samples: Batch = remote_call.generate_samples(
             prompts.with_sequences(sample_id=sample_B), config.sampling(step)
         ).result()
         self.check_version(samples)
-        self.generation_seconds = time.time() - began
         return samples.with_objects(
             status=["truncated" if cut else "finished" for cut in samples["truncated"].tolist()]
         )
@@ -128,7 +172,9 @@ class PPOTrainer(BaseTrainer):
         """Ask every role for its view of the answers at the same time, and turn them into advantages."""
         began = time.time()
         tokens = samples.only("tokens")
-        views = [remote_call.reward_forward(samples.only(*READ_BY_REWARD)), remote_call.actor_forward(tokens)]
+        views = [remote_call.actor_forward(tokens)]
+        if "reward" not in samples:
+            views.append(remote_call.reward_forward(samples.only(*READ_BY_REWARD)))
         if self.config.needs_critic:
             views.append(remote_call.critic_forward(tokens))
         if self.config.needs_reference:
@@ -136,27 +182,38 @@ class PPOTrainer(BaseTrainer):
         for view in views:
             found: Batch = view.result()
             samples = samples.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
-        experience = add_advantages(samples, self.config)
+        experience = add_advantages(samples, self.config, self.kl_coef)
         return experience, {"timing_s/experience": time.time() - began, "timing_s/generate": self.generation_seconds}
 
     def train(self, experience: Batch) -> dict[str, float]:
         """Update critic and actor at the same time, then bring the policy to the rollout engines."""
         began, step = time.time(), self.stream.step
-        columns = ["tokens", "action_mask", "logprob", "advantage"]
+        columns = ["tokens", "action_mask", "advantage", "logprob"]
+        columns += [name for name in ("correction", self.config.old_policy) if name in experience]
         columns += ["value", "return"] if self.config.needs_critic else []
         columns += ["reference_logprob"] if self.config.needs_reference else []
         remote_call.append_experience(experience.only(*columns))
         critic = remote_call.critic_update(step) if self.config.needs_critic else None
-        actor = remote_call.actor_update(step) if step > self.config.frozen_steps else None
-        metrics = {}
+        actor = remote_call.actor_update(step, self.kl_coef) if step > self.config.frozen_steps else None
+        metrics = self.filtering | ({"actor/kl_coef": self.kl_coef} if self.config.needs_reference else {})
         for role, update in (("critic", critic), ("actor", actor)):
             if update is not None:
                 metrics |= {f"{role}/{name}": value for name, value in update.result()[0].items()}
         metrics["timing_s/train"] = time.time() - began
+        self.adapt_kl_coef(experience)
         if actor is not None:
             self.version = step
             remote_call.sync_weights(step)
         return metrics | {"timing_s/sync": time.time() - began - metrics["timing_s/train"]}
+
+    def adapt_kl_coef(self, experience: Batch) -> None:
+        """Weigh the KL more after a step beyond its target, and less after one within."""
+        config = self.config
+        if config.kl_target is not None:
+            kl, horizon = kl_to_reference(experience), config.kl_horizon
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef, kl, target=config.kl_target, horizon=horizon, samples=len(experience)
+            )
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
@@ -167,9 +224,11 @@ class PPOTrainer(BaseTrainer):
         metrics["perf/tokens_per_second"] = experience.num_tokens / metrics["timing_s/step"]
         self.training_seconds += metrics["timing_s/step"]
         if is_last or (config.eval_steps > 0 and step % config.eval_steps == 0):
-            self.scores["end"] = self.evaluate() | (self.score() if is_last else {})
-            metrics |= self.scores["end"]
-        is_best = self.is_best(metrics)
+            metrics |= self.heldout.at_step(is_last)
+        is_best = self.heldout.is_best(metrics)
+        if is_best and self.heldout.best and config.eval_steps > 0:
+            name, value = self.heldout.best
+            self.say(f"step {step} is the best so far: {name} {value:.3f}")
         self.tracker.log(step, metrics)
         self.tracker.rollouts(step, experience)
         if self.tracker.wants_samples and step % SHOW_SAMPLES_EVERY == 1:
@@ -180,91 +239,32 @@ class PPOTrainer(BaseTrainer):
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
         return is_best
 
-    def score_start(self) -> None:
-        """What the policy can do before it is trained, or where held-out prompts were named for the first time."""
-        self.scores["start"] = start = self.score() | self.evaluate()
-        if start:
-            self.deciding(start)  # a best_eval_metric_key that is none is found out now
-            when = f"as it was resumed after step {self.stream.step}" if self.stream.step else "before training"
-            self.say(f"{when}: {console_line(self.stream.step, scores_in(start))}")
-
-    def score(self) -> dict[str, float]:
-        """Mean score on the held-out prompts, sampled at temperature 1 and greedy; empty without held-out prompts."""
-        if self.heldout is None:
-            return {}
-        means = {}
-        for name, temperature in (("eval/score", 1.0), ("eval/score_greedy", 0.0)):
-            means[name] = float(self.answer_heldout(temperature, 1)["score"].mean())
-        return means
-
-    def evaluate(self) -> dict[str, float]:
-        """pass1 and passN on the held-out prompts, by source; empty without held-out prompts."""
-        if self.heldout is None:
-            return {}
-        answers = self.answer_heldout(self.config.eval_temperature, self.config.eval_n_samples_per_prompt)
-        metrics = heldout_metrics(
-            answers["score"],
-            answers["prompt_id"],
-            answers["datasource"],
-            response_lengths(answers),
-            answers["truncated"],
-        )
-        return {f"eval/{name}": value for name, value in metrics.items()}
-
-    def answer_heldout(self, temperature: float, count: int) -> Batch:
-        """`count` scored answers to each held-out prompt. Evaluations always draw the same random numbers."""
-        assert self.heldout is not None
+    def answer_heldout(self, prompts: Batch, temperature: float) -> Batch:
+        """One scored answer to each. Evaluations always draw the same random numbers."""
         sampling = SamplingConfig(
             temperature=temperature,
             max_new_tokens=self.config.generate_max_len,
             seed=self.config.seed,
             step=EVALUATION_STEP,
         )
-        sample_B = torch.arange(count).repeat(len(self.heldout))
-        prompts = self.heldout.repeat(count).with_sequences(sample_id=sample_B)
         answers: Batch = remote_call.generate_samples(prompts, sampling).result()
         self.check_version(answers)
+        return self.reward(answers)
+
+    def reward(self, answers: Batch) -> Batch:
+        """The answers with `reward`, `score` and whatever else the reward role says of each."""
         view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD)).result()
         return answers.with_sequences(**view.per_sequence)
 
-    def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether the policy is the best on the held-out prompts so far."""
-        found = self.deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
-        if found is None or (self.best is not None and found[1] <= self.best[1]):
-            return False
-        self.best = found
-        if self.config.eval_steps > 0:
-            self.say(f"step {self.stream.step} is the best so far: {found[0]} {found[1]:.3f}")
-        return True
-
-    def deciding(self, metrics: dict[str, float]) -> tuple[str, float] | None:
-        """Name and value of the metric that decides which step is the best; None where nothing does."""
-        if self.heldout is None:
-            return None
-        heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        return best_metric(heldout, self.config.best_eval_metric_key)
-
     def finish(self) -> None:
         """Sum up what was gained, and say where the policy is."""
-        seconds, start, end = self.training_seconds, self.scores.get("start", {}), self.scores.get("end", {})
+        seconds = self.training_seconds
         if self.config.save_path:
             self.export(Path(self.config.save_path))
-        score = None
-        if self.heldout is not None:
-            if "eval/score" not in end:  # resumed with nothing left to do, and not evaluated at that step before
-                end = self.score() | self.evaluate()
-            names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
-            names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
-            score = names | {"examples": len(self.heldout)}
+        score = self.heldout.finish(self.stream.step)
         self.tracker.update_summary(
             score=score, seconds={"training": seconds}, tokens_per_second=self.tokens_seen / max(seconds, 1e-9)
         )
-        if score is not None:
-            self.say(f"after training: {console_line(self.stream.step, scores_in(end))}")
-            self.say(
-                f"score on {score['examples']} held-out prompts: sampled {score['start']:.3f} -> {score['end']:.3f}, "
-                f"greedy {score['start_greedy']:.3f} -> {score['end_greedy']:.3f}"
-            )
         self.say(f"trained policy: {self.checkpoints.latest()}/hf")
 
     # --- checkpoints
@@ -297,10 +297,10 @@ class PPOTrainer(BaseTrainer):
             "stream": self.stream.state_dict(),
             "prompts": self.prompts.state_dict(),
             "weight_version": self.version,
+            "kl_coef": self.kl_coef,
             "tokens_seen": self.tokens_seen,
             "training_seconds": self.training_seconds,
-            "scores": self.scores,
-            "best": self.best,
+            "heldout": self.heldout.state_dict(),
             "tracker": self.tracker.state_dict(),
             "config": redact(self.config),
         }
@@ -327,8 +327,9 @@ class PPOTrainer(BaseTrainer):
         self.stream.load_state_dict(saved["stream"])
         self.prompts.load_state_dict(saved["prompts"])
         self.version, self.tokens_seen = saved["weight_version"], saved["tokens_seen"]
-        self.training_seconds, self.scores = saved["training_seconds"], saved["scores"]
-        self.best = saved["best"] and tuple(saved["best"])
+        self.training_seconds = saved["training_seconds"]
+        self.kl_coef = saved["kl_coef"] if self.config.kl_target is not None else self.config.init_kl_coef
+        self.heldout.load_state_dict(saved["heldout"])
         self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
         for line in changed_options(saved["config"], redact(self.config)):
@@ -391,47 +392,18 @@ SHOWN = {
 """What the console line of a step shows, and under which name."""
 
 
-def scores_in(metrics: dict[str, float]) -> dict[str, float]:
-    """What the lines before and after training show of an evaluation."""
-    shown = ("score", "score_greedy")
-    names = [name for name in metrics if name.startswith("eval/") and (name.endswith(shown) or "_pass" in name)]
-    return {name: metrics[name] for name in names}
-
-
-def readable(experience: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """The first answers of a step as text, with what they were worth."""
-    shown = experience.select(slice(0, count))
-    rows = []
-    for i in range(len(shown)):
-        tokens = shown.row(i, "tokens").tolist()[int(shown["prompt_length"][i]) :]
-        numbers = {name: float(shown[name][i]) for name in ("reward", "score")}
-        texts = {"prompt": shown["prompt"][i], "answer": tokenizer.decode(tokens), "label": str(shown["label"][i])}
-        rows.append(texts | numbers | {"status": shown["status"][i]})
-    return rows
+def kl_to_reference(experience: Batch) -> float:
+    """Mean over the action tokens, in nats."""
+    return float((experience["logprob"] - experience["reference_logprob"])[experience["action_mask"]].mean())
 
 
 def describe(experience: Batch, config: PPOConfig) -> dict[str, float]:
-    """Means over one step's answers, and how far the engine's log-probabilities are from the trainer's."""
+    """Means over one step's answers."""
     mask_N = experience["action_mask"]
-    gap_N = (experience["rollout_logprob"] - experience["logprob"]).abs()[mask_N]
-    metrics = {
-        "reward/reward": float(experience["reward"].mean()),
-        "reward/score": float(experience["score"].mean()),
-        "reward/shaped": float(experience["shaped_reward"].mean()),
-        "reward/failed": float(experience["reward_failed"].sum()),
-        "rollout/response_length": float(mask_N.sum() / len(experience)),
-        "rollout/truncated_share": float(experience["truncated"].float().mean()),
-        "rollout/logprob_gap_mean": float(gap_N.mean()),
-        "rollout/logprob_gap_max": float(gap_N.max()),
-    }
+    metrics = rollout_metrics(experience, *config.vllm_is_truncated_threshold)
     if config.needs_critic:
         metrics["critic/value"] = float(experience["value"][mask_N].mean())
         metrics["critic/return"] = float(experience["return"][mask_N].mean())
-    if config.n_samples_per_prompt > 1:
-        reward_PG = experience["reward"].view(-1, config.n_samples_per_prompt)
-        metrics["reward/group_std"] = float(reward_PG.std(1).mean())
     if config.needs_reference:
-        kl_N = (experience["logprob"] - experience["reference_logprob"])[mask_N]
-        metrics["actor/kl_to_reference"] = float(kl_N.mean())
-    logged = [name for name in experience.names if name.startswith("log_")]
-    return metrics | {f"reward/{name.removeprefix('log_')}": float(experience[name].mean()) for name in logged}
+        metrics["actor/kl_to_reference"] = kl_to_reference(experience)
+    return metrics

@@ -66,7 +66,7 @@ def main(model: str, folder: Path) -> None:
             ("actor_init", (model, 1)),
             ("actor_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
-            ("actor_update", (1,)),
+            ("actor_update", (1, 0.0)),
             ("publish_weights", (1,)),
             ("save_model", (str(folder / "saved"),)),
             ("save_state", (str(folder / "state"),)),

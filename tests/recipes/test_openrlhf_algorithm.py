@@ -1,13 +1,15 @@
 """recipes/openrlhf_ppo/algorithm.py: what each estimator and penalty makes of the same four answers, by hand."""
 
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from components.batch import Batch
-from recipes.openrlhf_ppo.algorithm import add_advantages, shaped_rewards
-from recipes.openrlhf_ppo.config import PPOConfig
+from components.rl.aggregation import Totals
+from recipes.openrlhf_ppo.algorithm import add_advantages, mark_tokens, policy_loss, shaped_rewards
+from recipes.openrlhf_ppo.config import PolicyLoss, PPOConfig
 
 
 def config(**changes: Any) -> PPOConfig:
@@ -48,24 +50,30 @@ def answers() -> Batch:
         # both standard deviations are the square root of 2
         ("group_norm", [-(2**-0.5), 2**-0.5, 2**-0.5, -(2**-0.5)]),
         ("gae", [1.0, 4.0, 3.0, 2.0]),
+        # less the mean by length: (1 * 1 + 2 * 3) / 3 and (2 * 4 + 3 * 2) / 5
+        ("opo", [1 - 7 / 3, 1.2, 3 - 7 / 3, -0.8]),
+        # all groups say something
+        ("gpg", [-1.0, 1.0, 1.0, -1.0]),
+        # 2 ahead of the other, over the square root of 2
+        ("grpo_passk", [0.0, 2**0.5, 2**0.5, 0.0]),
     ],
 )
 def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
     found = shaped_rewards(answers(), config(advantage_estimator=estimator))
-    assert found.tolist() == pytest.approx(shaped, abs=1e-6)
+    assert found.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo"])
 def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator: str) -> None:
     settings = config(advantage_estimator=estimator)
-    experience = add_advantages(answers(), settings)
+    experience = add_advantages(answers(), settings, 0.0)
     a, b, c, d = shaped_rewards(answers(), settings).tolist()
     assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
 def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> None:
-    experience = add_advantages(answers(), config(advantage_estimator=estimator))
+    experience = add_advantages(answers(), config(advantage_estimator=estimator), 0.0)
     advantage_M = experience["advantage"][experience["action_mask"]]
     assert advantage_M.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantage_M.square().mean().item() == pytest.approx(1, abs=1e-5)
@@ -73,7 +81,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> 
 
 def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> None:
     settings = config(advantage_estimator="reinforce", no_advantage_std_norm=True, gamma=0.5)
-    experience = add_advantages(answers(), settings)
+    experience = add_advantages(answers(), settings, 0.0)
     # Returns: 1 | 2 4 | 1.5 3 | 0.5 1 2, of which the mean is 15 / 8.
     returns = [1, 2, 4, 1.5, 3, 0.5, 1, 2]
     mask_N = experience["action_mask"]
@@ -100,6 +108,104 @@ def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
 
 def test_a_prompt_with_equal_rewards_teaches_nothing() -> None:
     equal = answers().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
-    experience = add_advantages(equal, config(advantage_estimator="group_norm"))
+    experience = add_advantages(equal, config(advantage_estimator="group_norm"), 0.0)
     assert experience["advantage"][:2].tolist() == [0.0, 0.0]
     assert experience["advantage"][5:8].tolist() == [0.0, 0.0, 0.0]
+
+
+class Fixed(torch.nn.Module):
+    """A policy over four tokens that looks at nothing before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_V = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.5, 0.1]))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        class Output:
+            logits = self.logit_V.expand(*input_ids.shape, 4) * 1.0
+
+        return Output
+
+
+def trained_on() -> Batch:
+    """Five answers of two tokens to a prompt of one, whose old policy and engine are a little off."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (15,), generator=generator)
+    return Batch(
+        [3] * 5,
+        {
+            "tokens": tokens,
+            "action_mask": torch.tensor([False, True, True] * 5),
+            "logprob": torch.randn(15, generator=generator) * 0.3 - 1.4,
+            "rollout_logprob": torch.randn(15, generator=generator) * 0.3 - 1.4,
+            "reference_logprob": torch.randn(15, generator=generator) * 0.3 - 1.4,
+            "advantage": torch.randn(15, generator=generator),
+            "correction": torch.rand(15, generator=generator) * 2,
+        },
+    )
+
+
+@pytest.mark.parametrize("kind", get_args(PolicyLoss))
+@pytest.mark.parametrize("aggregation", [None, "seq-mean-token-sum-norm"])
+def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregation: Any) -> None:
+    settings = config(
+        policy_loss_type=kind, loss_agg_mode=aggregation, enable_vllm_is_correction=True, entropy_loss_coef=0.1,
+        init_kl_coef=0.2, use_kl_loss=True, kl_estimator="k3+",
+    )  # fmt: skip
+    step, totals = mark_tokens(trained_on(), settings, step=3, index=1), Totals(tokens=10, sequences=5)
+
+    def run(parts: list[list[int]]) -> tuple[float, torch.Tensor]:
+        model = Fixed()
+        losses = [policy_loss(model, step.select(part), totals, settings, kl_coef=0.2).loss for part in parts]
+        sum(losses, torch.zeros(())).backward()
+        assert model.logit_V.grad is not None
+        return sum(float(loss) for loss in losses), model.logit_V.grad
+
+    loss, gradient = run([[0, 1, 2, 3, 4]])
+    cut_loss, cut_gradient = run([[3, 0], [4], [1, 2]])
+    assert math.isfinite(loss)
+    assert gradient.abs().sum() > 0
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> None:
+    step, totals = trained_on(), Totals(tokens=10, sequences=5)
+
+    def loss(batch: Batch, **changes: Any) -> float:
+        return float(policy_loss(Fixed(), batch, totals, config(**changes), kl_coef=0.0).loss)
+
+    doubled = step.with_tokens(correction=step["correction"] * 2)
+    on = {"enable_vllm_is_correction": True}
+    assert loss(doubled, **on) == pytest.approx(2 * loss(step, **on), rel=1e-5)
+    assert loss(doubled) == loss(step)
+    assert loss(doubled, policy_loss_type="gspo", **on) == loss(step, policy_loss_type="gspo", **on)
+    swapped = step.with_tokens(logprob=step["rollout_logprob"])
+    assert loss(step, policy_loss_type="gspo", **on) == loss(swapped, policy_loss_type="gspo")
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        # p / q of the four answers' tokens: 1 | 4 4 | 1/4 4 | 8 1 1, their geometric means 1, 4, 1, 2.
+        ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
+        ({"use_icepop": True}, [1, 0, 0, 0, 0, 0, 1, 1]),
+        ({"vllm_is_correction_type": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
+    ],
+)
+def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str, Any], weights: list[float]) -> None:
+    gap = torch.tensor([0, 1, 0, 4, 4, 0, 0.25, 4, 0, 8, 1, 1]).clamp(min=1e-3).log()
+    batch = answers().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
+    settings = config(enable_vllm_is_correction=True, vllm_is_truncated_threshold=(0.5, 2.0), **options)
+    experience = add_advantages(batch, settings, 0.0)
+    assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+
+
+def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
+    batch = answers().with_tokens(logprob=torch.zeros(12), reference_logprob=torch.ones(12))
+    common = {"advantage_estimator": "reinforce", "init_kl_coef": 0.5, "no_advantage_std_norm": True}
+    apart = add_advantages(batch, config(**common, use_kl_loss=True, kl_estimator="k2"), 0.5)
+    within = add_advantages(batch, config(**common), 0.25)
+    # d = -1 at each token, so a weight of 1/4 adds 1/4 per token that is left: 2 at the second one of answer 2.
+    assert apart["return"][:5].tolist() == [0.0, 1.0, 0.0, 4.0, 4.0]
+    assert within["return"][:5].tolist() == [0.0, 1.25, 0.0, 4.5, 4.25]

@@ -8,7 +8,7 @@ from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import rpc
 
 from .. import remote_call
-from ..algorithm import policy_loss
+from ..algorithm import mark_tokens, policy_loss
 from .learner import Learner
 
 
@@ -23,7 +23,7 @@ class Actor(Learner):
             gradient_checkpointing=self.config.gradient_checkpointing,
             attn_implementation=self.config.attn_implementation,
         )
-        self.start_engine(model, self.config.actor_learning_rate, steps)
+        self.start_engine(model, self.config.actor_learning_rate, steps, averaged=self.config.enable_ema)
         if self.rank == 0:
             self.publisher = WeightPublisher(
                 self.shared_dir / "policy", fallback_directory=f"{self.config.run_dir}/weights"
@@ -43,9 +43,13 @@ class Actor(Learner):
         self.experience = experience
 
     @rpc(remote_call.actor_update)
-    def update(self, step: int) -> dict[str, float]:
+    def update(self, step: int, kl_coef: float) -> dict[str, float]:
         """Train on it."""
-        return self.fit(partial(policy_loss, config=self.config), step)
+        return self.fit(partial(policy_loss, config=self.config, kl_coef=kl_coef), step)
+
+    def prepare(self, minibatch: Batch, step: int, index: int) -> Batch:
+        """Choose the tokens that a loss treats apart."""
+        return mark_tokens(minibatch, self.config, step, index)
 
     @rpc(remote_call.publish_weights)
     def publish(self, version: int) -> WeightHandle | None:

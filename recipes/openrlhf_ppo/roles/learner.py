@@ -24,17 +24,22 @@ class Learner(BaseWorkload):
         self.setup_process_group(init_process_group)
         self.experience: Batch | None = None
 
-    def start_engine(self, model: nn.Module, learning_rate: float, steps: int) -> None:
+    def start_engine(self, model: nn.Module, learning_rate: float, steps: int, averaged: bool = False) -> None:
         """Put a model under DeepSpeed."""
-        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps))
+        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, averaged))
+
+    def prepare(self, minibatch: Batch, step: int, index: int) -> Batch:
+        """What is worked out over a whole optimizer step, the `index`th of `step`, before it is cut: nothing here."""
+        del step, index
+        return minibatch
 
     def fit(self, loss: LossFunction, step: int) -> dict[str, float]:
         """Train on the experience and let go of it. Metrics are means over the optimizer steps."""
         if self.experience is None:
             raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
         history = []
-        for index_B in minibatches(self.experience, self.config, step):
-            minibatch = self.experience.select(index_B)
+        for index, chosen_B in enumerate(minibatches(self.experience, self.config, step)):
+            minibatch = self.prepare(self.experience.select(chosen_B), step, index)
             try:
                 history.append(self.engine.train_step(minibatch, loss))
             except FloatingPointError as error:
@@ -56,10 +61,7 @@ class Learner(BaseWorkload):
 
     def keep(self, minibatch: Batch, step: int) -> str:
         """Write a batch that could not be trained on to the run folder, once; says where."""
-        import pyarrow.parquet
-
         path = Path(self.config.run_dir) / "failed" / f"step_{step:06d}-{self.role.lower()}.parquet"
         if self.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pyarrow.parquet.write_table(minibatch.to_table(), path)
+            minibatch.save(path)
         return f"the batch is in {path}"

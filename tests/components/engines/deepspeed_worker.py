@@ -1,7 +1,7 @@
 """One rank of the DeepSpeed tests: everything that needs a DeepSpeed process, done once; the tests read the record.
 
-Usage: deepspeed_worker.py MODEL_FOLDER OUTPUT_FOLDER [save STATES | load STATES], with or without RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. STATES/1 and STATES/2 are for the states that so many ranks saved.
+Usage: deepspeed_worker.py MODEL_FOLDER OUTPUT_FOLDER [save STATES | load STATES | average STATES], with or without
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. STATES/1 and STATES/2 are for the states that so many ranks saved.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
 from components.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, Totals, init_process_group
 from components.engines.weight_sync import WeightPublisher
-from components.rl.policy_losses import LossOutput
+from components.rl.aggregation import LossOutput
+from components.rl.masked import sequence_sums
 
 LEARNING_RATE = 0.01
 WEIGHT_DECAY = 0.1
@@ -75,10 +76,9 @@ def config(**changes: Any) -> DeepSpeedConfig:
 def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
     logprob_N = token_logprobs(model, batch).logprob_N
     loss = -torch.where(batch["loss_mask"], logprob_N, 0.0).sum() / totals.tokens
-    share = batch["loss_mask"].sum() / totals.tokens
-    return LossOutput(
-        loss=loss, metrics={"token_share": share, "sequence_share": torch.tensor(len(batch) / totals.sequences)}
-    )
+    tokens_B = sequence_sums(batch["loss_mask"].float(), batch.lengths)
+    shares = {"token_share": tokens_B.sum() / totals.tokens, "sequence_share": (tokens_B > 0).sum() / totals.sequences}
+    return LossOutput(loss=loss, metrics=shares)
 
 
 def squared_error(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -344,11 +344,110 @@ def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any
     return record
 
 
+AVERAGED: dict[str, dict[str, Any]] = {
+    **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
+    "bf16-2": {"zero_stage": 2, "precision": "bf16"},
+}
+EMA_BETA = 0.75
+
+
+def averaged_minibatches() -> list[Batch]:
+    return [*all_minibatches(), ragged(6, 4)]
+
+
+def averaging_engine(case: str, model_folder: str, **changes: Any) -> DeepSpeedEngine:
+    gc.freeze()
+    # Small steps, most of which bfloat16 cannot show.
+    settings = {"learning_rate": 1e-3, "lr_scheduler": "constant", "max_tokens": 40, "ema_beta": EMA_BETA}
+    return DeepSpeedEngine(load_policy(model_folder), config(**(settings | AVERAGED[case] | changes)))
+
+
+def average(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.average.tensors.items()} if engine.average else {}
+
+
+def masters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """In float32, as DeepSpeed itself says where it has others than the weights."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.config.precision == "fp32":
+        return weights(engine)
+    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def averaged_steps(engine: DeepSpeedEngine, batches: list[Batch]) -> list[dict[str, Any]]:
+    steps = []
+    for batch in batches:
+        metrics = engine.train_step(batch, nll)
+        steps.append({"metrics": metrics, "masters": masters(engine), "average": average(engine)})
+    return steps
+
+
+def averaged_case(
+    case: str, model_folder: str, states: Path, output: Path
+) -> tuple[dict[str, dict[str, Any]], DeepSpeedEngine]:
+    """5 steps with an average, in one go and resumed; what was recorded, and the engine that was resumed."""
+    engine = averaging_engine(case, model_folder)
+    batches = averaged_minibatches()
+    record: dict[str, Any] = {"start": {"masters": masters(engine), "average": average(engine)}}
+    record["steps"] = averaged_steps(engine, batches[:HALF])
+    engine.save_state(states / case)
+    record["steps"] += averaged_steps(engine, batches[HALF:])
+    record["weights"] = weights(engine)
+    engine.save_hf(output / f"hf-{case}")
+    resumed = averaging_engine(case, model_folder)
+    record |= {"inexact": resumed.load_state(states / case), "loaded": average(resumed)}
+    record["resumed"] = averaged_steps(resumed, batches[HALF:])
+    return {case: record}, resumed
+
+
+def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    own = states / os.environ.get("WORLD_SIZE", "1")
+    record: dict[str, Any] = {}
+    for case in ("fp32-0", "fp32-2"):
+        record |= averaged_case(case, model_folder, own, output)[0]
+    averaged, resumed = averaged_case("fp32-3", model_folder, own, output)
+    record |= averaged
+    record["other_stage"] = {"inexact": resumed.load_state(own / "fp32-2"), "average": average(resumed)}
+    averaged, resumed = averaged_case("bf16-2", model_folder, own, output)
+    record |= averaged
+    without = averaging_engine("bf16-2", model_folder, ema_beta=None)
+    inexact = without.load_state(own / "bf16-2")
+    record["without"] = {"inexact": inexact, "steps": averaged_steps(without, averaged_minibatches()[HALF:])}
+    without.save_hf(output / "hf-without")
+    without.save_state(own / "without")
+    record["anew"] = {"inexact": resumed.load_state(own / "without"), "average": average(resumed)}
+    record["errors"] = average_errors(resumed, own / "bf16-2", output)
+    record["failed"] = failure(resumed, infinite_gradient) | {"masters": masters(resumed), "average": average(resumed)}
+    return record
+
+
+def average_errors(engine: DeepSpeedEngine, state: Path, output: Path) -> dict[str, str]:
+    def refused(name: str, damage: Callable[[Path], object]) -> str:
+        folder = output / f"{name}{engine.rank}"
+        shutil.copytree(state, folder)
+        damage(folder / "average.safetensors")
+        try:
+            return f"no error, but {engine.load_state(folder)}"
+        except ValueError as error:
+            return str(error)
+
+    return {
+        "missing": refused("missing", Path.unlink),
+        "cut_short": refused("cut_short", lambda file: os.truncate(file, 5000)),
+        "of_another": refused("of_another", lambda file: shutil.copy(state / "own_0.safetensors", file)),
+    }
+
+
 def main(model_folder: str, output: Path, *state: str) -> None:
     torch.set_num_threads(1)
     if state:
         kind, states = state[0], Path(state[1])
-        record = save_states(model_folder, states) if kind == "save" else load_states(model_folder, states, output)
+        if kind == "save":
+            record = save_states(model_folder, states)
+        else:
+            record = {"load": load_states, "average": average_weights}[kind](model_folder, states, output)
         torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
         return
 

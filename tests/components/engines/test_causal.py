@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from components.batch import Batch
-from components.engines import causal
+from components.engines import causal, logprobs
 from components.engines.causal import evaluate, load_policy, load_value_model, token_logprobs, token_values
 
 # Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
@@ -76,7 +76,7 @@ def test_handling_the_logits_in_pieces_changes_nothing(
 ) -> None:
     whole = token_logprobs(load_policy(tied_model), batch, with_entropy=True)
     whole_gradients = gradients(tied_model, [batch])
-    monkeypatch.setattr(causal, "_CHUNK_ELEMENTS", 5 * 20)  # 5 of the 12 predicted tokens at a time
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", {"cpu": 5 * 20})  # 5 of the 12 predicted tokens at a time
     pieces = token_logprobs(load_policy(tied_model), batch, with_entropy=True)
     torch.testing.assert_close(pieces.logprob_N, whole.logprob_N)
     torch.testing.assert_close(pieces.entropy_N, whole.entropy_N)

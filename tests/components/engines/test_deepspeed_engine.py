@@ -283,12 +283,25 @@ def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> Non
     batch = batch.with_tokens(loss_mask=batch["loss_mask"].bool())
     assert _totals(batch) == Totals(tokens=3, sequences=2)
     actions_N = torch.tensor([False, False, True, False, False])
-    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=2)
+    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=1)
     assert _totals(batch.only("tokens")) == Totals(tokens=5, sequences=2)
     with pytest.raises(ValueError, match="loss_mask is False for all 5 tokens"):
         _totals(batch.with_tokens(loss_mask=torch.zeros(5, dtype=torch.bool)))
     with pytest.raises(ValueError, match="the minibatch is empty"):
         _totals(batch.select([]))
+
+
+def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
+    from components.engines.deepspeed_engine import _totals
+
+    # Lengths 2, 0, 1, 3, of which the second has no token, and the first none that is trained on.
+    batch = Batch(torch.tensor([2, 0, 1, 3]), {"tokens": torch.arange(6)})
+    mask_N = torch.tensor([False, False, True, True, False, True])
+    assert _totals(batch) == Totals(tokens=6, sequences=3)
+    assert _totals(batch.with_tokens(action_mask=mask_N)) == Totals(tokens=3, sequences=2)
+    # Where both are there, the action mask says what is trained on.
+    both = batch.with_tokens(action_mask=mask_N, loss_mask=torch.ones(6, dtype=torch.bool))
+    assert _totals(both) == Totals(tokens=3, sequences=2)
 
 
 def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
@@ -321,6 +334,9 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
         ({"max_sequences": -1}, r"max_sequences=-1 is not possible; use 0 \(no limit\) or more"),
         ({"forward_max_tokens": -1}, r"forward_max_tokens=-1 is not possible; use 0 \(as in training\) or more"),
         ({"forward_max_sequences": -2}, "forward_max_sequences=-2"),
+        ({"ema_beta": 1.0}, r"ema_beta=1.0 is not possible; use a number in \[0, 1\), or None \(no average\)"),
+        ({"ema_beta": -0.1}, "ema_beta=-0.1"),
+        ({"ema_beta": float("nan")}, "ema_beta=nan"),
         ({"adam_offload": True}, "set zero_stage to 1, 2 or 3"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Generalised advantage estimation, returns, baselines from groups, whitening. B sequences, N tokens end to end."""
+"""Generalised advantage estimation, returns, and whitening. B sequences, N tokens end to end."""
 
 import math
-from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from components.rl.advantages import (
     discounted_returns,
     gae,
-    group_mean_baseline,
-    group_norm,
-    leave_one_out,
+    remax,
+    turn_returns,
     whiten,
 )
 
@@ -24,18 +23,6 @@ sequences = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floa
 long_sequences = st.lists(
     st.lists(st.tuples(st.booleans(), st.floats(-2, 2, width=32)), min_size=1, max_size=40), max_size=5
 )
-# Few different rewards and groups, so that equal rewards, large groups and single answers all occur.
-answers = st.lists(
-    st.tuples(st.sampled_from([-(10**12), -1, 0, 3, 2**40]), st.sampled_from([-1.5, 0.0, 0.1, 0.3, 1.0, 1000.1])),
-    max_size=40,
-)
-
-Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-ESTIMATORS: dict[str, Estimator] = {
-    "group_mean_baseline": group_mean_baseline,
-    "leave_one_out": leave_one_out,
-    "group_norm": group_norm,
-}
 
 
 def slow_gae(batch: list[list[Token]], gamma: float, lambd: float) -> tuple[list[float], list[float]]:
@@ -198,82 +185,98 @@ def test_returns_refuse_what_cannot_be() -> None:
         discounted_returns(torch.ones(2), torch.ones(2).bool(), torch.tensor([3]), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "groups", "mean_baseline", "left_out", "normed"),
-    [
-        # Mean 3. Others' means 4 and 2, 1 - 4 = -3. Deviation of 1, 3, 5: sqrt((4 + 0 + 4) / 2) = 2.
-        ([1, 3, 5], [7, 7, 7], [-2, 0, 2], [-3, 0, 3], [-1, 0, 1]),
-        # Groups lie across each other: 4 and 0 (mean 2, deviation sqrt(8)) in group 9, 1 and 1 in group -2.
-        ([4, 1, 0, 1], [9, -2, 9, -2], [2, 0, -2, 0], [4, 0, -4, 0], [0.5**0.5, 0, -(0.5**0.5), 0]),
-        # Of different sizes: 1, 0, 0, 0 (mean 1/4, deviation sqrt((9 + 3) / 16 / 3) = 1/2) and one alone.
-        (
-            [1, 8, 0, 0, 0],
-            [0, 1, 0, 0, 0],
-            [0.75, 0, -0.25, -0.25, -0.25],
-            [1, 0] + [-1 / 3] * 3,
-            [1.5, 0] + [-0.5] * 3,
-        ),
-        ([-5], [3], [0], [0], [0]),
-        ([2, 2, 2], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]),
-        ([], [], [], [], []),
-    ],
-)
-def test_baselines_from_groups_by_hand(
-    rewards: list[float], groups: list[int], mean_baseline: list[float], left_out: list[float], normed: list[float]
+def test_a_nan_stays_in_its_own_sequence() -> None:
+    reward_N = torch.tensor([1.0, 2.0, math.nan, 1.0, 3.0])
+    mask_N, lengths_B = torch.ones(5).bool(), torch.tensor([2, 2, 1])
+    found = discounted_returns(reward_N, mask_N, lengths_B, 0.5)
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    advantage_N, _ = gae(reward_N, torch.zeros(5), mask_N, lengths_B, 1.0, 0.0)
+    assert advantage_N.isnan().tolist() == [False, False, True, False, False]
+    assert turn_returns(reward_N, mask_N, lengths_B, 1.0).isnan().tolist() == [False, False, True, True, False]
+
+
+def test_turns_are_discounted_and_not_their_tokens() -> None:
+    # First: turns of rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Second: one turn of 5. Third: 4 + 6 / 2 = 7.
+    reward_N = torch.tensor([9.0, 1.0, 2.0, 9.0, 8.0, 9.0, 5.0, 0.0, 4.0, 9.0, 9.0, 6.0])
+    mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
+    found = turn_returns(reward_N, mask_N, torch.tensor([6, 2, 4]), 0.5)
+    assert found.tolist() == [0, 7, 7, 0, 8, 0, 5, 5, 7, 0, 0, 6]
+
+
+@given(long_sequences, st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_turn_returns_agree_with_a_scalar_loop(batch: list[list[tuple[bool, float]]], gamma: float) -> None:
+    slow: list[float] = []
+    for tokens in batch:
+        turns: list[list[int]] = []
+        for t, (acts, _) in enumerate(tokens):
+            if acts and t and tokens[t - 1][0]:
+                turns[-1].append(t)
+            elif acts:
+                turns.append([t])
+        part, later = [0.0] * len(tokens), 0.0
+        for turn in reversed(turns):
+            later = sum(tokens[t][1] for t in turn) + gamma * later
+            for t in turn:
+                part[t] = later
+        slow += part
+    reward_N, _, mask_N, lengths_B = columns([[(acts, reward, 0.0) for acts, reward in part] for part in batch])
+    found = turn_returns(reward_N, mask_N, lengths_B, gamma)
+    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+
+
+def test_with_one_turn_an_answer_earns_the_same_at_all_its_tokens() -> None:
+    reward_N, mask_N = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, True])
+    assert turn_returns(reward_N, mask_N, torch.tensor([3]), 0.0).tolist() == [0.0, 3.0, 3.0]
+    none = torch.zeros(0)
+    assert turn_returns(none, none.bool(), none.long(), 1.0).tolist() == []
+    assert turn_returns(reward_N, torch.zeros(3).bool(), torch.tensor([0, 3]), 1.0).tolist() == [0.0] * 3
+
+
+def test_remax_takes_the_greedy_answers_reward_off_the_returns() -> None:
+    # Returns 3, 2 less 0.5; and 4 less 5.
+    reward_N = torch.tensor([9.0, 1.0, 2.0, 4.0])
+    mask_N, lengths_B = torch.tensor([False, True, True, True]), torch.tensor([3, 1])
+    advantage_N, return_N = remax(reward_N, torch.tensor([0.5, 5.0]), mask_N, lengths_B)
+    assert advantage_N.tolist() == [0.0, 2.5, 1.5, -1.0]
+    assert return_N.tolist() == [0.0, 3.0, 2.0, 4.0]
+    with pytest.raises(ValueError, match=r"greedy_reward_B has shape \[3\], not \[2\]"):
+        remax(reward_N, torch.zeros(3), mask_N, lengths_B)
+
+
+@given(sequences, st.lists(st.floats(-2, 2), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_remax_agrees_with_a_scalar_loop(batch: list[list[Token]], baselines: list[float]) -> None:
+    slow: list[float] = []
+    for tokens, baseline in zip(batch, baselines, strict=False):
+        slow += [
+            sum(r for a, r, _ in tokens[t:] if a) - baseline if acts else 0.0 for t, (acts, _, _) in enumerate(tokens)
+        ]
+    reward_N, _, mask_N, lengths_B = columns(batch)
+    found, _ = remax(reward_N, torch.tensor(baselines[: len(batch)]), mask_N, lengths_B)
+    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+
+
+@given(sequences, st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_the_order_of_sequences_and_what_the_environment_wrote_do_not_matter(
+    batch: list[list[Token]], random: Random
 ) -> None:
-    reward_B, group_B = torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
-    assert group_mean_baseline(reward_B, group_B).tolist() == pytest.approx(mean_baseline)
-    assert leave_one_out(reward_B, group_B).tolist() == pytest.approx(left_out)
-    assert group_norm(reward_B, group_B).tolist() == pytest.approx(normed, abs=1e-6)
-
-
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, 7.7e30, -1000.1])
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
-    # The sum of seven float32 numbers 0.1, divided by 7, is not that number; the difference over 1e-9 is no advantage.
-    for size in (1, 2, 3, 7, 49):
-        reward_B = torch.full((size + 2,), reward)
-        reward_B[-2:] = torch.tensor([0.0, 1.0])
-        group_B = torch.tensor([4] * size + [5, 5])
-        assert ESTIMATORS[name](reward_B, group_B)[:size].tolist() == [0.0] * size
-
-
-def slow_estimate(name: str, reward: float, group: list[float]) -> float:
-    n = len(group)
-    if n == 1 or len(set(group)) == 1:
-        return 0.0
-    mean = sum(group) / n
-    if name == "group_mean_baseline":
-        return reward - mean
-    if name == "leave_one_out":
-        return reward - (sum(group) - reward) / (n - 1)
-    return (reward - mean) / (math.sqrt(sum((x - mean) ** 2 for x in group) / (n - 1)) + 1e-9)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-@given(batch=answers)
-@settings(max_examples=100, deadline=None)
-def test_baselines_agree_with_a_scalar_loop(name: str, batch: list[tuple[int, float]]) -> None:
-    reward_B = torch.tensor([reward for _, reward in batch], dtype=torch.float32)
-    group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
-    found_B = ESTIMATORS[name](reward_B, group_B)
-    rewards, groups = reward_B.tolist(), group_B.tolist()
-    for i, group in enumerate(groups):
-        own = [reward for reward, other in zip(rewards, groups, strict=True) if other == group]
-        assert found_B[i].item() == pytest.approx(slow_estimate(name, rewards[i], own), rel=1e-5, abs=1e-5)
-    assert found_B.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_baselines_carry_no_gradient_and_refuse_what_cannot_be(name: str) -> None:
-    reward_B = torch.tensor([1.0, 2.0], requires_grad=True)
-    assert not ESTIMATORS[name](reward_B, torch.tensor([0, 0])).requires_grad
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], group_B \[3\]; both must be \[B\]"):
-        ESTIMATORS[name](reward_B, torch.tensor([0, 0, 0]))
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2, 1\]"):
-        ESTIMATORS[name](reward_B[:, None], torch.tensor([[0], [0]]))
-    with pytest.raises(ValueError, match=r"group_B is torch\.float32; give each sequence the integer id"):
-        ESTIMATORS[name](reward_B, torch.zeros(2))
+    changed = [
+        [(acts, r if acts else random.choice([math.nan, math.inf, 3.0]), v if acts else math.nan) for acts, r, v in s]
+        for s in batch
+    ]
+    order = random.sample(range(len(batch)), len(batch))
+    for estimate in (
+        lambda r, v, m, n: gae(r, v, m, n, 0.9, 0.8)[0],
+        lambda r, v, m, n: discounted_returns(r, m, n, 0.9) + 0 * v.nan_to_num(),
+        lambda r, v, m, n: turn_returns(r, m, n, 0.9) + 0 * v.nan_to_num(),
+    ):
+        one, other = columns(batch), columns([changed[i] for i in order])
+        before = dict(enumerate(estimate(*one).split(one[3].tolist())))
+        after = dict(zip(order, estimate(*other).split(other[3].tolist()), strict=True))
+        for i in order:
+            torch.testing.assert_close(after[i], before[i], rtol=1e-5, atol=1e-6)
 
 
 def test_whitening_reads_only_what_is_masked() -> None:
@@ -284,6 +287,13 @@ def test_whitening_reads_only_what_is_masked() -> None:
     assert whiten(x_N, mask_N).tolist() == pytest.approx([-a, 0.0, -b, b, 0.0, a])
     assert whiten(x_N, mask_N, shift_mean=False).tolist() == pytest.approx([4 - a, 0.0, 4 - b, 4 + b, 0.0, 4 + a])
     assert whiten(x_N, mask_N, scale=False).tolist() == [-3.0, 0.0, -1.0, 1.0, 0.0, 3.0]
+
+
+def test_the_unbiased_variance_divides_by_one_less() -> None:
+    # 1 and 3: mean 2, variance (1 + 1) / 1 = 2.
+    x_N, mask_N = torch.tensor([1.0, 3.0]), torch.ones(2).bool()
+    assert whiten(x_N, mask_N, unbiased=True).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert whiten(torch.tensor([5.0]), torch.tensor([True]), unbiased=True).tolist() == [0.0]
 
 
 def test_tokens_all_alike_become_zero() -> None:

@@ -1,88 +1,218 @@
-"""KL estimators. d is log p - log p_ref."""
+"""KL estimators, and the weight that follows the KL. d is log p - log p_ref."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.kl import KLKind, kl_estimate
+from components.batch import Batch
+from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
+from tests.components.rl.loss_cases import steps
 
-KINDS: tuple[KLKind, ...] = ("k1", "k2", "k3")
-
-
-def slow_kl(logprob: float, ref_logprob: float, kind: str) -> float:
-    d = logprob - ref_logprob
-    estimate = {"k1": lambda: d, "k2": lambda: d * d / 2, "k3": lambda: math.exp(-d) - 1 + d}[kind]()
-    return max(-10.0, min(10.0, estimate))
-
-
-def test_a_token_twice_as_likely_as_under_the_reference() -> None:
-    # d = ln 2 = 0.693147; d^2 / 2 = 0.240227; 1/2 - 1 + 0.693147 = 0.193147.
-    logprob_N, ref_logprob_N = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
-    found = [kl_estimate(logprob_N, ref_logprob_N, kind).item() for kind in KINDS]
-    assert found == pytest.approx([0.693147, 0.240227, 0.193147], abs=1e-6)
+NAN, INF = math.nan, math.inf
+KINDS: tuple[KLKind, ...] = get_args(KLKind)
+PLAIN: tuple[KLKind, ...] = ("k1", "k2", "k3", "abs")
+LN2 = math.log(2.0)
 
 
-def test_equal_distributions_have_no_divergence() -> None:
-    logprob_N = torch.tensor([-0.1, -7.0])
-    for kind in KINDS:
-        assert kl_estimate(logprob_N, logprob_N, kind).tolist() == [0.0, 0.0]
+def slow_kl(d: float, kind: str) -> tuple[float, float]:
+    """The estimate and its derivative by log p."""
+    cut_d = max(-20.0, min(20.0, d))
+    value, slope = {
+        "k1": (cut_d, 1.0),
+        "k2": (cut_d * cut_d / 2, cut_d),
+        "k3": (math.exp(-cut_d) - 1 + cut_d, 1 - math.exp(-cut_d)),
+        "abs": (abs(cut_d), float((cut_d > 0) - (cut_d < 0))),
+    }[kind.removesuffix("+")]
+    if kind.endswith("+"):
+        slope = slow_kl(d, "k2")[1]
+    elif abs(value) > 10:
+        slope = 0.0
+    return max(-10.0, min(10.0, value)), slope
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
+def estimates(d: list[float], kind: KLKind) -> tuple[list[float], list[float]]:
+    """Of tokens that are as unlikely under the reference as -d says; and the gradient."""
+    d_N = torch.tensor(d)
+    x_N = d_N.clamp(max=0.0).requires_grad_()
+    kl_N = kl_estimate(x_N, (-d_N).clamp(max=0.0), torch.ones(len(d)).bool(), kind)
+    kl_N.sum().backward()
+    assert x_N.grad is not None
+    return kl_N.tolist(), x_N.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "slopes"),
+    [
+        # d = ln 2 and -ln 2: ln(2)^2 / 2 = 0.240227; 1/2 - 1 + ln 2 = 0.193147, 2 - 1 - ln 2 = 0.306853.
+        # The derivative of k2 is d, that of k3 is 1 - exp(-d): 1/2 and -1.
+        ("k1", [LN2, -LN2], [1.0, 1.0]),
+        ("k2", [0.240227, 0.240227], [LN2, -LN2]),
+        ("k3", [0.193147, 0.306853], [0.5, -1.0]),
+        ("abs", [LN2, LN2], [1.0, -1.0]),
+        ("k1+", [LN2, -LN2], [LN2, -LN2]),
+        ("k2+", [0.240227, 0.240227], [LN2, -LN2]),
+        ("k3+", [0.193147, 0.306853], [LN2, -LN2]),
+        ("abs+", [LN2, LN2], [LN2, -LN2]),
+    ],
+)
+def test_a_token_twice_and_half_as_likely_as_under_the_reference(
+    kind: KLKind, values: list[float], slopes: list[float]
+) -> None:
+    found = estimates([LN2, -LN2], kind)
+    assert found == (pytest.approx(values, abs=1e-6), pytest.approx(slopes, abs=1e-6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_distributions_have_no_divergence(kind: KLKind) -> None:
+    x_N = torch.tensor([-0.1, -7.0])
+    assert kl_estimate(x_N, x_N, torch.ones(2).bool(), kind).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
 def test_k1_and_k3_are_without_bias(kind: KLKind) -> None:
     # Over both outcomes weighted by p: KL = 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) = 0.143841.
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25])
-    assert (p * kl_estimate(p.log(), q.log(), kind)).sum().item() == pytest.approx(0.143841, abs=1e-6)
+    found = (p * kl_estimate(p.log(), q.log(), torch.ones(2).bool(), kind)).sum().item()
+    assert found == pytest.approx(0.143841, abs=1e-6)
 
 
-def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
+@pytest.mark.parametrize("kind", ["k2", "k1+", "k2+", "k3+", "abs+"])
+def test_the_expected_gradient_of_k2_and_of_all_with_a_plus_is_that_of_the_divergence(kind: KLKind) -> None:
     logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
     q_log = torch.tensor([0.2, 0.5, 0.3]).log()
     p_log = logits.log_softmax(0)
     (true,) = torch.autograd.grad((p_log.exp() * (p_log - q_log)).sum(), logits, retain_graph=True)
-    (found,) = torch.autograd.grad((p_log.exp().detach() * kl_estimate(p_log, q_log, "k2")).sum(), logits)
+    kl_N = kl_estimate(p_log, q_log, torch.ones(3).bool(), kind)
+    (found,) = torch.autograd.grad((p_log.exp().detach() * kl_N).sum(), logits)
     torch.testing.assert_close(found, true)
 
 
-def test_estimates_are_cut_at_ten_and_their_gradient_stays_finite() -> None:
-    expected = {"k1": [10.0, -10.0], "k2": [10.0, 10.0], "k3": [10.0, 10.0]}
-    for kind in KINDS:
-        logprob_N = torch.tensor([0.0, -1000.0], requires_grad=True)
-        kl_N = kl_estimate(logprob_N, torch.tensor([-1000.0, 0.0]), kind)
-        kl_N.sum().backward()
-        assert kl_N.tolist() == expected[kind]
-        assert logprob_N.grad is not None
-        assert logprob_N.grad.tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimates_are_cut_at_ten_and_their_gradient_ends_there(kind: KLKind) -> None:
+    lowest = -10.0 if kind in ("k1", "k1+") else 10.0
+    assert estimates([1e4, -1e4, INF, -INF], kind) == ([10.0, lowest, 10.0, lowest], [0.0] * 4)
 
 
-def test_k3_keeps_its_digits_close_to_the_reference() -> None:
+def test_the_gradient_ends_where_k2_is_cut_although_the_value_is_not() -> None:
+    # d = 5: k2 = 12.5 is cut, k1 = 5 and k3 = 4.006738 are not.
+    assert estimates([5.0], "k1") == ([5.0], [1.0])
+    assert estimates([5.0], "k1+") == ([5.0], [0.0])
+    assert estimates([5.0], "k3+") == ([pytest.approx(4.006738)], [0.0])
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3+"])
+def test_k3_keeps_its_digits_close_to_the_reference(kind: KLKind) -> None:
     # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998334e-07, which float32 would lose in exp(-d) - 1 + d.
-    found = kl_estimate(torch.tensor([1e-3]), torch.tensor([0.0]), "k3").item()
-    assert found == pytest.approx(4.998334e-07, rel=1e-3)
+    assert estimates([1e-3], kind)[0] == pytest.approx([4.998334e-07], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_a_plus_keeps_the_value_to_the_last_digit(kind: KLKind, step: Batch) -> None:
+    given_N = step["x"], step["old"] / 3, step["mask"]
+    plus: KLKind = f"{kind}+"  # pyright: ignore[reportAssignmentType]
+    assert torch.equal(kl_estimate(*given_N, plus), kl_estimate(*given_N, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_estimates_agree_with_a_scalar_loop(kind: KLKind, step: Batch) -> None:
+    x_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
+    kl_N = kl_estimate(x_N, step["old"], acts_N, kind)
+    kl_N.sum().backward()
+    assert x_N.grad is not None
+    slow = [slow_kl(d, kind) for d in (step["x"] - step["old"])[acts_N].tolist()]
+    assert kl_N[acts_N].tolist() == pytest.approx([value for value, _ in slow], rel=1e-4, abs=1e-5)
+    assert x_N.grad[acts_N].tolist() == pytest.approx([slope for _, slope in slow], rel=1e-4, abs=1e-5)
+    assert not kl_N[~acts_N].any()
+    assert not x_N.grad[~acts_N].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_counts_only_where_the_policy_acted(kind: KLKind) -> None:
+    x_N, ref_N = torch.tensor([NAN, -INF, -1.0, NAN], requires_grad=True), torch.tensor([0.0, -INF, -2.0, -1.0])
+    kl_N = kl_estimate(x_N, ref_N, torch.tensor([False, False, True, True]), kind)
+    assert kl_N.tolist() == pytest.approx([0.0, 0.0, slow_kl(1.0, kind)[0], NAN], nan_ok=True)
+    kl_N[:3].sum().backward()
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == pytest.approx([0.0, 0.0, slow_kl(1.0, kind)[1], 0.0])
 
 
 def test_low_precision_comes_out_as_float32() -> None:
-    logprob_N = torch.tensor([-1.0], dtype=torch.bfloat16)
-    assert kl_estimate(logprob_N, logprob_N, "k3").dtype == torch.float32
+    x_N = torch.tensor([-1.0], dtype=torch.bfloat16)
+    assert kl_estimate(x_N, x_N, torch.tensor([True]), "k3").dtype == torch.float32
 
 
-@given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=8), st.sampled_from(KINDS))
+def test_estimators_and_shapes_that_cannot_be_are_refused() -> None:
+    one_N, mask_N = torch.zeros(2), torch.ones(2).bool()
+    for kind in ("k4", "k1++", "+", ""):
+        with pytest.raises(ValueError, match=r"is unknown; set one of k1, k2, k3, abs, k1\+, k2\+, k3\+, abs\+"):
+            kl_estimate(one_N, one_N, mask_N, kind)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"ref_logprob_N has shape \[2, 1\], the mask \[2\]"):
+        kl_estimate(one_N, one_N[:, None], mask_N, "k1")
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        # 100 samples of a horizon of 1000: a tenth of the error, which is cut to a fifth.
+        (6.6, 2.0 * (1 + 0.1 * 0.1)),
+        (5.7, 2.0 * (1 - 0.05 * 0.1)),
+        (6.0, 2.0),
+        (60.0, 2.0 * (1 + 0.2 * 0.1)),
+        (0.0, 2.0 * (1 - 0.2 * 0.1)),
+        (-1.0, 2.0 * (1 - 0.2 * 0.1)),
+    ],
+)
+def test_the_weight_of_the_kl_follows_the_target_by_hand(kl: float, expected: float) -> None:
+    assert adapted_kl_coef(2.0, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected)
+
+
+def test_the_weight_stays_where_there_is_none_or_no_sample_and_never_turns_its_sign() -> None:
+    assert adapted_kl_coef(0.0, 9.0, target=6.0, horizon=10, samples=5) == 0.0
+    assert adapted_kl_coef(1.5, 9.0, target=6.0, horizon=10, samples=0) == 1.5
+    # Six horizons at once: 1 - 0.2 * 6 would be negative.
+    assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=60) == 0.0
+
+
+@given(st.floats(0, 10), st.floats(-20, 20), st.floats(0.01, 10), st.floats(1, 1e5), st.integers(0, 10000))
 @settings(max_examples=100, deadline=None)
-def test_estimates_agree_with_a_scalar_loop(pairs: list[tuple[float, float]], kind: KLKind) -> None:
-    logprob_N, ref_logprob_N = torch.tensor(pairs, dtype=torch.float32).unbind(1)
-    found = kl_estimate(logprob_N, ref_logprob_N, kind).tolist()
-    slow = [slow_kl(a, b, kind) for a, b in zip(logprob_N.tolist(), ref_logprob_N.tolist())]
-    assert found == pytest.approx(slow, rel=1e-4, abs=1e-5)
+def test_the_weight_agrees_with_the_formula(
+    coef: float, kl: float, target: float, horizon: float, samples: int
+) -> None:
+    error = kl / target - 1
+    error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+    slow = coef + coef * error * samples / horizon
+    found = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
+    assert found == pytest.approx(slow if slow > 0 else 0.0, abs=1e-9)
 
 
-def test_an_unknown_estimator_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'k4' is unknown; set one of k1, k2, k3"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target": 0.0},
+        {"target": NAN},
+        {"horizon": 0.0},
+        {"horizon": -1.0},
+        {"coef": -0.1},
+        {"coef": NAN},
+        {"samples": -1},
+    ],
+)
+def test_settings_of_the_weight_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    settings_of = {"coef": 1.0, "kl": 1.0, "target": 1.0, "horizon": 1.0, "samples": 1, **wrong}
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value}.*set a target and a horizon above 0"):
+        adapted_kl_coef(**settings_of)
 
 
-def test_shapes_that_would_broadcast_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logprob_N has shape \[2\], ref_logprob_N \[2, 1\]"):
-        kl_estimate(torch.zeros(2), torch.zeros(2, 1), "k1")
+@pytest.mark.parametrize("kl", [NAN, INF, -INF])
+def test_no_weight_follows_a_kl_that_is_not_finite(kl: float) -> None:
+    with pytest.raises(ValueError, match=f"the KL of the step is {kl}"):
+        adapted_kl_coef(1.0, kl, target=1.0, horizon=1.0, samples=1)

@@ -1,152 +1,341 @@
-"""The clipped surrogate, and means over tokens."""
+"""What each token costs under each policy loss, by hand and against the formulas of the papers."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from components.rl.masked import token_mean
-from components.rl.policy_losses import ppo_loss
-
-Token = tuple[bool, float, float, float]  # acts, log-probability now, before, advantage
-tokens_of = st.lists(
-    st.tuples(st.booleans(), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=10
+from components.batch import Batch
+from components.rl.aggregation import TokenLoss
+from components.rl.policy_losses import (
+    cispo_loss,
+    dppo_loss,
+    geo_mean_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
 )
+from tests.components.rl.loss_cases import LOSSES, steps
+
+LN2 = math.log(2.0)
 
 
-def slow_ppo(tokens: list[Token], total: float, low: float, high: float) -> tuple[float, float]:
-    loss = kl = 0.0
-    for acts, logprob, old, advantage in tokens:
-        if acts:
-            ratio = math.exp(max(-20.0, min(20.0, logprob - old)))
-            gain = ratio * advantage
-            kept = max(1 - low, min(1 + high, ratio)) * advantage
-            loss -= min(gain, kept) / total
-            kl += (ratio - 1 - (logprob - old)) / total
-    return loss, kl
+@dataclass
+class Acting:
+    """A token that the policy produced; `x` is a float64 that gradients are taken of, and x.item() stops them."""
+
+    x: Tensor
+    old: float
+    advantage: float
+
+    @property
+    def log_ratio(self) -> Tensor:
+        moved = self.x - self.old
+        return moved if abs(moved.item()) <= 20 else torch.tensor(math.copysign(20.0, moved.item()))
 
 
-def of_ratios(ratios: list[float], advantages: list[float], low: float = 0.2, high: float = 0.2) -> dict[str, float]:
-    ratio_N = torch.tensor(ratios)
-    out = ppo_loss(
-        ratio_N.log(),
-        torch.zeros_like(ratio_N),
-        torch.tensor(advantages),
-        torch.ones_like(ratio_N).bool(),
-        len(ratios),
-        low,
-        high,
-    )
-    return {"loss": out.loss.item()} | {name: x.item() for name, x in out.metrics.items()}
+Cost = tuple[Tensor, dict[str, float]]  # of one token, with its metrics
+Slow = Callable[[list[Acting]], list[Cost]]
 
 
-def test_gains_beyond_the_clip_range_do_not_count_and_losses_do() -> None:
-    # Gains: min(1.5, 1.2) = 1.2, min(0.5, 0.8) = 0.5, min(-0.5, -0.8) = -0.8, min(-1.5, -1.2) = -1.5: mean -0.15.
-    # approx_kl: (0.5 - ln 1.5) = 0.094535 twice, (-0.5 + ln 2) = 0.193147 twice: mean 0.143841.
-    found = of_ratios([1.5, 0.5, 0.5, 1.5], [1.0, 1.0, -1.0, -1.0])
-    assert found == pytest.approx(
-        {"loss": 0.15, "policy_loss": 0.15, "clipped_share": 0.5, "ratio_mean": 1.0, "approx_kl": 0.143841}, abs=1e-6
-    )
+def near(log_ratio: Tensor) -> dict[str, float]:
+    d = log_ratio.item()
+    return {"ratio_mean": math.exp(d), "approx_kl": math.exp(d) - 1 - d}
 
 
-def test_the_upper_bound_can_be_raised_alone() -> None:
-    assert of_ratios([1.5], [1.0], low=0.2, high=0.25)["loss"] == pytest.approx(-1.25)
-    assert of_ratios([0.5], [-1.0], low=0.2, high=0.25)["loss"] == pytest.approx(0.8)
+def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float = math.inf) -> Cost:
+    ratio = log_ratio.exp()
+    kept = ratio if 1 - low <= ratio.item() <= 1 + high else torch.tensor(min(max(ratio.item(), 1 - low), 1 + high))
+    gain, kept_gain = ratio * advantage, kept * advantage
+    loss = -min(gain, kept_gain, key=Tensor.item)
+    metrics = {"clipped_share": float(kept_gain.item() < gain.item()), **near(log_ratio)}
+    if dual < math.inf:
+        bounded = advantage < 0 and loss.item() > -dual * advantage
+        metrics["dual_clipped_share"] = float(bounded)
+        loss = torch.tensor(-dual * advantage) if bounded else loss
+    return loss, metrics
 
 
-def test_at_the_first_update_the_gradient_is_that_of_reinforce() -> None:
-    logprob_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    advantage_N = torch.tensor([2.0, -1.0, 4.0])
-    out = ppo_loss(logprob_N, logprob_N.detach(), advantage_N, torch.ones(3).bool(), 4, 0.2, 0.2)
-    out.loss.backward()
-    assert logprob_N.grad is not None
-    assert logprob_N.grad.tolist() == [-0.5, 0.25, -1.0]
-    assert out.metrics["approx_kl"] == 0.0
-    assert not any(x.requires_grad for x in out.metrics.values())
+def slow_gspo(answer: list[Acting]) -> list[Cost]:
+    mean = sum(token.log_ratio.item() for token in answer) / len(answer)
+    # s_i,t = sg(s_i) p_t / sg(p_t): the answer's ratio, with the token's gradient.
+    return [
+        slow_surrogate(mean + token.log_ratio - token.log_ratio.item(), token.advantage, 0.1, 0.2) for token in answer
+    ]
 
 
-def test_a_clipped_token_has_no_gradient() -> None:
-    logprob_N = torch.tensor([math.log(1.5), math.log(1.1)], requires_grad=True)
-    ppo_loss(logprob_N, torch.zeros(2), torch.ones(2), torch.ones(2).bool(), 1, 0.2, 0.2).loss.backward()
-    assert logprob_N.grad is not None
-    assert logprob_N.grad.tolist() == pytest.approx([0.0, -1.1])
+def slow_geo_mean(answer: list[Acting]) -> list[Cost]:
+    product, metrics = torch.tensor(1.0, dtype=torch.float64), []
+    for token in answer:
+        d = token.log_ratio.item()
+        cut = d > 0.4 if token.advantage > 0 else d < -0.3
+        kept = torch.tensor(0.4 if d > 0 else -0.3, dtype=torch.float64) if cut else token.log_ratio
+        product = product * (kept / len(answer)).exp()
+        metrics.append({"clipped_share": float(cut), **near(token.log_ratio)})
+    loss = -product * (sum(token.advantage for token in answer) / len(answer))
+    return [(loss, of_token) for of_token in metrics]
 
 
-def test_a_nan_outside_the_mask_reaches_neither_loss_nor_gradient() -> None:
-    nan, inf = float("nan"), float("inf")
-    logprob_N = torch.tensor([nan, -inf, -1.0], requires_grad=True)
-    old_N, advantage_N = torch.tensor([0.0, -inf, -1.0]), torch.tensor([nan, inf, 3.0])
-    out = ppo_loss(logprob_N, old_N, advantage_N, torch.tensor([False, False, True]), 1, 0.2, 0.2)
-    out.loss.backward()
-    assert out.loss == -3.0
-    assert all(x.isfinite() for x in out.metrics.values())
-    assert logprob_N.grad is not None
-    assert logprob_N.grad.tolist() == [0.0, 0.0, -3.0]
+def slow_cispo(token: Acting) -> Cost:
+    ratio = math.exp(token.log_ratio.item())
+    weight = min(max(ratio, 0.5), 1.28)
+    return -weight * token.advantage * token.x, {"clipped_share": float(weight != ratio), **near(token.log_ratio)}
 
 
-def test_a_huge_ratio_stays_finite() -> None:
-    logprob_N = torch.tensor([500.0], requires_grad=True)
-    out = ppo_loss(logprob_N, torch.zeros(1), -torch.ones(1), torch.ones(1).bool(), 1, 0.2, 0.2)
-    out.loss.backward()
-    assert out.loss.item() == pytest.approx(math.exp(20.0))
-    assert logprob_N.grad is not None
-    assert logprob_N.grad.isfinite().all()
+def slow_sapo(token: Acting) -> Cost:
+    tau = 1.0 if token.advantage > 0 else 2.0
+    gate = 4 / tau / (1 + (-tau * (token.log_ratio.exp() - 1)).exp())
+    return -token.advantage * gate, near(token.log_ratio)
 
 
-@given(tokens_of, st.floats(0, 0.9), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
-def test_the_loss_agrees_with_a_scalar_loop(tokens: list[Token], low: float, high: float) -> None:
-    mask, *floats = zip(*tokens)
-    logprob_N, old_N, advantage_N = (torch.tensor(column) for column in floats)
-    out = ppo_loss(logprob_N, old_N, advantage_N, torch.tensor(mask), 7, low, high)
-    loss, kl = slow_ppo(tokens, 7, low, high)
-    assert out.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)
-    assert out.metrics["approx_kl"].item() == pytest.approx(kl, rel=1e-4, abs=1e-5)
+def slow_dppo(token: Acting, divergence: str, low: float, high: float, cap: float) -> Cost:
+    new, old = math.exp(token.x.item()), math.exp(token.old)
+    if divergence == "tv":
+        distance = abs(new - old)
+    elif (old > 0 and new == 0) or (old < 1 and new == 1):
+        distance = math.inf
+    else:
+        distance = (old * math.log(old / new) if old else 0.0) + (
+            (1 - old) * math.log((1 - old) / (1 - new)) if old < 1 else 0.0
+        )
+    limit = high if new > old else low
+    dropped = (new - old) * token.advantage > 0 and distance > limit
+    weight = 0.0 if dropped else min(math.exp(token.log_ratio.item()), cap)
+    return -weight * token.advantage * token.x, {"clipped_share": float(dropped), **near(token.log_ratio)}
 
 
-@given(tokens_of, st.integers(0, 10))
+def each(cost: Callable[[Acting], Cost]) -> Slow:
+    return lambda answer: [cost(token) for token in answer]
+
+
+SLOW: dict[str, Slow] = {
+    "ppo": each(lambda token: slow_surrogate(token.log_ratio, token.advantage, 0.2, 0.28)),
+    "dual": each(lambda token: slow_surrogate(token.log_ratio, token.advantage, 0.2, 0.2, 3.0)),
+    "gspo": slow_gspo,
+    "geo_mean": slow_geo_mean,
+    "cispo": each(slow_cispo),
+    "sapo": each(slow_sapo),
+    "dppo tv": each(lambda token: slow_dppo(token, "tv", 0.1, 0.2, 20.0)),
+    "dppo kl": each(lambda token: slow_dppo(token, "kl", 0.05, 0.07, 2.0)),
+    "reinforce": each(lambda token: (-token.advantage * token.x, {})),
+}
+
+
+def close_to(expected: list[float]) -> object:
+    return pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SLOW)
+@given(step=steps())
 @settings(max_examples=60, deadline=None)
-def test_where_micro_batches_are_cut_changes_nothing(tokens: list[Token], cut: int) -> None:
-    def run(parts: list[list[Token]]) -> tuple[list[float], list[float]]:
-        total = sum(acts for part in parts for acts, *_ in part) or 1
-        totals, gradient = [0.0] * 5, []
-        for part in filter(None, parts):
-            mask, *floats = zip(*part)
-            logprob_N, old_N, advantage_N = (torch.tensor(column) for column in floats)
-            logprob_N.requires_grad_()
-            out = ppo_loss(logprob_N, old_N, advantage_N, torch.tensor(mask), total, 0.2, 0.2)
-            out.loss.backward()
-            assert logprob_N.grad is not None
-            gradient += logprob_N.grad.tolist()
-            totals = [a + b.item() for a, b in zip(totals, [out.loss, *out.metrics.values()])]
-        return totals, gradient
+def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
+    x_N = step["x"].clone().requires_grad_()
+    found = LOSSES[name](x_N, step)
+    # Each token has a weight of its own, so that no two gradients can stand in for each other.
+    weight_N = 1.0 + torch.arange(step.num_tokens) % 7
+    acts_N = step["mask"]
+    (found.loss_N * weight_N).sum().backward()
+    assert x_N.grad is not None
+    costs: list[Cost] = []
+    acting: list[Acting] = []
+    for i in range(len(step)):
+        mask = step.row(i, "mask").tolist()
+        numbers = zip(*(step.row(i, column).tolist() for column in ("x", "old", "advantage")))
+        answer = [
+            Acting(torch.tensor(x, dtype=torch.float64, requires_grad=True), old, advantage)
+            for acts, (x, old, advantage) in zip(mask, numbers)
+            if acts
+        ]
+        costs += SLOW[name](answer) if answer else []
+        acting += answer
+    slow_loss = sum((cost * w for (cost, _), w in zip(costs, weight_N[acts_N].tolist())), torch.zeros(()))
+    if slow_loss.requires_grad:
+        slow_loss.backward()
+    slopes = [0.0 if token.x.grad is None else token.x.grad.item() for token in acting]
+    assert found.loss_N[acts_N].tolist() == close_to([cost.item() for cost, _ in costs])
+    # Float32 has few digits left for the slope of a gate that is almost open.
+    assert x_N.grad[acts_N].tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-4)
+    for metric, of_N in found.metrics.items():
+        assert of_N[acts_N].tolist() == close_to([of_token[metric] for _, of_token in costs]), metric
+        assert not of_N.requires_grad
+    assert all(of_token.keys() == found.metrics.keys() for _, of_token in costs)
+    # Where the policy did not act: no loss, no gradient.
+    assert not found.loss_N[~acts_N].any()
+    assert not x_N.grad[~acts_N].any()
 
-    whole, cut_up = run([tokens]), run([tokens[:cut], tokens[cut:]])
-    assert cut_up[0] == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
-    assert cut_up[1] == pytest.approx(whole[1])
+
+def of_ratios(
+    loss: Callable[..., TokenLoss],
+    ratios: list[float],
+    advantages: list[float],
+    lengths: list[int] | None = None,
+    **limits: Any,
+) -> tuple[list[float], list[float], dict[str, list[float]]]:
+    """Loss, gradient and metrics of tokens that were one eighth likely before, all of which the policy produced."""
+    old_N = torch.full((len(ratios),), -3 * LN2)
+    x_N = (old_N + torch.tensor(ratios).log()).requires_grad_()
+    more = [torch.tensor(lengths)] if lengths else []
+    found = loss(x_N, old_N, torch.tensor(advantages), torch.ones(len(ratios)).bool(), *more, **limits)
+    found.loss_N.sum().backward()
+    assert x_N.grad is not None
+    return found.loss_N.tolist(), x_N.grad.tolist(), {name: of_N.tolist() for name, of_N in found.metrics.items()}
 
 
-def test_clip_bounds_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"clip_low=1\.5, clip_high=0\.2; set 0 <= clip_low <= 1"):
-        of_ratios([1.0], [1.0], low=1.5)
-    with pytest.raises(ValueError, match=r"clip_high=-0\.1"):
-        of_ratios([1.0], [1.0], high=-0.1)
+def test_ppo_by_hand() -> None:
+    # -min(r A, clip(r, 0.8, 1.2) A): 1.5 -> -1.2 and no gradient; 0.5 -> -0.5; 0.5 with A = -1 -> 0.8 and none;
+    # 1.5 with A = -1 -> 1.5; within the range 1.125 -> -2.25. approx_kl: r - 1 - ln r.
+    loss, slope, metrics = of_ratios(
+        ppo_loss, [1.5, 0.5, 0.5, 1.5, 1.125], [1.0, 1.0, -1.0, -1.0, 2.0], clip_low=0.2, clip_high=0.2
+    )
+    assert loss == pytest.approx([-1.2, -0.5, 0.8, 1.5, -2.25])
+    assert slope == pytest.approx([0.0, -0.5, 0.0, 1.5, -2.25])
+    assert metrics["clipped_share"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert metrics["ratio_mean"] == pytest.approx([1.5, 0.5, 0.5, 1.5, 1.125])
+    assert metrics["approx_kl"] == pytest.approx([0.094535, 0.193147, 0.193147, 0.094535, 0.007217], abs=1e-6)
 
 
-def test_a_token_mean_divides_by_the_count_that_is_given() -> None:
-    x_N = torch.tensor([1.0, float("nan"), 5.0])
-    assert token_mean(x_N, torch.tensor([True, False, True]), 4).item() == 1.5
-    assert token_mean(torch.tensor([True, True]), torch.tensor([True, False]), 4).item() == 0.25
-    assert token_mean(x_N, torch.zeros(3).bool(), 4).item() == 0.0
+def test_the_bounds_of_ppo_are_separate() -> None:
+    loss, _, _ = of_ratios(ppo_loss, [1.5, 0.5], [1.0, -1.0], clip_low=0.4, clip_high=0.25)
+    assert loss == pytest.approx([-1.25, 0.6])
 
 
-def test_a_token_mean_refuses_what_would_go_wrong_unseen() -> None:
-    mask_N = torch.ones(2).bool()
-    with pytest.raises(ValueError, match=r"x_N has shape \[2, 1\], the mask \[2\]"):
-        token_mean(torch.ones(2, 1), mask_N, 2)
-    with pytest.raises(ValueError, match=r"the mask must be a bool \[N\], but is torch.int64"):
-        token_mean(torch.ones(2), mask_N.long(), 2)
-    with pytest.raises(ValueError, match="total_tokens=0: a step that trains on no token"):
-        token_mean(torch.ones(2), mask_N, 0)
+def test_the_dual_clip_by_hand() -> None:
+    # A = -1: r = 4 would cost 4 and costs 3, without gradient; r = 2 costs 2; A = 1 is not bounded by it.
+    loss, slope, metrics = of_ratios(
+        ppo_loss, [4.0, 2.0, 4.0], [-1.0, -1.0, 1.0], clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    )
+    assert loss == pytest.approx([3.0, 2.0, -1.2])
+    assert slope == pytest.approx([0.0, 2.0, 0.0])
+    assert metrics["dual_clipped_share"] == [1.0, 0.0, 0.0]
+    assert metrics["clipped_share"] == [0.0, 0.0, 1.0]
+
+
+def test_gspo_by_hand() -> None:
+    # First answer: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike the tokens' own.
+    # Second: 4 and 1, the mean is 2 > 1.2: -1.2 A and no gradient; with A = -1 it costs 2, gradient 2.
+    loss, slope, metrics = of_ratios(
+        gspo_loss, [2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 1.0, -1.0], [2, 2], clip_low=0.2, clip_high=0.2
+    )
+    assert loss == pytest.approx([-1.0, -3.0, -1.2, 2.0])
+    assert slope == pytest.approx([-1.0, -3.0, 0.0, 2.0])
+    assert metrics["clipped_share"] == [0.0, 0.0, 1.0, 0.0]
+    assert metrics["ratio_mean"] == pytest.approx([1.0, 1.0, 2.0, 2.0])
+    assert metrics["approx_kl"] == pytest.approx([0.0, 0.0, 1 - LN2, 1 - LN2], abs=1e-6)
+
+
+def test_all_tokens_of_an_answer_have_its_ratio_to_the_last_digit() -> None:
+    # With the paper's clip range of a few 1e-4, digits lost to a token's own large ratio would decide what is clipped.
+    moved_N = torch.tensor([8.0, -7.0, 0.1, -1.0, 3e-4])
+    found = gspo_loss(moved_N, 0 * moved_N, torch.ones(5), moved_N < 9, torch.tensor([5]), clip_low=1, clip_high=1)
+    assert len(set(found.loss_N.tolist())) == 1
+
+
+def test_the_geometric_mean_by_hand() -> None:
+    # A = 3 and 1, mean 2; ratios 4 and 1/4, of which the first is cut at e^ln2 = 2: sqrt(2 / 4) = 0.707107.
+    # The cut token has no gradient, the other -2 * 0.707107 / 2 for each of the two tokens that have this loss.
+    # A = -1: of 4 and 1/4 the second is cut at 1/2: sqrt(4 / 2) = 1.414214, for a loss of it.
+    loss, slope, metrics = of_ratios(
+        geo_mean_loss, [4.0, 0.25, 4.0, 0.25], [3.0, 1.0, -1.0, -1.0], [2, 2], clip_low=LN2, clip_high=LN2
+    )
+    root = math.sqrt(2)
+    assert loss == pytest.approx([-root, -root, root, root])
+    assert slope == pytest.approx([0.0, -root, root, 0.0])
+    assert metrics["clipped_share"] == [1.0, 0.0, 0.0, 1.0]
+    assert metrics["ratio_mean"] == pytest.approx([4.0, 0.25, 4.0, 0.25])
+
+
+def test_cispo_by_hand() -> None:
+    # -w A log p with w = 3/2 for ratios above it, and log p = ln(r / 8); every token has the gradient -w A.
+    loss, slope, metrics = of_ratios(cispo_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], clip_low=1.0, clip_high=0.5)
+    assert loss == pytest.approx([1.5 * 2 * LN2, 0.5 * 4 * LN2, -2 * 3 * LN2])
+    assert slope == pytest.approx([-1.5, -0.5, 2.0])
+    assert metrics["clipped_share"] == [1.0, 0.0, 0.0]
+    loss, slope, metrics = of_ratios(cispo_loss, [0.5], [1.0], clip_low=0.25, clip_high=0.5)
+    assert (loss, slope, metrics["clipped_share"]) == (pytest.approx([0.75 * 4 * LN2]), [-0.75], [1.0])
+
+
+def test_sapo_by_hand() -> None:
+    # r = 1: sigmoid(0) = 1/2, so -A 2 / tau, with the slope -A of plain REINFORCE. r = 2, A = 1, tau = 1:
+    # -4 sigmoid(1) = -2.924234, slope -4 s (1 - s) r = -4 * 0.731059 * 0.268941 * 2 = -1.572896.
+    # r = 1/2, A = -1, tau = 2: 2 sigmoid(-1) = 0.537883, slope 4 * 0.196612 / 2 = 0.393224.
+    loss, slope, metrics = of_ratios(
+        sapo_loss, [1.0, 1.0, 2.0, 0.5], [1.0, -1.0, 1.0, -1.0], tau_positive=1.0, tau_negative=2.0
+    )
+    assert loss == pytest.approx([-2.0, 1.0, -2.924234, 0.537883], abs=1e-6)
+    assert slope == pytest.approx([-1.0, 1.0, -1.572896, 0.393224], abs=1e-6)
+    assert set(metrics) == {"ratio_mean", "approx_kl"}
+
+
+def test_dppo_by_hand() -> None:
+    # From 1/8: 3/8 is 0.25 away, 1/16 is 0.0625 away. Upwards with A > 0 and downwards with A < 0 they are dropped.
+    limits: dict[str, Any] = {"clip_low": 0.05, "clip_high": 0.2, "ratio_cap": 2.0, "divergence": "tv"}
+    loss, slope, metrics = of_ratios(dppo_loss, [3.0, 3.0, 0.5, 0.5, 2.0], [1.0, -1.0, -1.0, 1.0, 1.0], **limits)
+    assert metrics["clipped_share"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    # The weight of the second, 3, is capped at 2; its log p is ln(3/8); the others' are -4 ln 2 and -2 ln 2.
+    assert loss == pytest.approx([0.0, 2 * math.log(3 / 8), 0.0, 0.5 * 4 * LN2, 2 * 2 * LN2])
+    assert slope == pytest.approx([0.0, 2.0, 0.0, -0.5, -2.0])
+    # KL of 1/8 and 3/8: ln(1/3) / 8 + 7/8 ln(7/5) = 0.157087; of 1/8 and 1/16: ln(2) / 8 + 7/8 ln(14/15) = 0.026274.
+    for low, high, dropped in [(0.0262, 0.157, [1.0, 1.0]), (0.0263, 0.1571, [0.0, 0.0])]:
+        _, _, metrics = of_ratios(
+            dppo_loss, [3.0, 0.5], [1.0, -1.0], divergence="kl", clip_low=low, clip_high=high, ratio_cap=2.0
+        )
+        assert metrics["clipped_share"] == dropped
+
+
+def test_reinforce_by_hand() -> None:
+    x_N = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = reinforce_loss(x_N, torch.tensor([3.0, -0.5]), torch.ones(2).bool())
+    found.loss_N.sum().backward()
+    assert found.loss_N.tolist() == [3.0, -1.0]
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [-3.0, 0.5]
+    assert found.metrics == {}
+
+
+@pytest.mark.parametrize("name", set(SLOW) - {"geo_mean"})
+def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> None:
+    x_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantage_N, mask_N = torch.tensor([2.0, -1.0, 4.0]), torch.ones(3).bool()
+    step = Batch([2, 1], {"old": x_N.detach(), "advantage": advantage_N, "mask": mask_N})
+    found = LOSSES[name](x_N, step)
+    found.loss_N.sum().backward()
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [-2.0, 1.0, -4.0]
+    assert not found.metrics.get("approx_kl", torch.zeros(3)).any()
+    assert not found.metrics.get("clipped_share", torch.zeros(3)).any()
+
+
+def refused(message: str, loss: Callable[..., TokenLoss], *more: Tensor, **limits: Any) -> None:
+    one_N = torch.ones(2)
+    with pytest.raises(ValueError, match=message):
+        loss(one_N, one_N, one_N, one_N.bool(), *more, **limits)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.2), (1.5, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
+def test_clip_ranges_that_cannot_be_are_refused(low: float, high: float) -> None:
+    limits, lengths_B = {"clip_low": low, "clip_high": high}, torch.tensor([2])
+    for loss in (ppo_loss, cispo_loss):
+        refused(f"clip_low={low}, clip_high={high}; set 0 <= clip_low <= 1", loss, **limits)
+    refused(f"clip_low={low}, clip_high={high}; set 0 <= clip_low <= 1", gspo_loss, lengths_B, **limits)
+    if low != 1.5:
+        refused(f"clip_low={low}, clip_high={high}; set both to 0 nats", geo_mean_loss, lengths_B, **limits)
+        refused(f"clip_low={low}, clip_high={high}, ratio_cap=20.0; set two", dppo_loss, divergence="tv", **limits)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    for dual_clip in (1.0, math.nan):
+        refused(f"dual_clip={dual_clip}: it would cut what the clip range keeps", ppo_loss, dual_clip=dual_clip, **clip)
+    for tau in (0.0, -1.0, math.nan):
+        refused(f"tau_positive={tau}, tau_negative=1.05; set both above 0", sapo_loss, tau_positive=tau)
+        refused(f"tau_positive=1.0, tau_negative={tau}; set both above 0", sapo_loss, tau_negative=tau)
+    refused(r"ratio_cap=0\.5; set two divergences", dppo_loss, divergence="tv", ratio_cap=0.5, **clip)
+    refused("divergence='js' is unknown; set one of tv, kl", dppo_loss, divergence="js", **clip)
+    for loss in (gspo_loss, geo_mean_loss):
+        refused("lengths_B sum to 3 tokens, but the columns have 2", loss, torch.tensor([3]), **clip)

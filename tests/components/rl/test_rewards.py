@@ -1,13 +1,21 @@
-"""Rewards of sequences, shaped, and of their tokens. B sequences."""
+"""Rewards of sequences, shaped, normalised, and of their tokens; groups that teach something. B sequences."""
 
+import json
 import math
+import statistics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
+from components.rl.rewards import (
+    RunningMoments,
+    groups_within,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
+)
 
 Sequences = list[tuple[float, list[tuple[bool, float]]]]  # reward, then (acts, kl) of each token
 sequences = st.lists(
@@ -161,3 +169,150 @@ def test_penalties_of_sizes_that_disagree_or_without_sense_are_named() -> None:
     for coef in (1.5, math.nan, -math.inf):
         with pytest.raises(ValueError, match=f"coef={coef}; set 0 to 1 to scale"):
             stop_properly_penalty(torch.ones(2), torch.ones(2).bool(), coef)
+
+
+def test_moments_by_hand() -> None:
+    # 1, 3: mean 2, deviations 1 + 1. Then 5, 7 too: mean 4, deviations 9 + 1 + 1 + 9.
+    first = RunningMoments().updated(torch.tensor([1.0, 3.0]))
+    assert first == RunningMoments(count=2.0, mean=2.0, square=2.0)
+    second = first.updated(torch.tensor([5.0, 7.0]))
+    assert second == RunningMoments(count=4.0, mean=4.0, square=20.0)
+    assert first.count == 2.0
+    # The deviation over all four is sqrt(20 / 4).
+    assert second.normalised(torch.tensor([4.0, 9.0])).tolist() == pytest.approx([0.0, math.sqrt(5)])
+
+
+def test_before_anything_was_seen_rewards_stay_as_they_are() -> None:
+    nothing = RunningMoments()
+    assert nothing.normalised(torch.tensor([3.0, -1.5])).tolist() == [3.0, -1.5]
+    assert nothing.updated(torch.zeros(0)) == nothing
+
+
+def test_rewards_all_alike_become_zero() -> None:
+    same = RunningMoments()
+    for size in (1, 7, 3):
+        same = same.updated(torch.full((size,), 0.1))
+        assert same.normalised(torch.full((2,), 0.1)).tolist() == [0.0, 0.0]
+    # Another one is then as far away as it gets: (0.6 - 0.1) / 1e-8.
+    assert same.normalised(torch.tensor([0.6])).tolist() == pytest.approx([0.5e8])
+
+
+def test_a_small_deviation_is_not_lowered_further() -> None:
+    # 0 and 2e-6: mean and deviation 1e-6.
+    seen = RunningMoments().updated(torch.tensor([0.0, 2e-6]))
+    assert seen.normalised(torch.tensor([2e-6])).tolist() == pytest.approx([1.0])
+
+
+def test_moments_come_back_from_json() -> None:
+    seen = RunningMoments().updated(torch.tensor([0.1, 0.7, -2.0]))
+    assert RunningMoments(**json.loads(json.dumps(seen.state()))) == seen
+
+
+rewards = st.one_of(st.floats(-3, 3, width=32), st.sampled_from([0.0, 0.1, 1000.125, -(2.0**60)]))
+
+
+@given(st.lists(st.lists(rewards, max_size=40), max_size=6), rewards)
+@settings(max_examples=100, deadline=None)
+def test_moments_of_batches_agree_with_those_of_all_rewards(batches: list[list[float]], reward: float) -> None:
+    moments = RunningMoments()
+    for batch in batches:
+        moments = moments.updated(torch.tensor(batch, dtype=torch.float32))
+    seen = torch.tensor([x for batch in batches for x in batch], dtype=torch.float32).tolist()
+    assert moments.count == len(seen)
+    if not seen:
+        return
+    mean, std = statistics.fmean(seen), statistics.pstdev(seen)
+    size = max(abs(x) for x in seen)
+    assert moments.mean == pytest.approx(mean, rel=1e-9, abs=1e-12 * size)
+    assert math.sqrt(moments.square / moments.count) == pytest.approx(std, rel=1e-6, abs=1e-12 * size)
+    # The same deviation on both sides: one that is all rounding may be 0 here and 1e-17 there.
+    std = math.sqrt(moments.square / moments.count)
+    slow = (torch.tensor(reward).item() - moments.mean) / max(std, 1e-8)
+    assert moments.normalised(torch.tensor([reward])).item() == pytest.approx(slow, rel=1e-6)
+
+
+def test_a_reward_that_would_spoil_the_moments_is_refused() -> None:
+    seen = RunningMoments().updated(torch.tensor([1.0]))
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=rf"reward_B\[1\] is {bad}; give each sequence a finite reward"):
+            seen.updated(torch.tensor([1.0, bad]))
+    with pytest.raises(ValueError, match=r"reward_B has shape \[1, 2\]; it must be \[B\]"):
+        seen.updated(torch.ones(1, 2))
+    assert seen.normalised(torch.tensor([math.nan, 1.0])).tolist() == pytest.approx([math.nan, 0.0], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "low", "high", "open_ends", "closed_ends"),
+    [
+        # All wrong, some right, all right.
+        ([0, 0, 0, 1, 1, 1], [5, 5, -2, -2, 9, 9], 0.0, 1.0, [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]),
+        # Groups lie across each other, of sizes 3, 1, 1: means 2/3, 1/2, 1/4.
+        ([1, 0.5, 0, 0.25, 1], [7, 0, 7, 2**40, 7], 0.25, 0.6, [0, 1, 0, 0, 0], [0, 1, 0, 1, 0]),
+        ([], [], 0.0, 1.0, [], []),
+        ([-5, 5, 100], [0, 0, 1], -math.inf, math.inf, [1, 1, 1], [1, 1, 1]),
+    ],
+)
+def test_groups_by_hand(
+    scores: list[float], groups: list[int], low: float, high: float, open_ends: list[int], closed_ends: list[int]
+) -> None:
+    score_B, group_B = torch.tensor(scores, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
+    assert groups_within(score_B, group_B, low, high).tolist() == open_ends
+    assert groups_within(score_B, group_B, low, high, closed=True).tolist() == closed_ends
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -0.3])
+def test_a_group_of_equal_scores_has_that_mean(score: float, dtype: torch.dtype) -> None:
+    # The sum of seven numbers 0.1, divided by 7, is 0.1 or not, as rounding goes; and float32 has no 0.1.
+    for size in (1, 3, 7, 49):
+        score_B, group_B = torch.full((size,), score, dtype=dtype), torch.zeros(size, dtype=torch.int64)
+        assert not groups_within(score_B, group_B, score, 9.0).any()
+        assert not groups_within(score_B, group_B, -9.0, score).any()
+        assert groups_within(score_B, group_B, score, score, closed=True).all()
+
+
+def test_a_mean_that_is_the_bound_but_for_rounding_is_the_bound() -> None:
+    # As float32 numbers 0.1, 0.2 and 0.3 have a mean that is 2.5e-9 above the float32 number 0.2.
+    score_B, group_B = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3, dtype=torch.int64)
+    assert not groups_within(score_B, group_B, 0.2, 1.0).any()
+    assert groups_within(score_B, group_B, 0.0, 0.2, closed=True).all()
+
+
+scored = st.lists(
+    st.tuples(st.sampled_from([-3, 0, 1, 2**40]), st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])), max_size=40
+)
+
+
+@given(scored, st.sampled_from([0.0, 0.1, 0.3, 0.5]), st.sampled_from([0.7, 0.75, 1.0]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_groups_agree_with_a_scalar_loop(
+    answers: list[tuple[int, float]], low: float, high: float, closed: bool
+) -> None:
+    def narrow(x: float) -> float:
+        return torch.tensor(x, dtype=torch.float32).item()
+
+    slow = []
+    for group, _ in answers:
+        mean = narrow(statistics.fmean(narrow(score) for other, score in answers if other == group))
+        at_a_bound = mean in (narrow(low), narrow(high))
+        slow.append(closed if at_a_bound else low < mean < high)
+    score_B = torch.tensor([score for _, score in answers], dtype=torch.float32)
+    group_B = torch.tensor([group for group, _ in answers], dtype=torch.int64)
+    assert groups_within(score_B, group_B, low, high, closed=closed).tolist() == slow
+
+
+def test_scores_and_bounds_that_cannot_be_are_named() -> None:
+    score_B, group_B = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([4, 4, 31])
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"score_B\[2\] is {bad}, in group 31; give it a finite score"):
+            groups_within(torch.tensor([0.0, 1.0, bad]), group_B, 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"low=1\.0, high=1\.0; set low < high"):
+        groups_within(score_B, group_B, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"low=1\.0, high=0\.5; set low <= high"):
+        groups_within(score_B, group_B, 1.0, 0.5, closed=True)
+    with pytest.raises(ValueError, match="low=nan"):
+        groups_within(score_B, group_B, math.nan, 0.5)
+    with pytest.raises(ValueError, match=r"score_B has shape \[3\], group_B \[2\]; both must be \[B\]"):
+        groups_within(score_B, group_B[:2], 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"group_B is torch\.bool; give each sequence the integer id"):
+        groups_within(score_B, group_B == 4, 0.0, 1.0)

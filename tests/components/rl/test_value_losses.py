@@ -7,77 +7,97 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from components.batch import Batch
 from components.rl.value_losses import clipped_value_loss
+from tests.components.rl.loss_cases import steps
 
-Token = tuple[bool, float, float, float]  # acts, value now, before, return
+NAN, INF = math.nan, math.inf
 
 
-def slow_value_loss(tokens: list[Token], total: float, clip: float) -> float:
-    loss = 0.0
-    for acts, value, old, target in tokens:
-        if acts:
-            kept = old + max(-clip, min(clip, value - old))
-            loss += 0.5 * max((value - target) ** 2, (kept - target) ** 2) / total
-    return loss
+def slow_token(value: float, old: float, target: float, clip: float) -> tuple[float, float, dict[str, float]]:
+    """Loss, its derivative by the value, and metrics."""
+    kept = old + max(-clip, min(clip, value - old))
+    square, kept_square = (value - target) ** 2, (kept - target) ** 2
+    moves = abs(value - old) <= clip
+    # Where both squares are equal, each is half of the maximum, and the kept value does not move beyond the limit.
+    own = 1.0 if square > kept_square or moves else 0.5 if square == kept_square else 0.0
+    metrics = {"clipped_share": float(kept_square > square), "value_mean": value, "return_mean": target}
+    return 0.5 * max(square, kept_square), own * (value - target), metrics
 
 
 def test_three_tokens_by_hand() -> None:
     # Old values 0, clip 0.5.  1 -> kept 0.5; return 2: max(1, 2.25) = 2.25.  Return 0: max(1, 0.25) = 1.
-    # 0.25 stays; return 0.5: 0.0625.  Half of 3.3125, over 4 tokens: 0.4140625.
-    out = clipped_value_loss(
-        torch.tensor([1.0, 1.0, 0.25]), torch.zeros(3), torch.tensor([2.0, 0.0, 0.5]), torch.ones(3).bool(), 4, 0.5
-    )
-    assert out.loss.item() == 0.4140625
-    assert {name: x.item() for name, x in out.metrics.items()} == {
-        "value_loss": 0.4140625,
-        "clipped_share": 0.25,
-        "value_mean": 0.5625,
-        "return_mean": 0.625,
-    }
-
-
-def test_a_value_that_has_moved_far_enough_gets_no_gradient() -> None:
+    # 0.25 stays; return 0.5: 0.0625.  Half of each. Where the kept value counts there is no gradient.
     value_N = torch.tensor([1.0, 1.0, 0.25], requires_grad=True)
-    target_N = torch.tensor([2.0, 0.0, 0.5])
-    clipped_value_loss(value_N, torch.zeros(3), target_N, torch.ones(3).bool(), 1, 0.5).loss.backward()
+    return_N = torch.tensor([2.0, 0.0, 0.5], requires_grad=True)
+    old_N = torch.zeros(3, requires_grad=True)
+    found = clipped_value_loss(value_N, old_N, return_N, torch.ones(3).bool(), clip=0.5)
+    found.loss_N.sum().backward()
+    assert found.loss_N.tolist() == [1.125, 0.5, 0.03125]
+    assert {name: of_N.tolist() for name, of_N in found.metrics.items()} == {
+        "clipped_share": [1.0, 0.0, 0.0],
+        "value_mean": [1.0, 1.0, 0.25],
+        "return_mean": [2.0, 0.0, 0.5],
+    }
     assert value_N.grad is not None
     assert value_N.grad.tolist() == [0.0, 1.0, -0.25]
+    assert old_N.grad is None
+    assert return_N.grad is None
+    assert not any(of_N.requires_grad for of_N in found.metrics.values())
 
 
 def test_without_a_limit_it_is_half_the_squared_error() -> None:
-    out = clipped_value_loss(
-        torch.tensor([3.0]), torch.zeros(1), torch.tensor([1.0]), torch.ones(1).bool(), 1, math.inf
-    )
-    assert out.loss.item() == 2.0
+    one = torch.tensor([1.0])
+    found = clipped_value_loss(torch.tensor([3.0]), torch.zeros(1), one, one.bool(), clip=INF)
+    assert found.loss_N.tolist() == [2.0]
+    assert found.metrics["clipped_share"].tolist() == [0.0]
 
 
-def test_a_nan_outside_the_mask_reaches_neither_loss_nor_gradient() -> None:
-    nan, inf = float("nan"), float("inf")
-    value_N = torch.tensor([nan, inf, 1.0], requires_grad=True)
-    mask_N = torch.tensor([False, False, True])
-    out = clipped_value_loss(value_N, torch.tensor([nan, inf, 1.0]), torch.tensor([nan, inf, 2.0]), mask_N, 1, 0.5)
-    out.loss.backward()
-    assert out.loss == 0.5
+def test_rounding_does_not_count_as_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value_N, return_N = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    old_N = value_N + torch.rand(1000, generator=generator) - 0.5
+    found = clipped_value_loss(value_N, old_N, return_N, torch.ones(1000).bool(), clip=0.6)
+    assert not found.metrics["clipped_share"].any()
+
+
+@given(step=steps(), clip=st.sampled_from([0.03, 0.7, 3.0, INF]))
+@settings(max_examples=100, deadline=None)
+def test_the_loss_agrees_with_a_scalar_loop(step: Batch, clip: float) -> None:
+    value_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
+    found = clipped_value_loss(value_N, step["old"], step["advantage"], acts_N, clip=clip)
+    found.loss_N.sum().backward()
+    assert value_N.grad is not None
+    tokens = zip(*(step[name][acts_N].tolist() for name in ("x", "old", "advantage")))
+    slow = [slow_token(value, old, target, clip) for value, old, target in tokens]
+    assert found.loss_N[acts_N].tolist() == pytest.approx([loss for loss, _, _ in slow], rel=1e-4, abs=1e-5)
+    assert value_N.grad[acts_N].tolist() == pytest.approx([slope for _, slope, _ in slow], rel=1e-4, abs=1e-5)
+    for name, of_N in found.metrics.items():
+        assert of_N[acts_N].tolist() == pytest.approx([of_token[name] for _, _, of_token in slow]), name
+    assert not found.loss_N[~acts_N].any()
+    assert not value_N.grad[~acts_N].any()
+
+
+def test_a_nan_counts_only_where_the_policy_acted() -> None:
+    value_N = torch.tensor([NAN, INF, 1.0], requires_grad=True)
+    other_N, mask_N = torch.tensor([NAN, INF, 2.0]), torch.tensor([False, False, True])
+    found = clipped_value_loss(value_N, other_N, other_N, mask_N, clip=2.0)
+    found.loss_N.sum().backward()
+    assert found.loss_N.tolist() == [0.0, 0.0, 0.5]
     assert value_N.grad is not None
     assert value_N.grad.tolist() == [0.0, 0.0, -1.0]
+    for place in range(3):
+        a_N, b_N, c_N = (torch.tensor([1.0, NAN]) if i == place else torch.ones(2) for i in range(3))
+        found = clipped_value_loss(a_N, b_N, c_N, torch.ones(2).bool(), clip=0.5)
+        assert found.loss_N.tolist() == pytest.approx([0.0, NAN], nan_ok=True)
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=10),
-    st.floats(0.01, 3),
-    st.integers(0, 10),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_loss_agrees_with_a_scalar_loop_however_it_is_cut(tokens: list[Token], clip: float, cut: int) -> None:
-    found = 0.0
-    for part in filter(None, (tokens[:cut], tokens[cut:])):
-        mask, *floats = zip(*part)
-        value_N, old_N, return_N = (torch.tensor(column) for column in floats)
-        found += clipped_value_loss(value_N, old_N, return_N, torch.tensor(mask), 7, clip).loss.item()
-    assert found == pytest.approx(slow_value_loss(tokens, 7, clip), rel=1e-4, abs=1e-5)
-
-
-def test_a_clip_that_lets_nothing_move_is_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
     one = torch.ones(1)
-    with pytest.raises(ValueError, match="clip=0: no value could move"):
-        clipped_value_loss(one, one, one, one.bool(), 1, 0)
+    for clip in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match=f"clip={clip}: no value could move"):
+            clipped_value_loss(one, one, one, one.bool(), clip=clip)
+    with pytest.raises(ValueError, match=r"return_N has shape \[2\], the mask \[1\]"):
+        clipped_value_loss(one, one, torch.ones(2), one.bool(), clip=1.0)
+    with pytest.raises(ValueError, match="must be a bool"):
+        clipped_value_loss(one, one, one, one, clip=1.0)

@@ -1,0 +1,110 @@
+"""Dynamic sampling: fill a step with prompts that teach something, and ask for others in place of those that do not.
+
+B answers of a batch; the answers to one prompt share its `prompt_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from components.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What `fill_groups` found."""
+
+    batch: Batch | None
+    """The answers to all prompts that were kept, in the order in which they were made; None when there is none."""
+    prompts_seen: int
+    """Prompts that were asked for: so far the loader has moved on."""
+    prompts_kept: int
+    """Prompts in the batch."""
+    rounds: int
+    """How often answers were asked for."""
+
+
+def fill_groups(
+    generate: Callable[[int], Batch],
+    wanted: int,
+    available: int,
+    keep: Callable[[Batch], Tensor],
+    *,
+    max_rounds: int | None = None,
+) -> Filled:
+    """Ask for answers to as many prompts as are missing, keep what passes, and ask again, until the step is full.
+
+    A round never asks for more prompts than are missing, so there is no surplus to throw away. What was accepted is
+    never lost: when the loader runs out the batch holds fewer prompts than wanted, and only then.
+
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, which samples in rounds of full size instead.
+
+    Args:
+        generate: makes and scores the answers to the next so many prompts, with a per-sequence column `prompt_id`.
+        wanted: prompts of a full step, at least 1.
+        available: prompts that the loader still has; no more are asked for.
+        keep: [B] bool, True for the answers that stay, the same for all answers to a prompt; such as
+            `components.rl.rewards.groups_within` of their scores.
+        max_rounds: at least 1; None to go on as long as there are prompts.
+
+    Raises:
+        ValueError: a number is out of its range; a round brings answers to more or fewer prompts than were asked for;
+            or `keep` does not return a bool [B], or parts the answers to a prompt.
+        RuntimeError: after `max_rounds` rounds prompts are still missing, and the loader has more.
+    """
+    # Not at the top: a plan check imports this without torch.
+    from components.batch import Batch
+
+    _check_numbers(wanted, available, max_rounds)
+    parts: list[Batch] = []
+    seen = kept = rounds = 0
+    while kept < wanted and seen < available:
+        if rounds == max_rounds:
+            raise RuntimeError(
+                f"dynamic sampling kept {kept} of {seen} groups in {rounds} rounds, and a step needs {wanted}: nearly "
+                "all answers to a prompt score alike; take prompts that are neither too easy nor too hard, widen the "
+                "range of scores that pass, or raise max_rounds"
+            )
+        count = min(wanted - kept, available - seen)
+        answers = generate(count)
+        keep_B = keep(answers)
+        kept += _count_kept(answers, keep_B, count)
+        seen += count
+        rounds += 1
+        parts.append(answers.select(keep_B))
+    batch = Batch.concat(parts) if kept else None
+    return Filled(batch=batch, prompts_seen=seen, prompts_kept=kept, rounds=rounds)
+
+
+def _count_kept(batch: Batch, keep_B: Tensor, count: int) -> int:
+    """Count the prompts that are kept, of a round that asked for `count`."""
+    if str(keep_B.dtype) != "torch.bool" or keep_B.shape != (len(batch),):
+        raise ValueError(
+            f"keep returned {keep_B.dtype} of shape {list(keep_B.shape)} for {len(batch)} answers; it must be bool [B]"
+        )
+    verdicts: dict[int, bool] = {}
+    for prompt_id, verdict in zip(batch["prompt_id"].tolist(), keep_B.tolist(), strict=True):
+        if verdicts.setdefault(prompt_id, verdict) != verdict:
+            raise ValueError(
+                f"keep parts the answers to prompt {prompt_id}; it must be True for all answers to a prompt or for none"
+            )
+    if len(verdicts) != count:
+        raise ValueError(
+            f"generate({count}) brought answers to {len(verdicts)} prompts; it must answer the next {count}, and give "
+            "all answers to a prompt the same prompt_id"
+        )
+    return sum(verdicts.values())
+
+
+def _check_numbers(wanted: int, available: int, max_rounds: int | None) -> None:
+    if wanted < 1:
+        raise ValueError(f"wanted={wanted} prompts; ask for at least 1")
+    if available < 0:
+        raise ValueError(f"available={available} prompts; it is at least 0")
+    if max_rounds is not None and max_rounds < 1:
+        raise ValueError(f"max_rounds={max_rounds}; set at least 1, or None for no limit")

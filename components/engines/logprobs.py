@@ -1,0 +1,189 @@
+"""Log-probabilities and entropies from logits, in the memory that the logits have already.
+
+Logits are the largest thing in memory: 16,384 tokens and a vocabulary of 151,936 make 10 GB of float32. So they are
+read in chunks of rows, and their gradient is written over them.
+
+Legend: `R` rows of logits, `V` vocabulary, `M` rows that have a label, `N` those of them whose gradient
+is not 0, `K` those of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# What one chunk holds by kind of device: on a CPU what a core's cache holds, elsewhere enough to keep a GPU busy.
+_CHUNK_ELEMENTS = {"cpu": 2**18}
+_DEFAULT_CHUNK_ELEMENTS = 2**22
+
+# exp of it is 0 in float32 and in float64, and 0 times it is 0, where 0 * -inf would be NaN.
+_NO_CHANCE = -1000.0
+
+
+def label_logprobs(
+    logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each label under softmax(logits / scale) of its row, and the entropy of that distribution.
+
+    With x = logits / scale, p = softmax(x) and H = -sum_j p_j log p_j, where a logit of -inf adds nothing to H:
+
+        d log p_label / d logit_j = (1[j = label] - p_j) / scale
+        d H / d logit_j = -p_j (log p_j + H) / scale
+
+    The backward pass overwrites the logits with their gradient. Whoever wants to read them afterwards needs a copy.
+    Autograd raises where it would go wrong: when the logits are saved for another part of the same graph whose
+    backward pass comes later, and in a second backward pass. Logits that are a parameter, or a view of one, or whose
+    rows share memory, stay as they are, and the gradient takes memory of its own.
+
+    A row whose label and entropy both get a gradient of 0 is not read for it: its gradient is 0, whatever it holds.
+
+    Args:
+        logits_RV: [R, V] of any floating dtype; computed in float32, or in float64 if that is what they are.
+        row_M: [M] integers, the row of each label; no row twice where gradients are wanted.
+        label_M: [M] int64 in 0 to V - 1.
+        scale: the temperature, positive.
+        with_entropy: also give the entropy.
+
+    Returns:
+        [M] log-probabilities in nats, and [M] entropies in nats or None; float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: the shapes do not fit, scale is not positive, or, in the backward pass, a row has two labels.
+        RuntimeError: in a second backward pass.
+    """
+    if logits_RV.dim() != 2 or row_M.dim() != 1 or row_M.shape != label_M.shape:
+        raise ValueError(
+            f"logits_RV has shape {list(logits_RV.shape)}, row_M {list(row_M.shape)}, label_M {list(label_M.shape)}; "
+            "they must be [R, V], [M] and [M]"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: logits are divided by it; set a positive number")
+    return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy, _may_be_overwritten(logits_RV))
+
+
+class _LabelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_RV: Tensor,
+        row_M: Tensor,
+        label_M: Tensor,
+        scale: float,
+        with_entropy: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        scratch = _Scratch(logits_RV, len(row_M))
+        logprob_M = scratch.first_KV.new_empty(len(row_M))
+        entropy_M = torch.empty_like(logprob_M) if with_entropy else None
+        for chunk in scratch.chunks(len(row_M)):
+            logits_KV = scratch.load(logits_RV, row_M[chunk], scale)
+            logprob_KV = torch.log_softmax(logits_KV, -1, out=scratch.second_KV[: len(logits_KV)])
+            logprob_M[chunk] = logprob_KV.gather(1, label_M[chunk, None]).squeeze(1)
+            if entropy_M is not None:
+                probability_KV = torch.exp(logprob_KV.clamp_(min=_NO_CHANCE), out=logits_KV)
+                entropy_M[chunk] = -probability_KV.mul_(logprob_KV).sum(-1)
+        ctx.save_for_backward(logits_RV, row_M, label_M, entropy_M)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.overwrite, ctx.done = scale, overwrite, False
+        return logprob_M, entropy_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator's type loses ctx
+        ctx: Any, logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
+        if ctx.done and ctx.overwrite:
+            raise RuntimeError(
+                "a second backward pass through the same log-probabilities: the first one has overwritten the logits "
+                "with their gradient; call backward once, on the sum of all losses, or run the model again"
+            )
+        logits_RV, row_M, label_M, entropy_M = ctx.saved_tensors
+        if logprob_grad_M is None:
+            if entropy_grad_M is None:
+                return None, None, None, None, None, None
+            logprob_grad_M = torch.zeros_like(entropy_grad_M)
+        ctx.done = True
+        # Not .data: detach() shares the version counter, so autograd sees the change if the logits are saved elsewhere.
+        target_RV = logits_RV.detach() if ctx.overwrite else logits_RV.new_zeros(logits_RV.shape)
+        counts_M = logprob_grad_M != 0
+        if entropy_grad_M is not None:
+            counts_M |= entropy_grad_M != 0
+        index_N = counts_M.nonzero().squeeze(1)
+        _clear_other_rows(target_RV, row_M[index_N])
+        scratch = _Scratch(logits_RV, len(index_N))
+        for chunk in scratch.chunks(len(index_N)):
+            index_K = index_N[chunk]
+            row_K, logprob_grad_K = row_M[index_K], logprob_grad_M[index_K] / ctx.scale
+            logits_KV = scratch.load(logits_RV, row_K, ctx.scale)
+            grad_KV = scratch.second_KV[: len(logits_KV)]
+            if entropy_grad_M is None:
+                torch.softmax(logits_KV, -1, out=grad_KV).mul_(-logprob_grad_K[:, None])
+            else:
+                # -p (a + b (log p + H)), where a and b are the gradients of log-probability and entropy.
+                entropy_grad_K = entropy_grad_M[index_K] / ctx.scale
+                offset_K = logprob_grad_K + entropy_grad_K * entropy_M[index_K]
+                logprob_KV = torch.log_softmax(logits_KV, -1, out=grad_KV).clamp_(min=_NO_CHANCE)
+                probability_KV = torch.exp(logprob_KV, out=logits_KV)
+                logprob_KV.mul_(-entropy_grad_K[:, None]).sub_(offset_K[:, None]).mul_(probability_KV)
+            grad_KV.scatter_add_(1, label_M[index_K, None], logprob_grad_K[:, None])
+            scratch.store(grad_KV, target_RV, row_K)
+        return target_RV, None, None, None, None, None
+
+
+class _Scratch:
+    """Room for two copies of a chunk of rows, used again for each chunk.
+
+    Made anew for each chunk, they let the process grow by one to two times the size of the logits: malloc did not use
+    the blocks again that were free.
+    """
+
+    def __init__(self, logits_RV: Tensor, num_rows: int) -> None:
+        elements = _CHUNK_ELEMENTS.get(logits_RV.device.type, _DEFAULT_CHUNK_ELEMENTS)
+        self.size = max(1, elements // max(1, logits_RV.shape[1]))
+        shape = min(self.size, num_rows), logits_RV.shape[1]
+        dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+        self.first_KV, self.second_KV = (logits_RV.new_empty(shape, dtype=dtype) for _ in range(2))
+        # As the logits are stored.
+        self.stored_KV = None if dtype == logits_RV.dtype else logits_RV.new_empty(shape)
+
+    def chunks(self, num_rows: int) -> list[slice]:
+        """Which of the rows are handled together."""
+        return [slice(start, start + self.size) for start in range(0, num_rows, self.size)]
+
+    def load(self, logits_RV: Tensor, row_K: Tensor, scale: float) -> Tensor:
+        """[K, V] the rows in `first_KV`, at least float32, divided by the temperature."""
+        logits_KV = self.first_KV[: len(row_K)]
+        if self.stored_KV is None:
+            torch.index_select(logits_RV, 0, row_K, out=logits_KV)
+        else:
+            logits_KV.copy_(torch.index_select(logits_RV, 0, row_K, out=self.stored_KV[: len(row_K)]))
+        return logits_KV if scale == 1.0 else logits_KV.div_(scale)
+
+    def store(self, grad_KV: Tensor, target_RV: Tensor, row_K: Tensor) -> None:
+        """Write to these rows of the target, which has the dtype of the logits."""
+        if self.stored_KV is not None:
+            grad_KV = self.stored_KV[: len(row_K)].copy_(grad_KV)
+        target_RV.index_copy_(0, row_K, grad_KV)
+
+
+def _may_be_overwritten(logits_RV: Tensor) -> bool:
+    owner = logits_RV if logits_RV._base is None else logits_RV._base
+    # Over a parameter the gradient would be a wrong weight.
+    is_parameter = owner.is_leaf and owner.requires_grad
+    rows_lie_apart = logits_RV.stride(1) == 1 and logits_RV.stride(0) >= logits_RV.shape[1]
+    return rows_lie_apart and not is_parameter
+
+
+def _clear_other_rows(target_RV: Tensor, row_K: Tensor) -> None:
+    """Write zeros to all rows but these; ValueError when a row is there twice, whose gradients would need a sum."""
+    is_other_R = torch.ones(len(target_RV), dtype=torch.bool, device=row_K.device).index_fill_(0, row_K, False)
+    other_K = is_other_R.nonzero().squeeze(1)
+    if len(other_K) + len(row_K) != len(target_RV):
+        raise ValueError(
+            f"row_M has {len(row_K)} labels that get a gradient, in {len(target_RV) - len(other_K)} rows; "
+            "give each row of the logits one label at most"
+        )
+    target_RV.index_fill_(0, other_K, 0.0)

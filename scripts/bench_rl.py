@@ -1,0 +1,129 @@
+"""How long the maths of components/rl takes on one large batch.
+
+    python scripts/bench_rl.py                        16 million tokens, two threads
+    python scripts/bench_rl.py --tokens 1000000 --threads 1 --rounds 3
+
+Sequences of uneven lengths, a tenth of their tokens written by the environment. Best and median of the rounds, in
+seconds; a loss is its forward pass with its metrics and their sums, and "backward" its gradient. A busy machine shows
+in the distance between best and median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from components.rl import advantages, correction, kl, policy_losses, value_losses  # noqa: E402 (may not be installed)
+from components.rl.aggregation import Aggregation, TokenLoss, Totals, reduce_loss  # noqa: E402
+
+BY_ANSWER = ("gspo", "geo_mean")
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+class Data:
+    """Random columns of a batch."""
+
+    def __init__(self, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths_B = torch.randint(64, 1984, (max(tokens // 1024, 1),), generator=generator)
+        count = int(self.lengths_B.sum())
+        self.mask_N = torch.rand(count, generator=generator) < 0.9
+        self.reward_N = torch.randn(count, generator=generator)
+        self.value_N = torch.randn(count, generator=generator)
+        self.old_N = -torch.rand(count, generator=generator)
+        self.logprob_N = (self.old_N + 0.1 * torch.randn(count, generator=generator)).requires_grad_()
+        self.uniform_N = torch.rand(count, generator=generator)
+        self.totals = Totals(tokens=int(self.mask_N.sum()), sequences=len(self.lengths_B))
+
+
+def losses(data: Data) -> dict[str, Callable[[], TokenLoss]]:
+    """Each loss of a token, on the batch."""
+    columns = (data.logprob_N, data.old_N, data.reward_N, data.mask_N)
+    covariance_N = policy_losses.covariances(data.old_N, data.reward_N, data.mask_N)
+    held_N = policy_losses.kl_cov_tokens(covariance_N, data.mask_N, share=2e-4)
+    p = policy_losses
+    return {
+        "ppo": partial(p.ppo_loss, *columns, **CLIP),
+        "ppo, dual clip": partial(p.ppo_loss, *columns, **CLIP, dual_clip=3.0),
+        "gspo": partial(p.gspo_loss, *columns, data.lengths_B, **CLIP),
+        "geo_mean": partial(p.geo_mean_loss, *columns, data.lengths_B, **CLIP),
+        "cispo": partial(p.cispo_loss, *columns, **CLIP),
+        "sapo": partial(p.sapo_loss, *columns),
+        "dppo_tv": partial(p.dppo_loss, *columns, divergence="tv", **CLIP),
+        "dppo_kl": partial(p.dppo_loss, *columns, divergence="kl", **CLIP),
+        "clip_cov": partial(p.clip_cov_loss, *columns, held_N, **CLIP),
+        "kl_cov": partial(p.kl_cov_loss, *columns, held_N, coef=1.0),
+        "reinforce": partial(p.reinforce_loss, data.logprob_N, data.reward_N, data.mask_N),
+        "value": partial(
+            value_losses.clipped_value_loss, data.logprob_N, data.old_N, data.reward_N, data.mask_N, clip=0.5
+        ),
+    }
+
+
+def whole_batch(data: Data) -> dict[str, Callable[[], object]]:
+    """What is computed once for a step."""
+    of_rollout = (data.old_N, data.value_N - 3, data.mask_N, data.lengths_B)
+    return {
+        "gae": partial(advantages.gae, data.reward_N, data.value_N, data.mask_N, data.lengths_B, gamma=1.0, lambd=0.95),
+        "discounted_returns": partial(
+            advantages.discounted_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0
+        ),
+        "turn_returns": partial(advantages.turn_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0),
+        "whiten": partial(advantages.whiten, data.reward_N, data.mask_N),
+        "kl_estimate k3": partial(kl.kl_estimate, data.old_N, data.value_N, data.mask_N, "k3"),
+        "importance_weights": partial(
+            correction.importance_weights, *of_rollout, level="token", low=0.5, high=5.0, outside="clamp"
+        ),
+        "mismatch_metrics": partial(correction.mismatch_metrics, *of_rollout),
+    }
+
+
+def reduced(loss: Callable[[], TokenLoss], data: Data, aggregation: Aggregation) -> Tensor:
+    """The loss of the batch; its metrics are summed too."""
+    return reduce_loss(loss(), data.mask_N, data.lengths_B, data.totals, aggregation).loss
+
+
+def measure(action: Callable[[], object], rounds: int) -> str:
+    """Best and median of a few rounds."""
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return f"{min(seconds):8.2f} {statistics.median(seconds):8.2f}"
+
+
+def main() -> None:
+    """Print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16 * 2**20, help="about so many")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    data = Data(options.tokens)
+    print(f"{len(data.mask_N):,} tokens in {len(data.lengths_B):,} sequences, {options.threads} threads")
+    print(f"{'':24} {'best':>8} {'median':>8}   {'best':>8} {'median':>8} backward")
+    for name, action in whole_batch(data).items():
+        print(f"{name:24} {measure(action, options.rounds)}", flush=True)
+    for name, loss in losses(data).items():
+        forward = partial(reduced, loss, data, "seq-mean-token-mean" if name in BY_ANSWER else "token-mean")
+        ahead = measure(forward, options.rounds)
+        graph = forward()
+        behind = measure(partial(torch.autograd.grad, graph, data.logprob_N, retain_graph=True), options.rounds)
+        print(f"{name:24} {ahead}   {behind}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One rank of a group that shares the losses of one optimizer step out: the sums over all ranks, as a file.
+
+Usage: loss_ranks.py OUTPUT, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+B sequences; N all tokens of a part end to end; D numbers of the parameter.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from components.batch import Batch
+from components.rl.aggregation import Totals
+from tests.components.rl.loss_cases import LOSSES, make_step, reduced
+
+Sums = dict[str, torch.Tensor]
+PARAMETERS = 5
+
+
+def whole_step() -> Batch:
+    """Nine sequences, so that ranks get shares of different sizes; one of them has no action."""
+    step = make_step([5, 1, 17, 40, 3, 1, 8, 2, 30], seed=3)
+    mask_N = torch.where(step.sequence_ids == 1, False, step["mask"])
+    return step.with_tokens(mask=mask_N, dropped=step["dropped"] & mask_N, held=step["held"] & mask_N)
+
+
+def evaluate(parts: list[Batch], totals: Totals) -> Sums:
+    """Of each loss and aggregation the loss, its metrics, and the gradient of a parameter, summed over the parts."""
+    sums: Sums = {}
+    for name, loss in LOSSES.items():
+        for part in parts:
+            parameter_D = torch.linspace(-0.1, 0.1, PARAMETERS).requires_grad_()
+            # What a parameter does to a token depends on the token alone, not on its place in a part.
+            features_ND = torch.stack([(k * part["advantage"] + part["old"]).sin() for k in range(PARAMETERS)], 1)
+            outputs = reduced(loss, part["x"] + features_ND @ parameter_D, part, totals)
+            for aggregation, out in outputs.items():
+                (gradient_D,) = torch.autograd.grad(out.loss, parameter_D, retain_graph=True)
+                found = {"loss": out.loss.detach(), "gradient": gradient_D, **out.metrics}
+                for what, x in found.items():
+                    key = f"{name}, {aggregation}, {what}"
+                    sums[key] = sums[key] + x if key in sums else x
+    return sums
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    share = whole_step().split(dist.get_world_size())[dist.get_rank()]
+    acting_B = [bool(share.row(i, "mask").any()) for i in range(len(share))]
+    counts = torch.tensor([int(share["mask"].sum()), sum(acting_B)])
+    dist.all_reduce(counts)
+    tokens, sequences = counts.tolist()
+    # The second rank takes its share in two parts, the first in one.
+    sums = evaluate(share.split(1 + dist.get_rank()), Totals(tokens, sequences))
+    for name in sorted(sums):
+        dist.all_reduce(sums[name])
+    torch.save(sums, f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""From what each token costs to one number. B sequences, N tokens end to end."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from components.batch import Batch
+from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate, reduce_loss
+from tests.components.rl.loss_cases import AGGREGATIONS, steps
+
+NAN, INF = math.nan, math.inf
+
+
+def slow_weights(step: Batch, totals: Totals, aggregation: str, max_length: int) -> list[float]:
+    """How much each token counts, which is the whole gradient."""
+    weights: list[float] = []
+    for i in range(len(step)):
+        mask = step.row(i, "mask").tolist()
+        of_token = {
+            "token-mean": 1 / totals.tokens,
+            "seq-mean-token-mean": 1 / max(sum(mask), 1) / totals.sequences,
+            "seq-mean-token-sum": 1 / totals.sequences,
+            "seq-mean-token-sum-norm": 1 / totals.sequences / max_length,
+        }[aggregation]
+        weights += [of_token if acts else 0.0 for acts in mask]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        # First sequence: 1 and 5 count, 2 does not; second: none; third: 9. Three tokens in two sequences.
+        ("token-mean", 15 / 3),
+        ("seq-mean-token-mean", (3 + 9) / 2),
+        ("seq-mean-token-sum", (6 + 9) / 2),
+        ("seq-mean-token-sum-norm", (6 + 9) / 2 / 4),
+    ],
+)
+def test_three_sequences_by_hand(aggregation: Aggregation, expected: float) -> None:
+    x_N = torch.tensor([1.0, 2.0, 5.0, 7.0, 9.0])
+    mask_N = torch.tensor([True, False, True, False, True])
+    lengths_B, totals = torch.tensor([3, 1, 1]), Totals(tokens=3, sequences=2)
+    assert aggregate(x_N, mask_N, lengths_B, totals, aggregation, max_length=4).item() == expected
+    # As the third part of a larger step.
+    larger = Totals(tokens=9, sequences=6)
+    assert aggregate(x_N, mask_N, lengths_B, larger, aggregation, max_length=4).item() == pytest.approx(expected / 3)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(step=steps(), max_length=st.integers(1, 50), of_more=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_aggregates_agree_with_a_scalar_loop(
+    aggregation: Aggregation, step: Batch, max_length: int, of_more: int
+) -> None:
+    totals = Totals(tokens=int(step["mask"].sum()) + of_more or 1, sequences=len(step) + of_more)
+    slow = slow_weights(step, totals, aggregation, max_length)
+    x_N = step["advantage"].clone().requires_grad_()
+    found = aggregate(x_N, step["mask"], step.lengths, totals, aggregation, max_length)
+    assert found.item() == pytest.approx(sum(w * x for w, x in zip(slow, x_N.tolist())), rel=1e-4, abs=1e-5)
+    found.backward()
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == pytest.approx(slow, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_nan_counts_only_where_the_policy_acted(aggregation: Aggregation) -> None:
+    x_N = torch.tensor([NAN, 2.0, INF, -INF], requires_grad=True)
+    lengths_B, totals = torch.tensor([2, 2]), Totals(tokens=1, sequences=1)
+    found = aggregate(x_N, torch.tensor([False, True, False, False]), lengths_B, totals, aggregation, 1)
+    found.backward()
+    assert found.item() == 2.0
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert aggregate(x_N, torch.tensor([True, True, False, False]), lengths_B, totals, aggregation, 1).isnan()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("lengths", [[], [0, 0], [3, 2]])
+def test_a_part_without_action_adds_nothing(lengths: list[int], aggregation: Aggregation) -> None:
+    x_N = torch.full((sum(lengths),), NAN, requires_grad=True)
+    lengths_B, mask_N = torch.tensor(lengths, dtype=torch.int64), torch.zeros(sum(lengths)).bool()
+    found = aggregate(x_N, mask_N, lengths_B, Totals(tokens=5, sequences=2), aggregation, 4)
+    found.backward()
+    assert found.item() == 0.0
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [0.0] * sum(lengths)
+
+
+def two_tokens(weight_N: Tensor | None, aggregation: Aggregation = "token-mean") -> tuple[float, dict[str, Tensor]]:
+    loss_N = torch.tensor([1.0, 3.0, NAN], requires_grad=True)
+    metrics = {"share": torch.tensor([1.0, 0.0, NAN]), "mean": torch.tensor([2.0, 6.0, INF])}
+    mask_N, lengths_B, totals = torch.tensor([True, True, False]), torch.tensor([1, 2]), Totals(tokens=4, sequences=2)
+    out = reduce_loss(TokenLoss(loss_N, metrics), mask_N, lengths_B, totals, aggregation, 5, weight_N)
+    assert not any(x.requires_grad for x in out.metrics.values())
+    return out.loss.item(), out.metrics
+
+
+def test_weights_change_the_loss_and_neither_counts_nor_metrics() -> None:
+    # (1 + 3) / 4 = 1; (2 * 1 + 0.5 * 3) / 4 = 0.875; metrics (1 + 0) / 4 and (2 + 6) / 4 both times.
+    weight_N = torch.tensor([2.0, 0.5, NAN], requires_grad=True)
+    assert two_tokens(None)[0] == 1.0
+    assert two_tokens(weight_N)[0] == 0.875
+    assert two_tokens(torch.zeros(3))[0] == 0.0
+    for found in (two_tokens(None), two_tokens(weight_N), two_tokens(torch.zeros(3), "seq-mean-token-sum")):
+        assert {name: x.item() for name, x in found[1].items()} == {"share": 0.25, "mean": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    # (2 * 1) and (0.5 * 3) of one sequence each; the mask holds one token of each.
+    [("seq-mean-token-mean", 1.75), ("seq-mean-token-sum", 1.75), ("seq-mean-token-sum-norm", 0.35)],
+)
+def test_weights_count_in_each_aggregation(aggregation: Aggregation, expected: float) -> None:
+    assert two_tokens(torch.tensor([2.0, 0.5, NAN]), aggregation)[0] == pytest.approx(expected)
+
+
+def test_no_gradient_flows_into_weights_and_a_nan_that_counts_comes_out() -> None:
+    loss_N, weight_N = torch.ones(2, requires_grad=True), torch.tensor([3.0, 5.0], requires_grad=True)
+    mask_N, totals = torch.tensor([True, False]), Totals(tokens=1, sequences=1)
+    reduce_loss(TokenLoss(loss_N), mask_N, torch.tensor([2]), totals, weight_N=weight_N).loss.backward()
+    assert weight_N.grad is None
+    assert loss_N.grad is not None
+    assert loss_N.grad.tolist() == [3.0, 0.0]
+    nan_N = torch.tensor([NAN, 1.0])
+    assert reduce_loss(TokenLoss(loss_N), mask_N, torch.tensor([2]), totals, weight_N=nan_N).loss.isnan()
+
+
+def test_what_has_no_mean_is_refused() -> None:
+    x_N, mask_N, lengths_B, one = torch.ones(2), torch.ones(2).bool(), torch.tensor([2]), Totals(1, 1)
+    with pytest.raises(ValueError, match="total_tokens=0: a step that trains on no token"):
+        aggregate(x_N, mask_N, lengths_B, Totals(tokens=0, sequences=1))
+    for aggregation in AGGREGATIONS[1:]:
+        with pytest.raises(ValueError, match=r"totals\.sequences=0: a step without a sequence"):
+            aggregate(x_N, mask_N, lengths_B, Totals(tokens=1, sequences=0), aggregation, 1)
+        with pytest.raises(ValueError, match="sum to 3 tokens, but the columns have 2"):
+            aggregate(x_N, mask_N, torch.tensor([3]), one, aggregation, 1)
+    for aggregation in AGGREGATIONS:
+        with pytest.raises(ValueError, match=r"x_N has shape \[2, 1\], the mask \[2\]"):
+            aggregate(x_N[:, None], mask_N, lengths_B, one, aggregation, 1)
+        with pytest.raises(ValueError, match="must be a bool"):
+            aggregate(x_N, mask_N.long(), lengths_B, one, aggregation, 1)
+    for max_length in (None, 0):
+        with pytest.raises(ValueError, match=f"divides by max_length={max_length}; set the longest answer's tokens"):
+            aggregate(x_N, mask_N, lengths_B, one, "seq-mean-token-sum-norm", max_length)
+    with pytest.raises(ValueError, match="aggregation='mean' is unknown; set one of token-mean, seq-mean-token-mean,"):
+        aggregate(x_N, mask_N, lengths_B, one, "mean")  # pyright: ignore[reportArgumentType]
+    for shape in ([2, 1], [1]):
+        with pytest.raises(ValueError, match=r"weight_N has shape \[.+\], the mask \[2\]"):
+            reduce_loss(TokenLoss(x_N), mask_N, lengths_B, one, weight_N=torch.ones(shape))
+    with pytest.raises(ValueError, match=r"x_N has shape \[3\], the mask \[2\]"):
+        reduce_loss(TokenLoss(x_N, {"mean": torch.ones(3)}), mask_N, lengths_B, one)

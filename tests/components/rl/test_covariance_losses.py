@@ -1,0 +1,244 @@
+"""Clip-Cov and KL-Cov: which tokens cost the most entropy, and what is done to them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from components.batch import Batch
+from components.rl.policy_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
+from tests.components.rl.loss_cases import LOSSES, steps
+
+NAN, INF = math.nan, math.inf
+LN2 = math.log(2.0)
+shares = st.sampled_from([0.0, 2e-3, 0.1, 0.5, 1.0])
+
+
+def close_to(expected: list[float]) -> object:
+    return pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def covariances_of(step: Batch) -> Tensor:
+    return covariances(step["old"], step["advantage"], step["mask"])
+
+
+def test_covariances_by_hand() -> None:
+    # Means -2 and 1 over the three that act: (-1 + 2) (4 - 1) = 3, (-2 + 2) (-2 - 1) = 0, (-3 + 2) (1 - 1) = 0.
+    old_N = torch.tensor([-1.0, NAN, -2.0, -3.0], requires_grad=True)
+    advantage_N = torch.tensor([4.0, INF, -2.0, 1.0], requires_grad=True)
+    found_N = covariances(old_N, advantage_N, torch.tensor([True, False, True, True]))
+    assert found_N.tolist() == [3.0, 0.0, 0.0, 0.0]
+    assert not found_N.requires_grad
+    # Means -2 and 3: (1) (-2), (-1) (2).
+    assert covariances(torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 5.0]), torch.ones(2).bool()).tolist() == [-2, -2]
+
+
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_covariances_agree_with_a_scalar_loop(step: Batch) -> None:
+    mask, old, advantage = (step[name].tolist() for name in ("mask", "old", "advantage"))
+    count = max(sum(mask), 1)
+    mean_old = sum(x for x, acts in zip(old, mask) if acts) / count
+    mean_advantage = sum(x for x, acts in zip(advantage, mask) if acts) / count
+    slow = [(p - mean_old) * (a - mean_advantage) if acts else 0.0 for acts, p, a in zip(mask, old, advantage)]
+    # Float32 has four digits after the point of a log-probability of -1e4.
+    assert covariances_of(step).tolist() == pytest.approx(slow, rel=1e-4, abs=1e-2 if min(old) < -999 else 1e-4)
+
+
+def test_clip_cov_drops_those_between_two_covariances_with_the_smallest_random_numbers() -> None:
+    # Between 1 and 5 and acting: tokens 1, 2 and 5, in the order 5, 1, 2 of their random numbers.
+    covariance_N = torch.tensor([0.5, 2.0, 4.0, 9.0, 3.0, 1.5, 1.0, 5.0])
+    uniform_N = torch.tensor([0.0, 0.5, 0.9, 0.1, 0.2, 0.3, 0.0, 0.0])
+    mask_N = torch.tensor([1, 1, 1, 1, 0, 1, 1, 1]).bool()
+    # Seven act: a share of 0.3 is 2 tokens, rounded down; a share of 0 and of 0.1 one; of 1, all that are between.
+    for share, expected in [(0.3, [1, 5]), (0.0, [5]), (0.1, [5]), (1.0, [1, 2, 5])]:
+        dropped_N = clip_cov_tokens(covariance_N, mask_N, uniform_N, share=share, low=1.0, high=5.0)
+        assert dropped_N.nonzero().squeeze(1).tolist() == expected
+    assert not clip_cov_tokens(covariance_N, mask_N, uniform_N, share=1.0, low=6.0, high=8.0).any()
+
+
+def test_kl_cov_holds_the_largest_covariances_back() -> None:
+    covariance_N = torch.tensor([0.5, 2.0, 4.0, NAN, -3.0, 1.5])
+    mask_N = torch.tensor([1, 1, 1, 0, 1, 1]).bool()
+    # Five act: a share of 0.5 is 2 tokens, of 0 and of 0.1 one.
+    for share, expected in [(0.5, [1, 2]), (0.0, [2]), (0.1, [2]), (1.0, [0, 1, 2, 4, 5])]:
+        held_N = kl_cov_tokens(covariance_N, mask_N, share=share)
+        assert held_N.nonzero().squeeze(1).tolist() == expected
+
+
+@given(step=steps(), share=shares, seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_the_chosen_tokens_agree_with_a_scalar_loop(step: Batch, share: float, seed: int) -> None:
+    covariance_N, mask_N = covariances_of(step), step["mask"]
+    uniform_N = torch.rand(step.num_tokens, generator=torch.Generator().manual_seed(seed))
+    covariance, acting = covariance_N.tolist(), mask_N.nonzero().squeeze(1).tolist()
+    count = max(int(share * len(acting)), 1)
+    between = sorted((uniform_N[t].item(), t) for t in acting if 0.1 < covariance[t] < 2.0)
+    dropped_N = clip_cov_tokens(covariance_N, mask_N, uniform_N, share=share, low=0.1, high=2.0)
+    assert dropped_N.nonzero().squeeze(1).tolist() == sorted(t for _, t in between[:count])
+    held_N = kl_cov_tokens(covariance_N, mask_N, share=share)
+    assert not (held_N & ~mask_N).any()
+    # Of equal covariances any may be held.
+    largest = sorted((covariance[t] for t in acting), reverse=True)[:count]
+    assert sorted(covariance_N[held_N].tolist(), reverse=True) == largest
+
+
+@given(step=steps("usual"), share=shares, seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_what_is_chosen_does_not_depend_on_the_order_of_sequences_or_on_what_the_environment_wrote(
+    step: Batch, share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    step = step.with_tokens(
+        old=-torch.rand(step.num_tokens, generator=generator),
+        advantage=torch.randn(step.num_tokens, generator=generator),
+        uniform=torch.rand(step.num_tokens, generator=generator),
+    )
+
+    def choose(of: Batch) -> Batch:
+        covariance_N, mask_N = covariances_of(of), of["mask"]
+        dropped_N = clip_cov_tokens(covariance_N, mask_N, of["uniform"], share=share, low=0.0, high=0.2)
+        return of.with_tokens(dropped=dropped_N, held=kl_cov_tokens(covariance_N, mask_N, share=share))
+
+    # A sum in another order rounds differently, which must not decide between two tokens.
+    limits_N = torch.cat([covariances_of(step)[step["mask"]], torch.tensor([0.0, 0.2])]).sort().values
+    assume(bool((limits_N.diff() > 1e-5).all()))
+    order = torch.randperm(len(step), generator=generator)
+    chosen, moved = choose(step), choose(step.select(order))
+    written = {name: torch.where(step["mask"], step[name], NAN) for name in ("old", "advantage", "uniform")}
+    touched = choose(step.with_tokens(**written))
+    for name in ("dropped", "held"):
+        assert torch.equal(moved[name], chosen.select(order)[name])
+        assert torch.equal(touched[name], chosen[name])
+
+
+def two_tokens(chosen: list[bool], name: str) -> tuple[list[float], list[float], dict[str, list[float]]]:
+    """Loss, gradient and metrics of ratios 2 and 1/2 with advantages -1 and 3."""
+    x_N = torch.tensor([-LN2, -3 * LN2], requires_grad=True)
+    old_N = torch.full((2,), -2 * LN2)
+    advantage_N, mask_N, chosen_N = torch.tensor([-1.0, 3.0]), torch.ones(2).bool(), torch.tensor(chosen)
+    if name == "clip":
+        found = clip_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, clip_low=0.2, clip_high=0.2)
+    else:
+        found = kl_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, coef=0.5)
+    found.loss_N.sum().backward()
+    assert x_N.grad is not None
+    assert not any(of_N.requires_grad for of_N in found.metrics.values())
+    return found.loss_N.tolist(), x_N.grad.tolist(), {metric: of_N.tolist() for metric, of_N in found.metrics.items()}
+
+
+def test_clip_cov_by_hand() -> None:
+    # 2 and -3/2 as PPO has them; a dropped token has neither loss nor gradient.
+    assert two_tokens([False, False], "clip")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
+    loss, slope, metrics = two_tokens([True, False], "clip")
+    assert (loss, slope) == (pytest.approx([0.0, -1.5]), pytest.approx([0.0, -1.5]))
+    assert set(metrics) == {"clipped_share", "ratio_mean", "approx_kl", "dropped_share"}
+    assert metrics["dropped_share"] == [1.0, 0.0]
+
+
+def test_kl_cov_by_hand() -> None:
+    # -r A is 2 and -3/2; held tokens cost half of ln 2 more, and their slope is 1/2 more upwards, 1/2 less downwards.
+    assert two_tokens([False, False], "kl")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
+    loss, slope, metrics = two_tokens([True, True], "kl")
+    assert loss == pytest.approx([2.0 + LN2 / 2, -1.5 + LN2 / 2])
+    assert slope == pytest.approx([2.5, -2.0])
+    assert metrics["held_share"] == [1.0, 1.0]
+    assert metrics["ratio_mean"] == pytest.approx([2.0, 0.5])
+    assert metrics["approx_kl"] == pytest.approx([1 - LN2, LN2 - 0.5])
+
+
+def slow_token(
+    name: str, x: float, old: float, advantage: float, chosen: bool
+) -> tuple[float, float, dict[str, float]]:
+    """Loss, its derivative by the log-probability, and metrics."""
+    moved = x - old
+    inside = abs(moved) <= 20
+    d = moved if inside else math.copysign(20.0, moved)
+    ratio = math.exp(d)
+    metrics = {"ratio_mean": ratio, "approx_kl": ratio - 1 - d}
+    if name == "clip_cov":
+        clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+        kept = min(max(ratio, 0.8), 1.28) if clipped else ratio
+        metrics |= {"clipped_share": float(clipped), "dropped_share": float(chosen)}
+        return (
+            0.0 if chosen else -kept * advantage,
+            0.0 if chosen or clipped or not inside else -ratio * advantage,
+            metrics,
+        )
+    sign = (d > 0) - (d < 0)
+    held = 0.5 if chosen else 0.0
+    slope = -ratio * advantage + held * sign if inside else 0.0
+    return -ratio * advantage + held * abs(d), slope, metrics | {"held_share": float(chosen)}
+
+
+@pytest.mark.parametrize(("name", "column"), [("clip_cov", "dropped"), ("kl_cov", "held")])
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_losses_agree_with_a_scalar_loop(name: str, column: str, step: Batch) -> None:
+    x_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
+    found = LOSSES[name](x_N, step)
+    found.loss_N.sum().backward()
+    assert x_N.grad is not None
+    tokens = zip(*(step[of][acts_N].tolist() for of in ("x", "old", "advantage", column)))
+    slow = [slow_token(name, *token) for token in tokens]
+    assert found.loss_N[acts_N].tolist() == close_to([loss for loss, _, _ in slow])
+    assert x_N.grad[acts_N].tolist() == close_to([slope for _, slope, _ in slow])
+    for metric, of_N in found.metrics.items():
+        assert of_N[acts_N].tolist() == close_to([of_token[metric] for _, _, of_token in slow]), metric
+    assert not found.loss_N[~acts_N].any()
+    assert not x_N.grad[~acts_N].any()
+
+
+def test_clip_cov_that_drops_nothing_is_ppo_and_kl_cov_that_holds_nothing_does_not_clip() -> None:
+    step = Batch(
+        [2, 1],
+        {
+            "old": torch.tensor([-1.0, -2.0, -0.5]),
+            "advantage": torch.tensor([1.0, -1.0, 0.5]),
+            "mask": torch.tensor([True, True, False]),
+        },
+    )
+    x_N, none_N = torch.tensor([-0.2, -2.5, -3.0]), torch.zeros(3).bool()
+    step = step.with_tokens(dropped=none_N, held=none_N)
+    assert torch.equal(LOSSES["clip_cov"](x_N, step).loss_N, LOSSES["ppo"](x_N, step).loss_N)
+    assert LOSSES["kl_cov"](x_N, step).loss_N.tolist() == pytest.approx([-math.exp(0.8), math.exp(-0.5), 0.0])
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_where_nobody_acts_nothing_is_chosen(size: int) -> None:
+    nan_N, mask_N = torch.full((size,), NAN), torch.zeros(size).bool()
+    assert covariances(nan_N, nan_N, mask_N).tolist() == [0.0] * size
+    assert not clip_cov_tokens(nan_N, mask_N, nan_N, share=1.0, low=-1.0, high=1.0).any()
+    assert not kl_cov_tokens(nan_N, mask_N, share=1.0).any()
+
+
+def test_a_nan_that_counts_comes_out_of_the_covariances() -> None:
+    found_N = covariances(torch.tensor([NAN, -1.0]), torch.ones(2), torch.ones(2).bool())
+    # Their mean is over the whole step, so that it reaches all tokens.
+    assert found_N.isnan().all()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    one_N, mask_N = torch.ones(2), torch.ones(2).bool()
+    for share in (-0.1, 1.5, NAN):
+        with pytest.raises(ValueError, match=f"share={share}; set a share of the tokens, 0 to 1"):
+            clip_cov_tokens(one_N, mask_N, one_N, share=share, low=0.0, high=1.0)
+        with pytest.raises(ValueError, match=f"share={share}; set a share of the tokens, 0 to 1"):
+            kl_cov_tokens(one_N, mask_N, share=share)
+    for coef in (-1.0, NAN):
+        with pytest.raises(ValueError, match=f"coef={coef}; set the loss per nat to 0 or more"):
+            kl_cov_loss(one_N, one_N, one_N, mask_N, mask_N, coef=coef)
+    with pytest.raises(ValueError, match="clip_low=2"):
+        clip_cov_loss(one_N, one_N, one_N, mask_N, mask_N, clip_low=2.0, clip_high=1.0)
+    for wrong_N, message in ((one_N, "must be a bool"), (mask_N[:1], r"action_mask_N has shape \[2\], the mask \[1\]")):
+        with pytest.raises(ValueError, match=message):
+            clip_cov_loss(one_N, one_N, one_N, mask_N, wrong_N, clip_low=0.2, clip_high=0.2)
+        with pytest.raises(ValueError, match=message):
+            kl_cov_loss(one_N, one_N, one_N, mask_N, wrong_N, coef=1.0)
+    with pytest.raises(ValueError, match=r"uniform_N has shape \[2, 1\], the mask \[2\]"):
+        clip_cov_tokens(one_N, mask_N, one_N[:, None], share=0.1, low=0.0, high=1.0)
+    with pytest.raises(ValueError, match=r"advantage_N has shape \[1\], the mask \[2\]"):
+        covariances(one_N, one_N[:1], mask_N)

@@ -1,0 +1,214 @@
+"""What must not change a loss: the order of sequences, cuts, ranks, and all that the environment wrote.
+
+B sequences; N all tokens of a step end to end. Of each loss and each aggregation the loss, the metrics and the gradient
+are looked at.
+"""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from components.batch import Batch
+from components.rl.aggregation import PIECE, Totals
+from tests.components.rl.loss_cases import AGGREGATIONS, LOSSES, make_step, reduced, steps, totals_of
+from tests.components.rl.loss_ranks import evaluate, whole_step
+
+NAN, INF = math.nan, math.inf
+COLUMNS = ("x", "old", "advantage")
+every_loss = pytest.mark.parametrize("name", LOSSES)
+Found = dict[str, Tensor]
+"""By "name of the loss, what": its aggregates, by the name of the aggregation; its metrics; and "gradient", the [N]
+gradient of its four aggregates together, with weights under which no two can stand in for each other."""
+WEIGHTS = (1.0, 0.3, 0.07, 0.5)
+
+
+def looked_at(step: Batch, totals: Totals | None = None) -> Found:
+    totals = totals or totals_of(step)
+    found: Found = {}
+    weighed: list[Tensor] = []
+    trained = {name: step["x"].clone().requires_grad_() for name in LOSSES}
+    for name, loss in LOSSES.items():
+        outputs = reduced(loss, trained[name], step, totals)
+        for weight, (aggregation, out) in zip(WEIGHTS, outputs.items()):
+            assert not any(x.requires_grad for x in out.metrics.values())
+            weighed.append(weight * out.loss)
+            found[f"{name}, {aggregation}"] = out.loss.detach()
+            found |= {f"{name}, {metric}": x for metric, x in out.metrics.items()}
+    gradients = torch.autograd.grad(torch.stack(weighed).sum(), list(trained.values()))
+    return found | {f"{name}, gradient": x_N for name, x_N in zip(LOSSES, gradients)}
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, rtol=1e-5, atol=1e-5), name
+
+
+def gradients_at(found: Found, index_N: Tensor) -> Found:
+    return {name: x[index_N] if name.endswith("gradient") else x for name, x in found.items()}
+
+
+def garbage(step: Batch, seed: int) -> Batch:
+    """The same step, where the environment has written anything."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([NAN, INF, -INF, 0.0, 1e30, -1e30, 1.0])
+
+    def written(x_N: Tensor) -> Tensor:
+        return torch.where(step["mask"], x_N, choices[torch.randint(0, 7, x_N.shape, generator=generator)])
+
+    flags = {name: step[name] | ~step["mask"] for name in ("dropped", "held")}
+    return step.with_tokens(**{name: written(step[name]) for name in COLUMNS}, **flags)
+
+
+@given(step=steps("usual"), seed=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_sequences_changes_nothing(step: Batch, seed: int) -> None:
+    order_B = torch.randperm(len(step), generator=torch.Generator().manual_seed(seed))
+    # Where each token of the moved step was before.
+    place_N = step.with_tokens(place=torch.arange(step.num_tokens)).select(order_B)["place"]
+    assert_same(looked_at(step.select(order_B)), gradients_at(looked_at(step), place_N))
+
+
+@given(step=steps("usual"), cuts=st.lists(st.integers(0, 4), min_size=1, max_size=2))
+@settings(max_examples=40, deadline=None)
+def test_where_a_step_is_cut_changes_nothing(step: Batch, cuts: list[int]) -> None:
+    # A part may be empty, and may hold no action.
+    edges = [0, *sorted(min(cut, len(step)) for cut in cuts), len(step)]
+    totals = totals_of(step)
+    parts = [looked_at(step.select(slice(a, b)), totals) for a, b in pairwise(edges)]
+    summed = {
+        key: torch.cat([part[key] for part in parts])
+        if key.endswith("gradient")
+        else torch.stack([part[key] for part in parts]).sum(0)
+        for key in parts[0]
+    }
+    assert_same(summed, looked_at(step))
+
+
+@every_loss
+def test_a_step_too_large_for_one_piece_costs_what_its_sequences_cost(name: str) -> None:
+    step = make_step([PIECE - 77, PIECE // 2, PIECE - 1], seed=4)
+    found: list[Found] = []
+    for part in (step, *(step.select([i]) for i in range(3))):
+        x_N = part["x"].clone().requires_grad_()
+        token_loss = LOSSES[name](x_N, part)
+        (gradient_N,) = torch.autograd.grad(token_loss.loss_N.sum(), x_N)
+        found.append({"loss": token_loss.loss_N.detach(), "gradient": gradient_N, **token_loss.metrics})
+    whole, *alone = found
+    assert_same(whole, {what: torch.cat([part[what] for part in alone]) for what in whole})
+
+
+@given(step=steps("usual"), seed=st.integers(0, 10**6), most=st.sampled_from([3, 100]))
+@settings(max_examples=40, deadline=None)
+def test_tokens_of_the_environment_put_in_anywhere_change_nothing(step: Batch, seed: int, most: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows: dict[str, list[Tensor]] = {column: [] for column in (*step.per_token, "is_new")}
+    for i, length in enumerate(step.lengths.tolist()):
+        more = int(torch.randint(0, most + 1, (1,), generator=generator))
+        is_new = torch.randperm(length + more, generator=generator) < more
+        rows["is_new"].append(is_new)
+        for column, x_N in step.per_token.items():
+            longer = torch.zeros(length + more, dtype=x_N.dtype)
+            longer[~is_new] = step.row(i, column)
+            rows[column].append(longer)
+    filled = garbage(Batch.from_rows(rows), seed)
+    found = looked_at(filled)
+    for key, x in found.items():
+        assert not key.endswith("gradient") or not x[filled["is_new"]].any(), key
+    assert_same(gradients_at(found, ~filled["is_new"]), looked_at(step))
+
+
+@given(step=steps(), seed=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_what_the_environment_writes_moves_no_bit_and_all_is_finite_however_far_the_policy_has_moved(
+    step: Batch, seed: int
+) -> None:
+    expected, found = looked_at(step), looked_at(garbage(step, seed))
+    for key, x in expected.items():
+        assert torch.equal(found[key], x), key
+        assert x.isfinite().all(), key
+        assert not key.endswith("gradient") or not x[~step["mask"]].any(), key
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [3], [1, 0, 4]])
+def test_without_action_loss_metrics_and_gradients_are_zero(lengths: list[int]) -> None:
+    step = garbage(make_step(lengths, seed=1, acting=0.0), seed=1)
+    found = looked_at(step, Totals(tokens=3, sequences=2))
+    for key, x in found.items():
+        assert x.tolist() == ([0.0] * sum(lengths) if key.endswith("gradient") else 0.0), key
+
+
+REACHES_ITS_ANSWER = {"gspo": ("x", "old"), "geo_mean": COLUMNS}
+"""The columns whose NaN is a NaN at all tokens that the policy produced in that answer; elsewhere at its own."""
+NOT_READ = {
+    "reinforce": ("old",),
+    **dict.fromkeys([k for k in LOSSES if k[:2] in ("k1", "k2", "k3", "ab")], ("advantage",)),
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@every_loss
+def test_a_nan_that_counts_comes_out_where_it_belongs(name: str, column: str) -> None:
+    step = make_step([6, 9, 4], seed=2)
+    acting_N, own_N = step["mask"], step.sequence_ids == 1
+    # Not one that is dropped or held, and not the only one of its answer.
+    place = int((acting_N & own_N & ~step["dropped"] & ~step["held"]).nonzero()[1])
+    step = step.with_tokens(**{column: step[column].index_fill(0, torch.tensor([place]), NAN)})
+    loss_N = LOSSES[name](step["x"], step).loss_N
+    expected_N = torch.zeros_like(acting_N)
+    if column in REACHES_ITS_ANSWER.get(name, ()):
+        expected_N = acting_N & own_N
+    elif column not in NOT_READ.get(name, ()):
+        expected_N[place] = True
+    assert torch.equal(loss_N.isnan(), expected_N)
+    out = reduced(LOSSES[name], step["x"], step, totals_of(step))
+    assert [bool(out[aggregation].loss.isnan()) for aggregation in AGGREGATIONS] == [bool(expected_N.any())] * 4
+
+
+@every_loss
+def test_the_columns_have_to_be_as_long_as_the_mask(name: str) -> None:
+    step = make_step([3, 2], seed=1)
+    for x_N in (step["x"][:4], step["x"][:, None]):
+        with pytest.raises(ValueError, match=r"(logprob_N|value_N) has shape \[.+\], the mask \[5\]"):
+            LOSSES[name](x_N, step)
+    with pytest.raises(ValueError, match=r"(the mask must be a bool \[N\], but is|the mask \[5\]).* torch\.float32"):
+        LOSSES[name](step["x"], step.with_tokens(mask=step["mask"].float()))
+
+
+def test_the_number_of_ranks_changes_neither_losses_nor_gradients(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    script = Path(__file__).with_name("loss_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env=os.environ | rendezvous | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    step = whole_step()
+    alone = evaluate([step], totals_of(step))
+    assert len({key.partition(",")[0] for key in alone}) == len(LOSSES)
+    for rank in range(2):
+        assert_same(torch.load(tmp_path / f"rank{rank}.pt"), alone)

@@ -1,0 +1,209 @@
+"""What all of the maths does with masks and sequences. B sequences, N tokens end to end."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.rl.masked import (
+    LOG_RATIO_LIMIT,
+    carried_back,
+    check_columns,
+    check_lengths,
+    check_sequences,
+    chosen,
+    log_ratio,
+    sequence_means,
+    sequence_sums,
+    spread,
+    token_mean,
+)
+
+NAN, INF = math.nan, math.inf
+lengths_of = st.lists(st.integers(0, 40), max_size=8)
+
+
+def slow_carried_back(x: list[float], carry: list[float]) -> list[float]:
+    later, y = 0.0, []
+    for x_t, carry_t in zip(reversed(x), reversed(carry), strict=True):
+        later = x_t + carry_t * later if carry_t else x_t
+        y.append(later)
+    return y[::-1]
+
+
+def close_to(expected: list[float]) -> object:
+    return pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True)
+
+
+def test_carried_back_by_hand() -> None:
+    # From the end: 8 (what its carry brings is nothing), 4 + 8 / 2 = 8, then a carry of 0: 2, 1 + 2 * 2 = 5.
+    x_N, carry_N = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([2.0, 0.0, 0.5, 9.0])
+    assert carried_back(x_N, carry_N).tolist() == [5.0, 2.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 63, 64, 65, 128, 129, 64 * 64, 64 * 64 + 1, 64 * 64 + 77])
+def test_carried_back_agrees_with_a_scalar_loop_over_any_number_of_blocks(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x_N = torch.randint(-4, 5, (size,), generator=generator).float()
+    often_N, seldom_N = (torch.rand(size, generator=generator) > share for share in (0.1, 0.001))
+    for carry_N in (torch.ones(size), seldom_N.float(), often_N * 0.875, torch.zeros(size), seldom_N * 0.999):
+        given_x_N, given_carry_N = x_N.clone(), carry_N.clone()
+        assert carried_back(x_N, carry_N).tolist() == close_to(slow_carried_back(x_N.tolist(), carry_N.tolist()))
+        # What is given stays as it was.
+        assert torch.equal(x_N, given_x_N)
+        assert torch.equal(carry_N, given_carry_N)
+
+
+@given(st.lists(st.integers(1, 90), max_size=8), st.integers(0, 10**6), st.sampled_from([1.0, 0.5, 0.95, 0.0]))
+@settings(max_examples=60, deadline=None)
+def test_carried_back_ends_every_sequence(lengths: list[int], seed: int, discount: float) -> None:
+    x_N = torch.randint(-8, 9, (sum(lengths),), generator=torch.Generator().manual_seed(seed)) / 8
+    carry_N = torch.full_like(x_N, discount)
+    carry_N[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = 0.0
+    whole = carried_back(x_N, carry_N).tolist()
+    assert whole == close_to(slow_carried_back(x_N.tolist(), carry_N.tolist()))
+    alone = [y for part_N in x_N.split(lengths) for y in slow_carried_back(part_N.tolist(), [discount] * len(part_N))]
+    assert whole == close_to(alone)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 1, 63, 64, 65, 127, 128, 4095, 4096, 4199])
+def test_what_is_not_finite_stays_between_the_carries_of_zero_around_it(place: int, bad: float) -> None:
+    x_N, carry_N = torch.ones(4200), torch.ones(4200)
+    # Sequences end at every 50th token.
+    carry_N[49::50] = 0.0
+    x_N[place] = bad
+    first = place // 50 * 50
+    expected_N = torch.arange(50, 0, -1).float().repeat(84)
+    expected_N[first : place + 1] = bad
+    assert torch.equal(carried_back(x_N, carry_N).nan_to_num(nan=-7.0), expected_N.nan_to_num(nan=-7.0))
+
+
+def test_a_nan_goes_through_all_earlier_blocks_of_its_sequence() -> None:
+    x_N, carry_N = torch.zeros(5000), torch.ones(5000)
+    carry_N[999] = 0.0
+    x_N[4500] = NAN
+    y_N = carried_back(x_N, carry_N)
+    assert y_N[1000:4501].isnan().all()
+    assert not y_N[:1000].any()
+    assert not y_N[4501:].any()
+
+
+def test_sums_and_means_of_sequences_by_hand() -> None:
+    x_N = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    mask_N = torch.tensor([True, False, True, False])
+    lengths_B = torch.tensor([0, 3, 0, 1, 0])
+    assert sequence_sums(x_N, lengths_B).tolist() == [0.0, 7.0, 0.0, 8.0, 0.0]
+    # (1 + 4) / 2; and no masked token in the other.
+    assert sequence_means(x_N, mask_N, lengths_B).tolist() == [0.0, 2.5, 0.0, 0.0, 0.0]
+    assert spread(torch.arange(5.0), lengths_B, 4).tolist() == [1.0, 1.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_without_tokens_sums_are_zero_and_differentiable(lengths: list[int]) -> None:
+    x_N, lengths_B = torch.zeros(0, requires_grad=True), torch.tensor(lengths, dtype=torch.int64)
+    for found_B in (sequence_sums(x_N, lengths_B), sequence_means(x_N, torch.zeros(0).bool(), lengths_B)):
+        assert found_B.tolist() == [0.0] * len(lengths)
+        found_B.sum().backward()
+    assert x_N.grad is not None
+    assert x_N.grad.shape == (0,)
+    assert spread(torch.zeros(len(lengths)), lengths_B, 0).tolist() == []
+
+
+@given(lengths_of, st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_sums_means_and_spread_agree_with_scalar_loops(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    size, lengths_B = sum(lengths), torch.tensor(lengths, dtype=torch.int64)
+    x_N = torch.randn(size, generator=generator).requires_grad_()
+    mask_N = torch.rand(size, generator=generator) < 0.6
+    sums, means, at_tokens, slopes, start = [], [], [], [], 0
+    for i, length in enumerate(lengths):
+        total, acting, count = 0.0, 0.0, 0
+        for t in range(start, start + length):
+            total += x_N[t].item()
+            acting += x_N[t].item() if mask_N[t] else 0.0
+            count += bool(mask_N[t])
+            at_tokens.append(float(i))
+        sums.append(total)
+        means.append(acting / count if count else 0.0)
+        slopes += [(i + 1) / count if mask_N[t] else 0.0 for t in range(start, start + length)]
+        start += length
+    mean_B = sequence_means(x_N, mask_N, lengths_B)
+    assert sequence_sums(x_N, lengths_B).tolist() == close_to(sums)
+    assert mean_B.tolist() == close_to(means)
+    assert spread(torch.arange(float(len(lengths))), lengths_B, size).tolist() == at_tokens
+    (gradient_N,) = torch.autograd.grad((mean_B * torch.arange(1.0, len(lengths) + 1)).sum(), x_N)
+    assert gradient_N.tolist() == close_to(slopes)
+
+
+def test_a_nan_stays_in_the_sum_of_its_own_sequence_or_outside_of_the_mask() -> None:
+    x_N = torch.tensor([1.0, NAN, 2.0, 3.0], requires_grad=True)
+    lengths_B = torch.tensor([1, 2, 1])
+    assert sequence_sums(x_N, lengths_B).tolist() == pytest.approx([1.0, NAN, 3.0], nan_ok=True)
+    masked_B = sequence_means(x_N, torch.tensor([True, False, True, True]), lengths_B)
+    assert masked_B.tolist() == [1.0, 2.0, 3.0]
+    masked_B.sum().backward()
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_chosen_is_float32_and_nothing_outside_of_the_mask_reaches_it() -> None:
+    x_N = torch.tensor([1.0, NAN, INF, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    found_N = chosen(torch.tensor([True, False, False, True]), x_N)
+    assert found_N.tolist() == [1.0, 0.0, 0.0, -2.0]
+    assert found_N.dtype == torch.float32
+    found_N.sum().backward()
+    assert x_N.grad is not None
+    assert x_N.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_log_ratios_by_hand() -> None:
+    # -1 - (-3) = 2; outside of the mask 0; cut at both limits, where the gradient ends; a NaN stays.
+    logprob_N = torch.tensor([-1.0, NAN, 0.0, -1e4, -INF, NAN], requires_grad=True)
+    old_N = torch.tensor([-3.0, -INF, -1e4, 0.0, -1.0, -1.0], requires_grad=True)
+    mask_N = torch.tensor([True, False, True, True, True, True])
+    found_N = log_ratio(logprob_N, old_N, mask_N)
+    limit = LOG_RATIO_LIMIT
+    assert found_N.tolist() == pytest.approx([2.0, 0.0, limit, -limit, -limit, NAN], nan_ok=True)
+    found_N[:5].sum().backward()
+    assert logprob_N.grad is not None
+    assert logprob_N.grad.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert old_N.grad is None
+
+
+def test_log_ratios_of_low_precision_are_taken_in_float32() -> None:
+    # In bfloat16, 257 would be 256.
+    found_N = log_ratio(torch.tensor([-256.0]).bfloat16(), torch.tensor([-257.0]), torch.tensor([True]))
+    assert found_N.tolist() == [1.0]
+
+
+def test_a_token_mean_divides_by_the_count_that_is_given() -> None:
+    x_N = torch.tensor([1.0, NAN, 5.0])
+    assert token_mean(x_N, torch.tensor([True, False, True]), 4).item() == 1.5
+    assert token_mean(torch.tensor([True, True]), torch.tensor([True, False]), 4).item() == 0.25
+    assert token_mean(x_N, torch.zeros(3).bool(), 4).item() == 0.0
+    assert token_mean(x_N, torch.ones(3).bool(), 4).isnan()
+
+
+def test_what_would_go_wrong_unseen_is_refused() -> None:
+    mask_N = torch.ones(2).bool()
+    with pytest.raises(ValueError, match=r"x_N has shape \[2, 1\], the mask \[2\]"):
+        token_mean(torch.ones(2, 1), mask_N, 2)
+    with pytest.raises(ValueError, match=r"the mask must be a bool \[N\], but is torch.int64"):
+        check_columns(mask_N.long())
+    with pytest.raises(ValueError, match=r"the mask must be a bool \[N\], but is torch.bool of shape \[2, 1\]"):
+        check_columns(mask_N[:, None])
+    for total in (0, -1, NAN):
+        with pytest.raises(ValueError, match=f"total_tokens={total}: a step that trains on no token"):
+            token_mean(torch.ones(2), mask_N, total)
+    with pytest.raises(ValueError, match="lengths_B sum to 3 tokens, but the columns have 2"):
+        check_lengths(mask_N, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"lengths_B must be \[B\] integers, but is torch.float32 of shape \[1\]"):
+        check_lengths(mask_N, torch.tensor([2.0]))
+    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], kl_B \[2, 1\]; both must be \[B\]"):
+        check_sequences(torch.ones(2), kl_B=torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"reward_B has shape \[2, 1\]"):
+        check_sequences(torch.ones(2, 1), kl_B=torch.ones(2, 1))

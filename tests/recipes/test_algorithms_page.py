@@ -1,0 +1,56 @@
+"""docs/algorithms.md names what there is, and what it names is there."""
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from core import options_of
+from recipes.openrlhf_ppo import config
+from recipes.openrlhf_ppo.config import PPOConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+MODULES = ("advantages", "aggregation", "correction", "kl", "policy_losses", "rewards", "supervised", "value_losses")
+IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
+
+
+def public(module: str) -> list[str]:
+    """The functions that a module of components/rl defines for others."""
+    found = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
+    return [name for name, f in found if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_function_is_on_the_page(module: str) -> None:
+    assert set(public(module)) <= IN_CODE
+
+
+@pytest.mark.parametrize("kind", ["Estimator", "PolicyLoss", "Aggregation"])
+def test_every_choice_of_the_recipe_is_on_the_page(kind: str) -> None:
+    assert set(get_args(getattr(config, kind))) <= IN_CODE
+
+
+def test_what_the_page_calls_an_option_is_one() -> None:
+    options = {option.name for option in options_of(PPOConfig)}
+    named = {name for name in IN_CODE if re.fullmatch(r"[a-z]+(_[a-z]+)+", name)}
+    functions = {name for module in (*MODULES, "masked") for name in public(module)}
+    choices = {choice for kind in ("Estimator", "PolicyLoss") for choice in get_args(getattr(config, kind))}
+    elsewhere = {"token_logprobs", "fill_groups", "chi_square_token", "chi_square_sequence", "effective_sample_size"}
+    metrics = elsewhere | {"mismatch_k3", "outside_share"}
+    assert named - options - functions - choices - metrics == set()
+
+
+def test_the_example_runs() -> None:
+    script = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert script is not None
+    run = subprocess.run(
+        [sys.executable, "-c", script[1]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "'ratio_mean': tensor(1.)" in run.stdout

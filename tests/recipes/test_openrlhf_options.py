@@ -1,0 +1,125 @@
+"""Options of recipes/openrlhf_ppo that change what a whole step is made of, in whole runs."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from recipe_runs import Run
+from safetensors.torch import load_file
+
+SMALL = {
+    "prompt_data": "task:sort",
+    "max_samples": 32,
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "use_dynamic_batch": "true",
+    "generate_max_len": 8,
+    "actor_learning_rate": 3e-4,
+    "lr_scheduler": "constant",
+    "lr_warmup_ratio": 0,
+    "zero_stage": 1,
+    "init_kl_coef": 0,
+    "advantage_estimator": "group_norm",
+    "backend": "local",
+}
+"""Two steps of 16 prompts x 4 answers, two optimizer steps each."""
+
+COIN = """
+def reward_func(queries, prompts, labels, **kwargs):
+    return {"rewards": [float(sum(map(ord, query)) % 2) for query in queries]}
+"""
+"""About half of all answers are right, so that the answers of about an eighth of the prompts are all alike."""
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def start(ray_address: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Runs the recipe to its end in a new folder, or in the one that is given."""
+    reward_file = tmp_path_factory.mktemp("reward") / "coin.py"
+    reward_file.write_text(COIN)
+
+    def run(run_dir: Path | None = None, **options: Any) -> Run:
+        chosen = {"pretrain": policy, "remote_rm_url": reward_file} | SMALL | options
+        folder = run_dir or tmp_path_factory.mktemp("run") / "run"
+        done = Run("openrlhf_ppo", ray_address, folder, *(f"{name}={value}" for name, value in chosen.items())).wait()
+        assert done.code == 0, done.err
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(start: Start) -> Run:
+    return start()
+
+
+def exact(entry: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics but for times."""
+    return {name: v for name, v in entry.items() if not name.startswith(("time", "timing_s", "perf"))}
+
+
+def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.run_dir / f"checkpoints/step_{step}/hf/model.safetensors")
+
+
+def test_filtered_prompts_are_replaced_until_the_data_ends(start: Start) -> None:
+    run = start(dynamic_filtering=True, eval_dataset="task:sort", max_eval_samples=32)
+    trained: list[int] = []
+    scores: dict[int, list[float]] = {}
+    for entry in run.metrics:
+        path = run.run_dir / "rollouts" / f"step_{entry['step']:06d}.parquet"
+        rows = pyarrow.parquet.read_table(path, columns=["prompt_id", "score"]).to_pydict()
+        scores = defaultdict(list)
+        for prompt, score in zip(rows["prompt_id"], rows["score"], strict=True):
+            scores[prompt].append(score)
+        assert all(len(found) == 4 and 0 < sum(found) / 4 < 1 for found in scores.values())
+        trained += scores
+        seen = entry["rollout/filter_prompts_seen"]
+        assert len(scores) == pytest.approx(entry["rollout/filter_pass_rate"] * seen)
+    # All 32 prompts were tried once; what had passed when they were used up is the last, smaller step.
+    assert sum(entry["rollout/filter_prompts_seen"] for entry in run.metrics) == 32
+    assert len(trained) == len(set(trained)) == 16 + len(scores)
+    assert 0 < len(scores) < 16
+    assert "step 2 is the last, because all 32 prompts were used" in run.out
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
+    assert run.summary["score"]["end"] == run.metrics[-1]["eval/score"]
+
+
+def test_when_no_prompt_passes_the_run_ends_and_says_so(start: Start) -> None:
+    run = start(dynamic_filtering=True, dynamic_filtering_reward_range="[1.5,2]")
+    assert run.metrics == []
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 0)
+    assert "of the 32 that were left, 0 are trained on" in run.out
+
+
+def test_an_average_of_the_weights_is_saved_and_changes_nothing_else(plain: Run, start: Start, policy: Path) -> None:
+    run = start(enable_ema=True, ema_beta=0.5)
+    assert [exact(entry) for entry in run.metrics] == [exact(entry) for entry in plain.metrics]
+    first, last, average = load_file(policy / "model.safetensors"), weights(plain, 2), weights(run, 2)
+    moved = sum(float((last[name] - first[name]).abs().sum()) for name in average)
+    behind = sum(float((last[name] - average[name]).abs().sum()) for name in average)
+    # After four optimizer steps the weights of before count a sixteenth, those of the end a half.
+    assert 0 < behind < moved
+
+
+def test_an_adapted_kl_weight_and_an_average_go_on_where_they_were(start: Start, tmp_path: Path) -> None:
+    options = {"init_kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 128, "use_kl_loss": True, "kl_estimator": "k3+"}
+    options |= {"enable_ema": True, "policy_loss_type": "clip_cov", "enable_vllm_is_correction": True}
+    whole = start(**options, num_episodes=2)
+    # 64 answers a step are half of the horizon, so the weight moves by a tenth.
+    for before, after in pairwise(whole.metrics):
+        factor = 1.1 if before["actor/kl_to_reference"] > 1e-9 else 0.9
+        assert after["actor/kl_coef"] == pytest.approx(factor * before["actor/kl_coef"])
+    half = start(**options)
+    assert len(half.metrics) == 2
+    rest = start(half.run_dir, **options, num_episodes=2)
+    assert [exact(entry) for entry in rest.metrics] == [exact(entry) for entry in whole.metrics]
+    for name, tensor in weights(whole, 4).items():
+        assert torch.equal(tensor, weights(rest, 4)[name]), name
