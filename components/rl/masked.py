@@ -32,6 +32,8 @@ def check_lengths(mask_N: Tensor, lengths_B: Tensor) -> None:
     """ValueError unless the sequences are as many tokens together as the mask has."""
     if lengths_B.dim() != 1 or lengths_B.is_floating_point():
         raise ValueError(f"lengths_B must be [B] integers, but is {lengths_B.dtype} of shape {list(lengths_B.shape)}")
+    if len(lengths_B) and int(lengths_B.min()) < 0:
+        raise ValueError(f"lengths_B[{int(lengths_B.argmin())}] is {int(lengths_B.min())}; a length is at least 0")
     total = int(lengths_B.sum())
     if total != len(mask_N):
         raise ValueError(f"lengths_B sum to {total} tokens, but the columns have {len(mask_N)}")

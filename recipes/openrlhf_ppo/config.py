@@ -578,10 +578,11 @@ class PPOConfig:
         """How much of what a run does, in a sentence."""
         steps = self.steps(num_prompts)
         unused = num_prompts * self.num_episodes - steps * self.rollout_batch_size
+        at_most = "at most " if self.dynamic_filtering else ""
         return (
-            f"{steps} steps of {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} answers, "
+            f"{at_most}{steps} steps of {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} answers, "
             f"{self.optimizer_steps(1)} optimizer steps of {self.train_batch_size} answers each"
-            + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
+            + (f"; the last {unused} prompts fill no step and are not used" if unused and not at_most else "")
         )
 
     def notes(self, given: Collection[str]) -> list[str]:

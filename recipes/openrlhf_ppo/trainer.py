@@ -149,11 +149,13 @@ class PPOTrainer(BaseTrainer):
         if self.prompts.taken < all_prompts:
             return filled.batch
         self.stream.steps = step
+        enough = len(filled.batch or ()) >= max(config.ranks.values())  # an answer for every rank
         self.say(
-            f"step {step} is the last, because all {all_prompts} prompts were used: of the {filled.prompts_seen} that "
-            f"were left, {filled.prompts_kept} are trained on, whose answers have a mean score between {low} and {high}"
+            f"all {all_prompts} prompts were used, which ends the training: of the {filled.prompts_seen} that step "
+            f"{step} tried, {filled.prompts_kept} have answers with a mean score between {low} and {high}"
+            + ("" if enough else ", too few to train on")
         )
-        return filled.batch if len(filled.batch or ()) >= max(config.ranks.values()) else None
+        return filled.batch if enough else None
 
     def answer(self, step: int, count: int) -> Batch:
         """`n_samples_per_prompt` answers to each of the next `count` prompts."""

@@ -87,7 +87,8 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(start: Start) -> None
     assert sum(entry["rollout/filter_prompts_seen"] for entry in run.metrics) == 32
     assert len(trained) == len(set(trained)) == 16 + len(scores)
     assert 0 < len(scores) < 16
-    assert "step 2 is the last, because all 32 prompts were used" in run.out
+    assert "at most 2 steps of 16 prompts" in run.out
+    assert "all 32 prompts were used, which ends the training" in run.out
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
     assert run.summary["score"]["end"] == run.metrics[-1]["eval/score"]
 
@@ -96,7 +97,8 @@ def test_when_no_prompt_passes_the_run_ends_and_says_so(start: Start) -> None:
     run = start(dynamic_filtering=True, dynamic_filtering_reward_range="[1.5,2]")
     assert run.metrics == []
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 0)
-    assert "of the 32 that were left, 0 are trained on" in run.out
+    assert "of the 32 that step 1 tried, 0 have answers with a mean score" in run.out
+    assert "too few to train on" in run.out
 
 
 def test_an_average_of_the_weights_is_saved_and_changes_nothing_else(plain: Run, start: Start, policy: Path) -> None:

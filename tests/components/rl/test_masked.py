@@ -201,6 +201,8 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
             token_mean(torch.ones(2), mask_N, total)
     with pytest.raises(ValueError, match="lengths_B sum to 3 tokens, but the columns have 2"):
         check_lengths(mask_N, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"lengths_B\[1\] is -1; a length is at least 0"):
+        check_lengths(mask_N, torch.tensor([3, -1]))
     with pytest.raises(ValueError, match=r"lengths_B must be \[B\] integers, but is torch.float32 of shape \[1\]"):
         check_lengths(mask_N, torch.tensor([2.0]))
     with pytest.raises(ValueError, match=r"reward_B has shape \[2\], kl_B \[2, 1\]; both must be \[B\]"):
