@@ -50,7 +50,7 @@ What is different on purpose:
 - **Reward servers** get batches of `remote_rm_batch_size` answers, spread over all URLs; a request that fails is
   tried again with growing pauses, and after five times the run stops and names the server.
 - **Reward code** runs in processes of its own, with a deadline. An answer whose reward cannot be computed is named,
-  counted (`reward/failed`) and gets 0; above a tenth of a batch the run stops.
+  counted (`reward/failed`) and gets 0; above a tenth of a batch (and two answers) the run stops.
 - **Contradictions are errors**, not corrections: a discount with `rloo`, a critic's option without a critic, one answer
   per prompt where answers are compared.
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best one by `eval_dataset`.

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 
+SAY_EVERY = 10
+"""Of so many rounds, one says how far a step is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
     """What `fill_groups` found."""
@@ -26,7 +30,16 @@ class Filled:
     prompts_kept: int
     """Prompts in the batch."""
     rounds: int
-    """How often answers were asked for."""
+    """How often answers were asked for. The last rounds are of a few prompts each, and engines wait in them."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a step logs of it."""
+        return {
+            "rollout/filter_pass_rate": self.prompts_kept / max(self.prompts_seen, 1),
+            "rollout/filter_prompts_seen": float(self.prompts_seen),
+            "rollout/filter_rounds": float(self.rounds),
+        }
 
 
 def fill_groups(
@@ -36,6 +49,8 @@ def fill_groups(
     keep: Callable[[Batch], Tensor],
     *,
     max_rounds: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Filled:
     """Ask for answers to as many prompts as are missing, keep what passes, and ask again, until the step is full.
 
@@ -51,10 +66,13 @@ def fill_groups(
         keep: [B] bool, True for the answers that stay, the same for all answers to a prompt; such as
             `components.rl.rewards.groups_within` of their scores.
         max_rounds: at least 1; None to go on as long as there are prompts.
+        stopped: asked before each round; once it is true, what there is is given back.
+        say: told how far a step is, every ten rounds.
 
     Raises:
-        ValueError: a number is out of its range; a round brings answers to more or fewer prompts than were asked for;
-            or `keep` does not return a bool [B], or parts the answers to a prompt.
+        ValueError: a number is out of its range; a round brings answers to more or fewer prompts than were asked for,
+            or with other columns than the round before; or `keep` does not return a bool [B], or parts the answers to a
+            prompt.
         RuntimeError: after `max_rounds` rounds prompts are still missing, and the loader has more.
     """
     # Not at the top: a plan check imports this without torch.
@@ -63,7 +81,7 @@ def fill_groups(
     _check_numbers(wanted, available, max_rounds)
     parts: list[Batch] = []
     seen = kept = rounds = 0
-    while kept < wanted and seen < available:
+    while kept < wanted and seen < available and not stopped():
         if rounds == max_rounds:
             raise RuntimeError(
                 f"dynamic sampling kept {kept} of {seen} groups in {rounds} rounds, and a step needs {wanted}: nearly "
@@ -77,6 +95,14 @@ def fill_groups(
         seen += count
         rounds += 1
         parts.append(answers.select(keep_B))
+        if set(parts[0].names) != set(answers.names):
+            odd = sorted(set(parts[0].names) ^ set(answers.names))
+            raise ValueError(
+                f"answers of one step came with and without {', '.join(odd)}; reward code must give the same "
+                "extra_logs each time it is called"
+            )
+        if rounds % SAY_EVERY == 0 and kept < wanted:
+            say(f"{kept} of {wanted} prompts pass, after {seen} were tried; {available - seen} are left")
     batch = Batch.concat(parts) if kept else None
     return Filled(batch=batch, prompts_seen=seen, prompts_kept=kept, rounds=rounds)
 

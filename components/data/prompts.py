@@ -143,6 +143,11 @@ class PromptSource:
         """Prompts handed out so far, over all epochs."""
         return self.epoch * len(self) + self.position
 
+    def seek(self, taken: int) -> None:
+        """Go on as if so many prompts had been handed out."""
+        self.epoch, self.position = divmod(taken, len(self))
+        self._order = self._order_of(self.epoch)
+
     def take(self, count: int) -> Batch:
         """Give the next `count` prompts, over the end of an epoch if need be.
 

@@ -53,6 +53,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 CHUNKS_PER_WORKER = 4
 """More than one, so that a worker with slow answers does not hold up the others."""
 MAX_CHUNK = 64
+FEW_FAILURES = 2
+"""So many never end a run, unless nobody else was rewarded or none may fail."""
 LOAD_TIMEOUT_S = 600.0
 """Seconds for importing the user's file, which may load a model."""
 END_TIMEOUT_S = 2.0
@@ -294,8 +296,11 @@ class _Batch:
         if not self.failures:
             self._first = (reason, trace)
         self.failures[place] = reason
-        # 0.29 * 100 is a little below 29.
-        if len(self.failures) <= self._max_failed_share * count + 1e-9:
+        # 0.29 * 100 is a little below 29. Of a few answers one is a large share, and still says little.
+        allowed = self._max_failed_share * count + 1e-9
+        if self._max_failed_share > 0 and count > FEW_FAILURES:
+            allowed = max(allowed, FEW_FAILURES)
+        if len(self.failures) <= allowed:
             return
         first, trace = self._first
         self.stopped = True

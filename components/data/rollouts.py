@@ -59,3 +59,17 @@ def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]
         texts = {"prompt": some["prompt"][i], "answer": tokenizer.decode(tokens), "label": str(some["label"][i])}
         rows.append(texts | numbers | {"status": some["status"][i]})
     return rows
+
+
+def check_version(samples: Batch, version: int) -> None:
+    """RuntimeError unless all answers were sampled from weights of this version.
+
+    A sampler that is behind would quietly train the wrong policy.
+    """
+    behind = samples["weight_version"] != version
+    if bool(behind.any()):
+        found = sorted(set(samples["weight_version"][behind].tolist()))
+        raise RuntimeError(
+            f"{int(behind.sum())} answers were sampled from weights of version {found}, but the trainer is at version "
+            f"{version}; a rollout engine missed an update"
+        )

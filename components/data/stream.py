@@ -26,7 +26,7 @@ class SampleStream(Generic[Item]):
 
         Args:
             generate: makes the samples of the step whose number it is given, first step 1; None when the data holds
-                no more of them, which ends the stream before its `steps`.
+                no more of them, which ends the stream before its `steps`, or when it was stopped on the way.
             steps: training steps in all, those before a resume included.
             queue_size: batches generated ahead of training; this version generates inline, which is 0.
             stopped: asked before each step; once it is true the iteration ends, with steps left.
@@ -54,7 +54,8 @@ class SampleStream(Generic[Item]):
             # A step counts only once its samples are there: after a failure the same step is tried again.
             batch = self._generate(self.step + 1)
             if batch is None:
-                self.steps = self.step
+                if not self._stopped():
+                    self.steps = self.step
                 return
             self.step += 1
             yield batch

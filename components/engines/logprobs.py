@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# What one chunk holds by kind of device: on a CPU what a core's cache holds, elsewhere enough to keep a GPU busy.
+# What one chunk holds by kind of device: on a CPU what a core's cache holds, elsewhere hundreds of rows of a large
+# vocabulary, since a GPU works on as many at the same time.
 _CHUNK_ELEMENTS = {"cpu": 2**18}
-_DEFAULT_CHUNK_ELEMENTS = 2**22
+_DEFAULT_CHUNK_ELEMENTS = 2**26
 
 # exp of it is 0 in float32 and in float64, and 0 times it is 0, where 0 * -inf would be NaN.
 _NO_CHANCE = -1000.0

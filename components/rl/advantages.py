@@ -2,11 +2,12 @@
 
 B sequences; N all tokens of a batch end to end; U turns: unbroken runs of tokens that the policy produced.
 
-Estimators that see the whole batch at once (`gae`, `discounted_returns`, `turn_returns`, `remax`, `whiten`) give [N];
-those that compare the answers to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`,
-`gdpo`) turn rewards [B] into rewards [B], which `rewards.token_rewards` then puts on tokens. REINFORCE++ is
-`whiten(discounted_returns(...))`, its baseline variant the same after `group_mean_baseline`; Dr. GRPO is
-`group_mean_baseline` with the aggregation seq-mean-token-sum-norm.
+`gae`, `discounted_returns`, `turn_returns` and `remax` look along each sequence, and give [N]. Those that compare the
+answers to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`, `gdpo`) turn rewards [B]
+into rewards [B], which `rewards.token_rewards` then puts on tokens. `whiten`, `gpg` and `gdpo` need all of a step's
+answers at once: given a rank's share they compute something else. REINFORCE++ is `whiten(discounted_returns(...))`, its
+baseline variant the same after `group_mean_baseline`; Dr. GRPO is `group_mean_baseline` with the aggregation
+seq-mean-token-sum-norm.
 """
 
 import math
@@ -78,7 +79,9 @@ def discounted_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tenso
     return _discounted(chosen(action_mask_N, reward_N.detach()), action_mask_N, lengths_B, gamma)
 
 
-def turn_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
+def turn_returns(
+    reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gamma: float, turn_N: Tensor | None = None
+) -> Tensor:
     """What the policy earned from each turn on, at every token of the turn: G_k = R_k + gamma G_{k+1}.
 
     A time step is a turn: R_k is all that its tokens earned, and a long turn is discounted no more than a short one.
@@ -88,9 +91,11 @@ def turn_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gam
 
     Args:
         reward_N: [N] reward of each action token; where in its turn it stands does not matter.
-        action_mask_N: [N] bool, True where the policy produced the token. A turn is an unbroken run of them.
+        action_mask_N: [N] bool, True where the policy produced the token.
         lengths_B: [B] tokens in each sequence.
         gamma: discount per turn, 0 to 1.
+        turn_N: [N] integers, equal within a turn and different in the next one; None: a turn is an unbroken run of
+            tokens that the policy produced, which takes two turns with nothing in between for one.
 
     Returns:
         [N] float32 without gradient, 0 where the policy did not act.
@@ -98,7 +103,9 @@ def turn_returns(reward_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, gam
     _check_shares(gamma=gamma)
     check_columns(action_mask_N, reward_N=reward_N)
     check_lengths(action_mask_N, lengths_B)
-    first_U, last_U, is_final_U = _turns(action_mask_N, lengths_B)
+    if turn_N is not None:
+        check_columns(action_mask_N, turn_N=turn_N)
+    first_U, last_U, is_final_U = _turns(action_mask_N, lengths_B, turn_N)
     size_U = last_U - first_U + 1
     # Laid end to end, the tokens of all turns are the action tokens in their order.
     reward_U = sequence_sums(reward_N.detach().float()[action_mask_N], size_U)
@@ -199,7 +206,8 @@ def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
         group_B: [B] integers, as in `group_mean_baseline`.
 
     Returns:
-        [B] float32 without gradient. 0 for an answer that is alone in its group, and in a group without any token.
+        [B] float32 without gradient. 0 for an answer that is alone in its group. In a group without any token the
+        baseline is the plain mean.
     """
     check_sequences(reward_B, length_B=length_B)
     groups = _Groups(reward_B, group_B)
@@ -217,7 +225,7 @@ def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
     depends on where the zero of the reward is.
 
     Args:
-        reward_B: [B] reward of each answer.
+        reward_B: [B] reward of each of the step's answers.
         group_B: [B] integers, as in `group_mean_baseline`.
         scale: the paper's F_norm, 1 there; above 0.
 
@@ -265,13 +273,13 @@ def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 
     long answer counts more.
 
     Args:
-        reward_BK: [B, K] the K rewards of each answer.
+        reward_BK: [B, K] the K rewards of each of the step's answers.
         group_B: [B] integers, as in `group_mean_baseline`.
         weight_K: [K] weight of each reward.
-        epsilon: of `group_norm`.
+        epsilon: added to each deviation, as in verl.
 
     Returns:
-        [B] float32 without gradient. All 0 where every group is of one, or of equal rewards.
+        [B] float32 without gradient. All 0 where every group is of one, or of equal rewards. One NaN makes all NaN.
     """
     if reward_BK.dim() != 2 or weight_K.shape != reward_BK.shape[1:]:
         raise ValueError(
@@ -301,18 +309,20 @@ def whiten(
         unbiased: divide by the count less 1 for the variance, as verl does; else by the count, as OpenRLHF does.
 
     Returns:
-        [N] float32, 0 outside the mask. Tokens that are all alike, or a single one, become 0, not NaN.
+        [N] float32, 0 outside the mask. Tokens that are all alike, or a single one, become 0, not NaN. One NaN in the
+        mask makes all in it NaN.
     """
     check_columns(mask_N, x_N=x_N)
     count = int(mask_N.sum())
     x_N = chosen(mask_N, x_N.detach())
     if count == 0:
         return x_N
-    mean = x_N.sum() / count
+    # In float64 the mean of equal numbers is that number, and no square is too large.
+    mean = (x_N.sum(dtype=torch.float64) / count).float()
     centred_N = chosen(mask_N, x_N - mean)
     if scale:
-        variance = centred_N.square().sum() / max(count - unbiased, 1)
-        centred_N *= torch.rsqrt(variance.clamp(min=1e-8))
+        variance = torch.linalg.vector_norm(centred_N, dtype=torch.float64).square() / max(count - unbiased, 1)
+        centred_N *= torch.rsqrt(variance.clamp(min=1e-8)).float()
     return centred_N if shift_mean else chosen(mask_N, centred_N + mean)
 
 
@@ -370,7 +380,7 @@ def _next_values(value_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> T
     return next_N
 
 
-def _turns(action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _turns(action_mask_N: Tensor, lengths_B: Tensor, turn_N: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """[U] the place of each turn's first token and of its last one, and whether it is its sequence's last turn."""
     starts_N, ends_N = torch.zeros_like(action_mask_N), torch.zeros_like(action_mask_N)
     end_B = lengths_B.cumsum(0)
@@ -379,6 +389,10 @@ def _turns(action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Te
     ends_N[(end_B - 1)[filled_B]] = True
     starts_N[1:] |= ~action_mask_N[:-1]
     ends_N[:-1] |= ~action_mask_N[1:]
+    if turn_N is not None:
+        is_border = turn_N[1:] != turn_N[:-1]
+        starts_N[1:] |= is_border
+        ends_N[:-1] |= is_border
     first_U = (action_mask_N & starts_N).nonzero().squeeze(1)
     last_U = (action_mask_N & ends_N).nonzero().squeeze(1)
     owner_U = torch.searchsorted(end_B, first_U, right=True)

@@ -22,11 +22,12 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, action_mask_N: Tensor,
 
     With d = log p - log p_ref: k1 = d, without bias, of either sign; k2 = d^2 / 2, biased, its gradient is that of
     the KL; k3 = exp(-d) - 1 + d, without bias, never negative; abs = |d|. As a loss, the gradient of k1 has mean 0 and
-    that of k3 is that of the reverse KL: a "+" behind the name keeps the value and takes the gradient of k2, the one
-    that is right in expectation (Tang and Munos 2025, arXiv 2506.09477). So k1 suits rewards; k2 and all "+" losses.
+    that of k3 is that of KL(reference, policy): a "+" behind the name keeps the value and takes the gradient of k2, d,
+    the one that is right in expectation (Tang and Munos 2025, arXiv 2506.09477). So k1 suits rewards; k2 and all "+"
+    losses.
 
-    Every estimate is cut to [-10, 10], k1, k2 and abs too, as in OpenRLHF (verl cuts k3 alone). Where an estimate, or
-    the k2 whose gradient it takes, is cut, its gradient is 0.
+    d is kept within +-20, and every estimate within +-10, k1, k2 and abs too, as in OpenRLHF (verl cuts k3 alone).
+    Where it is cut its gradient is 0; that of a "+" is 0 only where |d| is beyond 20.
 
     Args:
         logprob_N: [N] log-probability under the policy, nats.
@@ -47,7 +48,7 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, action_mask_N: Tensor,
     value_N = _estimate(d_N, kind.removesuffix("+"))
     if not kind.endswith("+"):
         return value_N
-    slope_N = _estimate(d_N, "k2")
+    slope_N = d_N.square() / 2
     return value_N.detach() + (slope_N - slope_N.detach())
 
 
@@ -68,27 +69,26 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, sa
     """The weight of the KL after a step whose policy was `kl` away: larger beyond the target, smaller within it.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: coef (1 + clip(kl / target - 1, -0.2, 0.2) samples /
-    horizon). A fixed weight needs no function.
+    horizon). A fixed weight needs no function. With as many samples as five horizons the weight could become 0, from
+    where it never comes back, or turn its sign; that is refused.
 
     Args:
         coef: weight during the step, at least 0.
         kl: mean KL of the step in nats; per token or per sequence, whatever the target is of.
         target: the KL to stay near, above 0.
-        horizon: samples over which the weight may change by at most a fifth of itself, above 0.
-        samples: answers of the step.
+        horizon: samples over which the weight may change by at most a fifth of itself.
+        samples: answers of the step, fewer than five times the horizon.
 
     Raises:
         ValueError: a setting is out of range, or the KL is not finite.
     """
-    if not target > 0 or not horizon > 0 or not coef >= 0 or samples < 0:
+    if not target > 0 or not coef >= 0 or not 0 <= samples < 5 * horizon:
         raise ValueError(
-            f"coef={coef}, target={target}, horizon={horizon}, samples={samples}; set a target and a horizon above 0, "
-            "and the others to 0 or more"
+            f"coef={coef}, target={target}, horizon={horizon}, samples={samples}; set a coef of 0 or more, a target "
+            "above 0, and a horizon of more than a fifth of the samples"
         )
     if not math.isfinite(kl):
         raise ValueError(
             f"the KL of the step is {kl}, to which no weight can be adapted; look at its log-probabilities"
         )
-    error = min(max(kl / target - 1.0, -0.2), 0.2)
-    # A step of more samples than five horizons would turn the weight's sign.
-    return max(coef * (1.0 + error * samples / horizon), 0.0)
+    return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * samples / horizon)

@@ -4,10 +4,13 @@ B sequences; N all tokens of a batch end to end. Nothing here multiplies by a ma
 count is replaced before it is used, and its gradient is 0.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from components.ragged import repeated
+from components.ragged import holds_integers, repeated
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are kept within +- this many nats: e^20 is far outside every clip range, and a float32 can still square
@@ -30,7 +33,7 @@ def check_columns(mask_N: Tensor, **columns: Tensor) -> None:
 
 def check_lengths(mask_N: Tensor, lengths_B: Tensor) -> None:
     """ValueError unless the sequences are as many tokens together as the mask has."""
-    if lengths_B.dim() != 1 or lengths_B.is_floating_point():
+    if lengths_B.dim() != 1 or not holds_integers(lengths_B):
         raise ValueError(f"lengths_B must be [B] integers, but is {lengths_B.dtype} of shape {list(lengths_B.shape)}")
     if len(lengths_B) and int(lengths_B.min()) < 0:
         raise ValueError(f"lengths_B[{int(lengths_B.argmin())}] is {int(lengths_B.min())}; a length is at least 0")
@@ -53,7 +56,9 @@ def chosen(mask_N: Tensor, x_N: Tensor) -> Tensor:
 
 def log_ratio(logprob_N: Tensor, old_logprob_N: Tensor, mask_N: Tensor) -> Tensor:
     """[N] log p - log p_old in nats, within +- `LOG_RATIO_LIMIT`, and 0 outside the mask."""
-    return chosen(mask_N, logprob_N.float() - old_logprob_N.detach().float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    own_N = chosen(mask_N, logprob_N.float() - old_logprob_N.detach().float())
+    limits = (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return own_N.clamp(*limits) if own_N.requires_grad else own_N.clamp_(*limits)
 
 
 def token_mean(x_N: Tensor, mask_N: Tensor, total_tokens: float) -> Tensor:
@@ -77,11 +82,33 @@ def token_mean(x_N: Tensor, mask_N: Tensor, total_tokens: float) -> Tensor:
 
 
 def sequence_sums(x_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """[B] sum of each sequence's tokens; 0 for a sequence without tokens. A NaN stays in its own sequence."""
-    if not len(x_N):
-        # segment_reduce refuses a batch without tokens; a sum keeps it differentiable.
-        return x_N.sum().expand(len(lengths_B))
-    return torch.segment_reduce(x_N, "sum", lengths=lengths_B, initial=0)
+    """[B] sum of each sequence's tokens, bools counted; 0 for one without tokens. A NaN stays in its own sequence."""
+    return _SequenceSums.apply(x_N, lengths_B.to(torch.int64))
+
+
+class _SequenceSums(torch.autograd.Function):
+    """In float64: one after the other in float32, 100,000 numbers lose the fourth digit of their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, lengths_B: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths_B)
+        ctx.num_tokens = len(x_N)
+        dtype = torch.float32 if x_N.dtype == torch.bool else x_N.dtype
+        if x_N.device.type != "cpu":
+            return torch.segment_reduce(x_N.double(), "sum", lengths=lengths_B, initial=0).to(dtype)
+        sum_B = torch.zeros(len(lengths_B), dtype=dtype)
+        is_filled_B = lengths_B > 0
+        if bool(is_filled_B.any()):
+            # It widens a few numbers at a time, where torch would make a whole copy.
+            start_B = (lengths_B.cumsum(0) - lengths_B)[is_filled_B].numpy()
+            sums = np.add.reduceat(x_N.detach().numpy(), start_B, dtype=np.float64)
+            sum_B[is_filled_B] = torch.from_numpy(sums).to(dtype)
+        return sum_B
+
+    @staticmethod
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (lengths_B,) = ctx.saved_tensors
+        return spread(grad_B, lengths_B, ctx.num_tokens), None
 
 
 def sequence_means(x_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -91,7 +118,7 @@ def sequence_means(x_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 def action_counts(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """[B] float32: each sequence's masked tokens, and 1 where there are none, to divide by."""
-    return sequence_sums(mask_N.float(), lengths_B).clamp(min=1.0)
+    return sequence_sums(mask_N, lengths_B).clamp(min=1.0)
 
 
 def spread(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
@@ -115,19 +142,20 @@ def carried_back(x_N: Tensor, carry_N: Tensor) -> Tensor:
         _padded(v_N, pad).view(-1, max(width, 1)).t().clone(memory_format=torch.contiguous_format)
         for v_N in (x_N, carry_N)
     )
+    is_finite = bool(x_N.isfinite().all())
     for place in range(width - 1, 0, -1):
-        _add_product(y_KR[place - 1], carry_KR[place - 1], y_KR[place])
+        _add_product(y_KR[place - 1], carry_KR[place - 1], y_KR[place], is_finite)
         carry_KR[place - 1] *= carry_KR[place]
     if y_KR.shape[1] > 1:
         # The first answer of a block is linear in that of the block behind it: the same recurrence, over blocks.
         first_R = carried_back(y_KR[0], carry_KR[0])
-        _add_product(y_KR, carry_KR, torch.cat([first_R[1:], first_R.new_zeros(1)]))
+        _add_product(y_KR, carry_KR, torch.cat([first_R[1:], first_R.new_zeros(1)]), is_finite)
     return y_KR.t().reshape(-1)[: len(x_N)]
 
 
-def _add_product(y: Tensor, carry: Tensor, behind: Tensor) -> None:
+def _add_product(y: Tensor, carry: Tensor, behind: Tensor, is_finite: bool) -> None:
     """Add carry * behind to y in its place."""
-    if bool(behind.isfinite().all()):
+    if is_finite:
         y.addcmul_(carry, behind)
     else:
         # 0 * NaN is NaN: what stands behind the end of a sequence must not reach into it.

@@ -4,8 +4,8 @@ B sequences; N all tokens of a micro-batch end to end. Each function says what e
 makes one number of it. `logprob_N` is the log-probability now, in nats, and the only thing that gradients flow through;
 `old_logprob_N` is the same before the first update on these samples; `action_mask_N` is True where the policy produced
 the token, and what is outside of it may be anything, NaN too. r = exp(logprob - old_logprob) is the ratio, with the
-log-ratio kept within +-20. Metrics: `ratio_mean`; `approx_kl`, the k3 estimate of the KL from the old policy in nats,
-which is 0 only while every ratio is 1; and `clipped_share` of tokens on which the loss no longer pulls.
+log-ratio kept within +-20. Metrics: `ratio_mean` and `approx_kl`, the k3 estimate of the KL from the old policy in
+nats, which is 0 only while every token's ratio is 1; and `clipped_share` of tokens that a clip range changes.
 """
 
 from typing import Literal, get_args
@@ -96,7 +96,9 @@ def _of_answers(
     own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
     # The difference is exactly 0; in another order it would round the answer's ratio, whose clip range is narrow.
     log_ratio_N = chosen(action_mask_N, answer_N) + (own_N - own_N.detach())
-    return _clipped(log_ratio_N, chosen(action_mask_N, advantage_N.detach()), clip_low, clip_high)
+    loss = _clipped(log_ratio_N, chosen(action_mask_N, advantage_N.detach()), clip_low, clip_high)
+    # Of the answers the ratio may be 1 while their tokens are far from it.
+    return TokenLoss(loss.loss_N, loss.metrics | _distance(own_N, own_N.exp()))
 
 
 def geo_mean_loss(
@@ -239,9 +241,10 @@ def dppo_loss(
     if divergence == "tv":
         distance_N = gap_N.abs()
     else:
-        # The rest of a distribution that is all on one token has probability 0, which log1p would make -inf.
-        rest_N, old_rest_N = (torch.log1p(-p_N.clamp(max=1.0 - 1e-7)) for p_N in (now_p_N, old_p_N))
-        distance_N = old_p_N * (old_N - now_N) + (1.0 - old_p_N) * (old_rest_N - rest_N)
+        # What is left of a likely token's distribution; 1 - exp would lose its digits, and its log must not be -inf.
+        rest_N, old_rest_N = (-torch.expm1(x_N) for x_N in (now_N, old_N))
+        log_rest_N, old_log_rest_N = (x_N.clamp(min=1e-20).log() for x_N in (rest_N, old_rest_N))
+        distance_N = old_p_N * (old_N - now_N) + old_rest_N * (old_log_rest_N - log_rest_N)
     up_N, down_N = (advantage_N > 0) & (gap_N > 0), (advantage_N < 0) & (gap_N < 0)
     dropped_N = (up_N & (distance_N > clip_high)) | (down_N & (distance_N > clip_low))
     ratio_N = own_N.exp()
@@ -259,12 +262,26 @@ def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor
     return TokenLoss(-advantage_N * chosen(action_mask_N, logprob_N))
 
 
+def entropy_loss(entropy_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
+    """-H: to be added with a small weight, so that the policy keeps trying.
+
+    Source: Williams and Peng 1991; Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
+
+    Args:
+        entropy_N: [N] nats, of the distribution that each token was drawn from, with gradient.
+    """
+    check_columns(action_mask_N, entropy_N=entropy_N)
+    entropy_N = chosen(action_mask_N, entropy_N)
+    return TokenLoss(-entropy_N, {"entropy": entropy_N.detach()})
+
+
 def covariances(old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor) -> Tensor:
     """[N] (log p - mean log p)(A - mean A), the means over all tokens given: where it is large, entropy is lost.
 
-    Source: Cui et al. 2025 (The Entropy Mechanism, arXiv 2505.22617), equation 10. Here it is taken once, over the
-    whole optimizer step and before its update, because a mean over a micro-batch would make results depend on how the
-    step is cut; verl takes it over each micro-batch.
+    Source: Cui et al. 2025 (The Entropy Mechanism, arXiv 2505.22617), equation 10. It is taken once for an optimizer
+    step, of the old log-probabilities, because a mean over a micro-batch would make results depend on how the step is
+    cut. verl takes it over each micro-batch, of the log-probabilities now, and leaves tokens that are clipped already
+    out of Clip-Cov's choice; before the first update of a batch of samples it is the same.
     """
     advantage_N = _checked(old_logprob_N, old_logprob_N, advantage_N, action_mask_N)
     logprob_N = chosen(action_mask_N, old_logprob_N.detach())
@@ -333,8 +350,9 @@ def clip_cov_loss(
     """
     check_columns(dropped_N, action_mask_N=action_mask_N)
     whole = ppo_loss(logprob_N, old_logprob_N, advantage_N, action_mask_N, clip_low=clip_low, clip_high=clip_high)
-    dropped = {"dropped_share": dropped_N}
-    return TokenLoss(torch.where(dropped_N, 0.0, whole.loss_N), whole.metrics | dropped)
+    # A NaN is not dropped: it is there to be seen.
+    loss_N = torch.where(dropped_N & ~whole.loss_N.isnan(), 0.0, whole.loss_N)
+    return TokenLoss(loss_N, whole.metrics | {"dropped_share": dropped_N})
 
 
 @piecewise

@@ -93,7 +93,8 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     if not -math.inf < coef <= 1:
         raise ValueError(f"coef={coef}; set 0 to 1 to scale the reward of truncated answers, below 0 to replace it")
     reward_B = reward_B.float()
-    return torch.where(truncated_B, reward_B * coef if coef >= 0 else coef, reward_B)
+    # Not the bare coef, which would hide a reward that is NaN.
+    return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)
 
 
 @dataclass(frozen=True, slots=True)

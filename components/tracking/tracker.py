@@ -105,8 +105,21 @@ class Tracker:
             self._tell(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
 
     def rollouts(self, step: int, batch: Batch) -> None:
-        """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each."""
-        self._guard("rollouts", lambda: batch.save(self.run_dir / "rollouts" / f"step_{step:06d}.parquet"))
+        """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each; objects that no file can
+        hold, such as dates or arrays, as text.
+        """
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+
+        def save() -> None:
+            try:
+                batch.save(path)
+            except ValueError:
+                # A label of the user's own kind would not come back as it is; people who look can read its text.
+                batch.with_objects(**{name: [str(x) for x in column] for name, column in batch.objects.items()}).save(
+                    path
+                )
+
+        self._guard("rollouts", save)
 
     def update_summary(self, **fields: Any) -> None:
         """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""

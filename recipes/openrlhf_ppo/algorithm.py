@@ -97,10 +97,10 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
     weight_N = micro["correction"] if config.corrects_loss else None
     tokens = surrogate(output.logprob_N, micro, config)
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, config.generate_max_len, weight_N)
-    entropy = token_mean(output.entropy_N, mask_N, totals.tokens)
-    loss, metrics = policy.loss, policy.metrics | {"policy_loss": policy.loss.detach(), "entropy": entropy.detach()}
+    entropy = reduce_loss(policy_losses.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
+    loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
     if config.entropy_loss_coef:
-        loss = loss - config.entropy_loss_coef * entropy
+        loss = loss + config.entropy_loss_coef * entropy.loss
     if config.needs_reference and config.use_kl_loss:
         kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, config.kl_estimator)
         kl = token_mean(kl_N, mask_N, totals.tokens)
@@ -135,7 +135,7 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPOConfig) -> TokenLoss:
     return policy_losses.ppo_loss(*columns, **clip, dual_clip=config.dual_clip)
 
 
-def mark_tokens(minibatch: Batch, config: PPOConfig, step: int, index: int) -> Batch:
+def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> Batch:
     """Add what a loss has to know of the whole optimizer step: clip_cov and kl_cov, the tokens that they treat apart.
 
     `index` counts the optimizer steps of the rollout step `step`.
@@ -147,7 +147,7 @@ def mark_tokens(minibatch: Batch, config: PPOConfig, step: int, index: int) -> B
     if config.policy_loss_type == "kl_cov":
         marked_N = policy_losses.kl_cov_tokens(covariance_N, mask_N, share=COVARIANCE_SHARE)
     else:
-        uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index]).random(minibatch.num_tokens))
+        uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
         low, high = CLIP_COV_RANGE
         marked_N = policy_losses.clip_cov_tokens(
             covariance_N, mask_N, uniform_N, share=COVARIANCE_SHARE, low=low, high=high
@@ -167,5 +167,6 @@ def minibatches(experience: Batch, config: PPOConfig, step: int) -> list[Tensor]
     order: list[Tensor] = []
     for epoch in range(config.max_epochs):
         shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(len(experience))
-        order += torch.from_numpy(shuffled).split(config.train_batch_size)
+        # All of train_batch_size, but at the end of filtered data, where a step of a few answers would move as far.
+        order += torch.from_numpy(shuffled).tensor_split(max(round(len(experience) / config.train_batch_size), 1))
     return order

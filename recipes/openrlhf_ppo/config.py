@@ -35,9 +35,11 @@ BY_ANSWER = ("gspo", "sapo", "geo_mean")
 """Policy losses that are means over answers; the others are means over tokens."""
 UNCLIPPED = ("sapo", "kl_cov", "reinforce")
 """Policy losses without a clip range."""
+NOT_OF_RATIOS = ("geo_mean", "dppo_tv", "dppo_kl")
+"""Policy losses whose clip range is not around a ratio of 1."""
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 CLIPS = ("eps_clip", "eps_clip_low_high")
-CORRECTIONS_OWN = ("vllm_is_truncated_threshold", "vllm_is_correction_type", "use_icepop")
+CORRECTIONS_OWN = ("vllm_is_correction_type", "use_icepop")
 MICRO_BATCHES = ("micro_train_batch_size", "micro_rollout_batch_size")
 TOKEN_BUDGETS = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
 REFERENCES_OWN = ("ref_num_nodes", "ref_num_gpus_per_node", "kl_estimator")
@@ -203,7 +205,8 @@ class PPOConfig:
     no_advantage_std_norm: bool = False
     """Whitening only centres the advantages, and leaves their scale."""
     eps_clip: float = 0.2
-    """The policy ratio is clipped to 1 +- this."""
+    """The policy ratio is clipped to 1 +- this; with geo_mean the log-ratio to +- this, in nats; with dppo_tv and
+    dppo_kl it bounds the divergence."""
     eps_clip_low_high: tuple[float, float] | None = None
     """Two bounds instead: 1 - the first to 1 + the second."""
     dual_clip: float | None = None
@@ -211,12 +214,12 @@ class PPOConfig:
     policy_loss_type: PolicyLoss = "ppo"
     """What is clipped: `ppo` the ratio of each token, `gspo` that of the answer; docs/algorithms.md has the others."""
     loss_agg_mode: Aggregation | None = None
-    """How tokens are weighed. Default: token-mean; with gspo, sapo and geo_mean seq-mean-token-mean; with dr_grpo
-    seq-mean-token-sum-norm, which divides by generate_max_len."""
+    """How tokens are weighed. Default: with dr_grpo seq-mean-token-sum-norm, which divides by generate_max_len; else
+    with gspo, sapo and geo_mean seq-mean-token-mean; else token-mean."""
     enable_vllm_is_correction: bool = False
     """Weigh the loss of each token by the policy's probability over that of the engine which sampled it."""
     vllm_is_truncated_threshold: tuple[float, float] = (0.5, 5.0)
-    """Lowest and highest such weight."""
+    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share in any case."""
     vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
     """Weights outside: `tis` cuts them to the range, `icepop` makes them 0, `seq-mask-tis` cuts them, and makes all 0
     in an answer whose mean ratio is outside. Default: tis."""
@@ -243,7 +246,8 @@ class PPOConfig:
     dynamic_filtering_reward_range: tuple[float, float] = (0.0, 1.0)
     """Which prompts stay: their answers' mean score lies between the two, the bounds excluded."""
     enable_ema: bool = False
-    """Save a moving average of the policy's weights instead of the weights."""
+    """Save a moving average of the policy's weights instead of the weights. Rollouts and scores are of the weights
+    themselves. It is kept in host memory, and brought up to date after every optimizer step."""
     ema_beta: float = 0.992
     """How much of the average stays at each optimizer step."""
 
@@ -428,14 +432,15 @@ class PPOConfig:
         if self.entropy_loss_coef is not None and self.entropy_loss_coef < 0:
             raise ConfigError(f"entropy_loss_coef={self.entropy_loss_coef}; set it to 0 or more")
         for low, high in ((self.eps_clip, self.eps_clip), self.eps_clip_low_high or (0.0, 0.0)):
-            if not 0 <= low <= 1 or high < 0:
+            if not 0 <= low <= (1 if self.policy_loss_type not in NOT_OF_RATIOS else float("inf")) or high < 0:
                 raise ConfigError(f"the ratio cannot be clipped to 1 - {low} and 1 + {high}; see eps_clip")
         if self.dual_clip is not None and (self.dual_clip <= 1 or self.policy_loss_type != "ppo"):
             raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, with policy_loss_type=ppo")
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_horizon > 0 and self.needs_reference):
+        enough = self.kl_horizon > self.rollout_batch_size * self.n_samples_per_prompt / 5
+        if self.kl_target is not None and not (self.kl_target > 0 and enough and self.needs_reference):
             raise ConfigError(
                 f"kl_target={self.kl_target}, kl_horizon={self.kl_horizon}, init_kl_coef={self.init_kl_coef}; an "
-                "adapted weight needs all three above 0"
+                "adapted weight needs all three above 0, and more than a fifth of a step's answers as its horizon"
             )
         if not 0 <= self.ema_beta < 1:
             raise ConfigError(f"ema_beta={self.ema_beta}; set it to 0 or more and less than 1")
@@ -566,9 +571,10 @@ class PPOConfig:
         """The scorer's name, the reward file or the servers' URLs; None where reward models score."""
         return self.scorer or self.remote_rm_url
 
-    def steps(self, num_prompts: int) -> int:
-        """Rollout steps of the whole run."""
-        return num_prompts * self.num_episodes // self.rollout_batch_size
+    def steps(self, num_prompts: int, episodes: int | None = None) -> int:
+        """Rollout steps of the whole run, or of so many episodes; filtered prompts may leave less for the last one."""
+        total = num_prompts * (episodes or self.num_episodes)
+        return (total + self.dynamic_filtering * (self.rollout_batch_size - 1)) // self.rollout_batch_size
 
     def optimizer_steps(self, steps: int) -> int:
         """Optimizer steps of `steps` rollout steps."""
@@ -577,12 +583,12 @@ class PPOConfig:
     def arithmetic(self, num_prompts: int) -> str:
         """How much of what a run does, in a sentence."""
         steps = self.steps(num_prompts)
-        unused = num_prompts * self.num_episodes - steps * self.rollout_batch_size
+        unused = max(num_prompts * self.num_episodes - steps * self.rollout_batch_size, 0)
         at_most = "at most " if self.dynamic_filtering else ""
         return (
             f"{at_most}{steps} steps of {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} answers, "
             f"{self.optimizer_steps(1)} optimizer steps of {self.train_batch_size} answers each"
-            + (f"; the last {unused} prompts fill no step and are not used" if unused and not at_most else "")
+            + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
         )
 
     def notes(self, given: Collection[str]) -> list[str]:
@@ -591,6 +597,8 @@ class PPOConfig:
         if self.needs_reference and self.use_kl_loss == (self.kl_estimator in ("k1", "abs")):
             advice = "k2, k3 or one with a + suits a loss" if self.use_kl_loss else "k1 suits a reward"
             found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
+        if self.dynamic_filtering and self.reward_models and "dynamic_filtering_reward_range" not in given:
+            found.append("dynamic_filtering looks for mean scores from 0 to 1; a reward_pretrain's may be any number")
         runs_code = self.scorer or (self.remote_rm_url or "").endswith(".py")
         idle: list[tuple[object, str, tuple[str, ...]]] = [
             (self.use_dynamic_batch, "use_dynamic_batch cuts by tokens", MICRO_BATCHES),

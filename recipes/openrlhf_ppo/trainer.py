@@ -11,7 +11,7 @@ from components.checkpoint import CheckpointError, Checkpoints, changed_options,
 from components.data.dynamic_filtering import fill_groups
 from components.data.heldout import Heldout
 from components.data.prompts import PromptSource
-from components.data.rollouts import readable, rollout_metrics
+from components.data.rollouts import check_version, readable, rollout_metrics
 from components.data.stream import SampleStream
 from components.engines.config import SamplingConfig
 from components.rl.kl import adapted_kl_coef
@@ -125,37 +125,43 @@ class PPOTrainer(BaseTrainer):
         """One step's answers: `rollout_batch_size` prompts, `n_samples_per_prompt` answers each. Where prompts are
         filtered, those at the end of the data may be fewer, and None says that there are none.
         """
-        began, config = time.time(), self.config
-        samples = (
-            self.answer_filtered(step) if config.dynamic_filtering else self.answer(step, config.rollout_batch_size)
-        )
+        began, wanted = time.time(), self.config.rollout_batch_size
+        samples = self.answer_filtered(step) if self.config.dynamic_filtering else self.answer(step, wanted)
         self.generation_seconds = time.time() - began
         return samples
 
     def answer_filtered(self, step: int) -> Batch | None:
         """Answers, with their rewards, to prompts that are neither too easy nor too hard."""
-        config, all_prompts = self.config, self.config.num_episodes * len(self.prompts)
+        config, before = self.config, self.prompts.taken
         low, high = config.dynamic_filtering_reward_range
         filled = fill_groups(
             lambda count: self.reward(self.answer(step, count)),
             wanted=config.rollout_batch_size,
-            available=all_prompts - self.prompts.taken,
+            available=self.prompts_left,
             keep=lambda samples: groups_within(samples["score"], samples["prompt_id"], low, high),
+            stopped=lambda: self.stop_requested,
+            say=lambda progress: self.say(f"step {step}: {progress}"),
         )
-        self.filtering = {
-            "rollout/filter_pass_rate": filled.prompts_kept / max(filled.prompts_seen, 1),
-            "rollout/filter_prompts_seen": float(filled.prompts_seen),
-        }
-        if self.prompts.taken < all_prompts:
+        self.filtering = filled.metrics
+        if filled.prompts_kept == config.rollout_batch_size:
             return filled.batch
+        if self.stop_requested:
+            self.prompts.seek(before)  # the same answers are made again when the run goes on
+            return None
         self.stream.steps = step
         enough = len(filled.batch or ()) >= max(config.ranks.values())  # an answer for every rank
-        self.say(
-            f"all {all_prompts} prompts were used, which ends the training: of the {filled.prompts_seen} that step "
-            f"{step} tried, {filled.prompts_kept} have answers with a mean score between {low} and {high}"
-            + ("" if enough else ", too few to train on")
+        passed = (
+            f"of the last {filled.prompts_seen} prompts, {filled.prompts_kept} have a mean score in {low} to {high}"
         )
+        if step == 1 and not enough:
+            raise ValueError(f"{passed}: nothing to train on; set dynamic_filtering_reward_range, or other prompts")
+        self.say(f"the data ends: {passed}" + ("" if enough else ", too few to train on"))
         return filled.batch if enough else None
+
+    @property
+    def prompts_left(self) -> int:
+        """Prompts that were not yet handed out, over all episodes."""
+        return max(self.config.num_episodes * len(self.prompts) - self.prompts.taken, 0)
 
     def answer(self, step: int, count: int) -> Batch:
         """`n_samples_per_prompt` answers to each of the next `count` prompts."""
@@ -165,7 +171,7 @@ class PPOTrainer(BaseTrainer):
         samples: Batch = remote_call.generate_samples(
             prompts.with_sequences(sample_id=sample_B), config.sampling(step)
         ).result()
-        self.check_version(samples)
+        check_version(samples, self.version)
         return samples.with_objects(
             status=["truncated" if cut else "finished" for cut in samples["truncated"].tolist()]
         )
@@ -202,20 +208,18 @@ class PPOTrainer(BaseTrainer):
             if update is not None:
                 metrics |= {f"{role}/{name}": value for name, value in update.result()[0].items()}
         metrics["timing_s/train"] = time.time() - began
-        self.adapt_kl_coef(experience)
         if actor is not None:
+            self.adapt_kl_coef(experience)
             self.version = step
             remote_call.sync_weights(step)
         return metrics | {"timing_s/sync": time.time() - began - metrics["timing_s/train"]}
 
     def adapt_kl_coef(self, experience: Batch) -> None:
         """Weigh the KL more after a step beyond its target, and less after one within."""
-        config = self.config
-        if config.kl_target is not None:
-            kl, horizon = kl_to_reference(experience), config.kl_horizon
-            self.kl_coef = adapted_kl_coef(
-                self.kl_coef, kl, target=config.kl_target, horizon=horizon, samples=len(experience)
-            )
+        target, horizon, samples = self.config.kl_target, self.config.kl_horizon, len(experience)
+        if target is not None:
+            kl = kl_to_reference(experience)
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, target=target, horizon=horizon, samples=samples)
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
@@ -250,7 +254,7 @@ class PPOTrainer(BaseTrainer):
             step=EVALUATION_STEP,
         )
         answers: Batch = remote_call.generate_samples(prompts, sampling).result()
-        self.check_version(answers)
+        check_version(answers, self.version)
         return self.reward(answers)
 
     def reward(self, answers: Batch) -> Batch:
@@ -264,6 +268,8 @@ class PPOTrainer(BaseTrainer):
         if self.config.save_path:
             self.export(Path(self.config.save_path))
         score = self.heldout.finish(self.stream.step)
+        if self.heldout.is_best(self.heldout.scores.get("end", {})):  # it was not known that this step is the last
+            self.checkpoints.mark_best(self.stream.step)
         self.tracker.update_summary(
             score=score, seconds={"training": seconds}, tokens_per_second=self.tokens_seen / max(seconds, 1e-9)
         )
@@ -330,7 +336,9 @@ class PPOTrainer(BaseTrainer):
         self.prompts.load_state_dict(saved["prompts"])
         self.version, self.tokens_seen = saved["weight_version"], saved["tokens_seen"]
         self.training_seconds = saved["training_seconds"]
-        self.kl_coef = saved["kl_coef"] if self.config.kl_target is not None else self.config.init_kl_coef
+        if self.config.kl_target is not None and saved["config"]["init_kl_coef"] == self.config.init_kl_coef:
+            self.kl_coef = saved["kl_coef"]
+        self.stream.steps = self.stream.step + self.config.steps(self.prompts_left, episodes=1)
         self.heldout.load_state_dict(saved["heldout"])
         self.saved_step = self.stream.step
         self.say(f"goes on after step {self.stream.step} of {self.stream.steps}, from {folder}")
@@ -363,16 +371,6 @@ class PPOTrainer(BaseTrainer):
             return None
         source = self.read_prompts(rows, "held-out prompts", shuffle=False)
         return source.take(len(source))
-
-    def check_version(self, samples: Batch) -> None:
-        """A sampler that is behind would quietly train the wrong policy."""
-        behind = samples["weight_version"] != self.version
-        if bool(behind.any()):
-            found = sorted(set(samples["weight_version"][behind].tolist()))
-            raise RuntimeError(
-                f"step {self.stream.step}: {int(behind.sum())} answers were sampled from weights of version {found}, "
-                f"but the trainer is at version {self.version}; a rollout engine missed an update"
-            )
 
 
 SHOW_SAMPLES_EVERY = 10

@@ -152,7 +152,7 @@ def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregat
         policy_loss_type=kind, loss_agg_mode=aggregation, enable_vllm_is_correction=True, entropy_loss_coef=0.1,
         init_kl_coef=0.2, use_kl_loss=True, kl_estimator="k3+",
     )  # fmt: skip
-    step, totals = mark_tokens(trained_on(), settings, step=3, index=1), Totals(tokens=10, sequences=5)
+    step, totals = mark_tokens(trained_on(), 1, settings, step=3), Totals(tokens=10, sequences=5)
 
     def run(parts: list[list[int]]) -> tuple[float, torch.Tensor]:
         model = Fixed()

@@ -338,6 +338,7 @@ BASE = ["pretrain=./x", "prompt_data=y.jsonl", "remote_rm_url=r.py"]
         (["dual_clip=3", "policy_loss_type=gspo"], "dual_clip=3.0; set it above 1, with policy_loss_type=ppo"),
         (["kl_target=0.1", "init_kl_coef=0"], "an adapted weight needs all three above 0"),
         (["kl_target=-1"], "an adapted weight needs all three above 0"),
+        (["kl_target=0.1", "kl_horizon=204"], "more than a fifth of a step's answers as its horizon"),
         (["enable_ema=true", "ema_beta=1"], "ema_beta=1.0; set it to 0 or more and less than 1"),
         (["dynamic_filtering=true"], "dynamic_filtering with n_samples_per_prompt=1"),
         (
@@ -429,8 +430,8 @@ def test_flash_attention_on_a_machine_without_gpu_is_refused(
         (["--policy_loss_type", "sapo", "--eps_clip", "0.1"], "no effect of eps_clip: sapo clips no ratio"),
         (["--use_icepop"], "no effect of use_icepop: enable_vllm_is_correction is off"),
         (
-            ["--policy_loss_type", "gspo", "--enable_vllm_is_correction", "--vllm_is_truncated_threshold", "0.5", "2"],
-            "no effect of vllm_is_truncated_threshold: gspo corrects its ratio itself",
+            ["--policy_loss_type", "gspo", "--enable_vllm_is_correction", "--vllm_is_correction_type", "tis"],
+            "no effect of vllm_is_correction_type: gspo corrects its ratio itself",
         ),
         (["--kl_horizon", "99"], "no effect of kl_horizon: there is no kl_target"),
         (["--ema_beta", "0.9"], "no effect of ema_beta: enable_ema is off"),

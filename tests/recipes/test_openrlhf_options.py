@@ -1,5 +1,6 @@
 """Options of recipes/openrlhf_ppo that change what a whole step is made of, in whole runs."""
 
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -69,8 +70,13 @@ def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
     return load_file(run.run_dir / f"checkpoints/step_{step}/hf/model.safetensors")
 
 
-def test_filtered_prompts_are_replaced_until_the_data_ends(start: Start) -> None:
-    run = start(dynamic_filtering=True, eval_dataset="task:sort", max_eval_samples=32)
+@pytest.fixture(scope="module")
+def filtered(start: Start) -> Run:
+    return start(dynamic_filtering=True, eval_dataset="task:sort", max_eval_samples=32)
+
+
+def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: Run) -> None:
+    run = filtered
     trained: list[int] = []
     scores: dict[int, list[float]] = {}
     for entry in run.metrics:
@@ -88,17 +94,39 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(start: Start) -> None
     assert len(trained) == len(set(trained)) == 16 + len(scores)
     assert 0 < len(scores) < 16
     assert "at most 2 steps of 16 prompts" in run.out
-    assert "all 32 prompts were used, which ends the training" in run.out
+    assert f"the data ends: of the last {run.metrics[-1]['rollout/filter_prompts_seen']:.0f} prompts" in run.out
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
     assert run.summary["score"]["end"] == run.metrics[-1]["eval/score"]
 
 
-def test_when_no_prompt_passes_the_run_ends_and_says_so(start: Start) -> None:
-    run = start(dynamic_filtering=True, dynamic_filtering_reward_range="[1.5,2]")
-    assert run.metrics == []
-    assert (run.summary["status"], run.summary["steps"]) == ("finished", 0)
-    assert "of the 32 that step 1 tried, 0 have answers with a mean score" in run.out
-    assert "too few to train on" in run.out
+def test_when_no_prompt_passes_the_run_fails_and_says_what_to_set(
+    ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "coin.py").write_text(COIN)
+    options = SMALL | {"dynamic_filtering": True, "dynamic_filtering_reward_range": "[1.5,2]"}
+    options |= {"pretrain": policy, "remote_rm_url": tmp_path / "coin.py"}
+    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *(f"{name}={value}" for name, value in options.items()))
+    assert run.wait().code == 1
+    assert "of the last 32 prompts, 0 have a mean score in 1.5 to 2.0: nothing to train on" in run.err
+    assert run.summary["status"] == "failed"
+
+
+def test_a_filtered_run_goes_on_with_the_prompts_that_are_left(filtered: Run, start: Start, tmp_path: Path) -> None:
+    options = {"eval_dataset": "task:sort", "max_eval_samples": 32}
+    shutil.copytree(filtered.run_dir, tmp_path / "one")
+    # Nothing is left of one episode, without filtering neither.
+    again = start(tmp_path / "one", **options)
+    assert len(again.metrics) == len(filtered.metrics)
+    assert again.summary["status"] == "finished"
+    # A second episode has 32 prompts more, each with an id of its own.
+    second = start(tmp_path / "one", **options, dynamic_filtering=True, num_episodes=2)
+    assert sum(entry["rollout/filter_prompts_seen"] for entry in second.metrics) == 64
+    ids: list[int] = []
+    for entry in second.metrics:
+        path = second.run_dir / "rollouts" / f"step_{entry['step']:06d}.parquet"
+        ids += set(pyarrow.parquet.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist())
+    assert len(ids) == len(set(ids))
+    assert max(ids) >= 32
 
 
 def test_an_average_of_the_weights_is_saved_and_changes_nothing_else(plain: Run, start: Start, policy: Path) -> None:

@@ -45,11 +45,8 @@ class Actor(Learner):
     @rpc(remote_call.actor_update)
     def update(self, step: int, kl_coef: float) -> dict[str, float]:
         """Train on it."""
-        return self.fit(partial(policy_loss, config=self.config, kl_coef=kl_coef), step)
-
-    def prepare(self, minibatch: Batch, step: int, index: int) -> Batch:
-        """Choose the tokens that a loss treats apart."""
-        return mark_tokens(minibatch, self.config, step, index)
+        loss = partial(policy_loss, config=self.config, kl_coef=kl_coef)
+        return self.fit(loss, step, prepare=partial(mark_tokens, config=self.config, step=step))
 
     @rpc(remote_call.publish_weights)
     def publish(self, version: int) -> WeightHandle | None:

@@ -1,5 +1,6 @@
 """What actor and critic share: an engine, the step's experience, and the passes over it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,8 @@ from core import BaseWorkload, rpc
 from .. import remote_call
 from ..algorithm import minibatches
 from ..config import PPOConfig
+
+Prepare = Callable[[Batch, int], Batch]
 
 
 class Learner(BaseWorkload):
@@ -28,18 +31,15 @@ class Learner(BaseWorkload):
         """Put a model under DeepSpeed."""
         self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, averaged))
 
-    def prepare(self, minibatch: Batch, step: int, index: int) -> Batch:
-        """What is worked out over a whole optimizer step, the `index`th of `step`, before it is cut: nothing here."""
-        del step, index
-        return minibatch
-
-    def fit(self, loss: LossFunction, step: int) -> dict[str, float]:
-        """Train on the experience and let go of it. Metrics are means over the optimizer steps."""
+    def fit(self, loss: LossFunction, step: int, prepare: Prepare = lambda minibatch, _: minibatch) -> dict[str, float]:
+        """Train on the experience and let go of it. Metrics are means over the optimizer steps. `prepare` is given each
+        optimizer step's batch, and its number from 0, before it is cut.
+        """
         if self.experience is None:
             raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
         history = []
         for index, chosen_B in enumerate(minibatches(self.experience, self.config, step)):
-            minibatch = self.prepare(self.experience.select(chosen_B), step, index)
+            minibatch = prepare(self.experience.select(chosen_B), index)
             try:
                 history.append(self.engine.train_step(minibatch, loss))
             except FloatingPointError as error:

@@ -193,6 +193,18 @@ def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed
         raise ValueError(output.failures[7])
 
 
+def test_two_failures_among_a_few_answers_pass_and_a_third_stops_the_run(tmp_path: Path) -> None:
+    body = "if int(labels[0]) < {}: raise KeyError(labels[0])\nreturn {{'rewards': [1.0] * len(labels)}}"
+    assert list(rewarded(reward_file(tmp_path, body.format(2)), 8).failures) == [0, 1]
+    with pytest.raises(RewardError, match=r"failed for 3 of 8 answers, more than the allowed share of 0\.1"):
+        rewarded(reward_file(tmp_path, body.format(3)), 8)
+    # Nobody was rewarded, or none may fail.
+    with pytest.raises(RewardError, match="failed for 1 of 2 answers"):
+        rewarded(reward_file(tmp_path, body.format(2)), 2)
+    with pytest.raises(RewardError, match="failed for 1 of 8 answers"):
+        rewarded(reward_file(tmp_path, body.format(1)), 8, max_failed_share=0)
+
+
 def test_as_many_failures_as_are_allowed_pass_and_one_more_stops_the_run(tmp_path: Path) -> None:
     # 0.29 of 100 is 29, though 0.29 * 100 is a little below.
     body = "if int(labels[0]) < {}: raise KeyError(labels[0])\nreturn {{'rewards': [1.0] * len(labels)}}"

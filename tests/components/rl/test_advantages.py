@@ -203,6 +203,17 @@ def test_turns_are_discounted_and_not_their_tokens() -> None:
     assert found.tolist() == [0, 7, 7, 0, 8, 0, 5, 5, 7, 0, 0, 6]
 
 
+def test_turns_with_nothing_in_between_are_told_apart_by_their_number() -> None:
+    # Turns of 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Without numbers they are one turn of 11.
+    reward_N, mask_N = torch.tensor([9.0, 1.0, 2.0, 8.0]), torch.tensor([False, True, True, True])
+    lengths_B = torch.tensor([4])
+    assert turn_returns(reward_N, mask_N, lengths_B, 0.5).tolist() == [0, 11, 11, 11]
+    found = turn_returns(reward_N, mask_N, lengths_B, 0.5, torch.tensor([0, 1, 1, 2]))
+    assert found.tolist() == [0, 7, 7, 8]
+    with pytest.raises(ValueError, match=r"turn_N has shape \[3\], the mask \[4\]"):
+        turn_returns(reward_N, mask_N, lengths_B, 0.5, torch.tensor([0, 1, 1]))
+
+
 @given(long_sequences, st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_turn_returns_agree_with_a_scalar_loop(batch: list[list[tuple[bool, float]]], gamma: float) -> None:
@@ -297,7 +308,11 @@ def test_the_unbiased_variance_divides_by_one_less() -> None:
 
 
 def test_tokens_all_alike_become_zero() -> None:
-    assert whiten(torch.full((3,), 0.7), torch.ones(3).bool()).tolist() == pytest.approx([0.0] * 3, abs=1e-3)
+    # In float32 the mean of a thousand numbers 1000.1 is not that number, and the difference is all that is left.
+    for count, number in ((3, 0.7), (1000, 1000.1), (3, 100000.3), (7, -1e30)):
+        assert whiten(torch.full((count,), number), torch.ones(count).bool()).tolist() == [0.0] * count
+    # And no square is too large: mean 0, deviation 1e20.
+    assert whiten(torch.tensor([1e20, -1e20]), torch.ones(2).bool()).tolist() == pytest.approx([1.0, -1.0])
     assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
     assert whiten(torch.tensor([5.0]), torch.tensor([False])).tolist() == [0.0]
 

@@ -153,3 +153,10 @@ def test_what_has_no_mean_is_refused() -> None:
             reduce_loss(TokenLoss(x_N), mask_N, lengths_B, one, weight_N=torch.ones(shape))
     with pytest.raises(ValueError, match=r"x_N has shape \[3\], the mask \[2\]"):
         reduce_loss(TokenLoss(x_N, {"mean": torch.ones(3)}), mask_N, lengths_B, one)
+
+
+def test_a_share_of_tokens_does_not_hide_that_one_was_no_number() -> None:
+    tokens = TokenLoss(torch.tensor([math.nan, 1.0]), {"clipped_share": torch.tensor([False, True])})
+    found = reduce_loss(tokens, torch.ones(2).bool(), torch.tensor([2]), Totals(tokens=2, sequences=1))
+    assert found.loss.isnan()
+    assert found.metrics["clipped_share"].isnan()

@@ -242,3 +242,10 @@ def test_what_cannot_be_is_refused() -> None:
         clip_cov_tokens(one_N, mask_N, one_N[:, None], share=0.1, low=0.0, high=1.0)
     with pytest.raises(ValueError, match=r"advantage_N has shape \[1\], the mask \[2\]"):
         covariances(one_N, one_N[:1], mask_N)
+
+
+def test_a_nan_is_not_dropped() -> None:
+    columns = (torch.tensor([math.nan, -3.0]), torch.full((2,), -3.0), torch.ones(2), torch.ones(2).bool())
+    found = clip_cov_loss(*columns, torch.tensor([True, True]), clip_low=0.2, clip_high=0.2)
+    assert found.loss_N[0].isnan()
+    assert found.loss_N[1] == 0

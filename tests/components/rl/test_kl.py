@@ -97,11 +97,15 @@ def test_estimates_are_cut_at_ten_and_their_gradient_ends_there(kind: KLKind) ->
     assert estimates([1e4, -1e4, INF, -INF], kind) == ([10.0, lowest, 10.0, lowest], [0.0] * 4)
 
 
-def test_the_gradient_ends_where_k2_is_cut_although_the_value_is_not() -> None:
-    # d = 5: k2 = 12.5 is cut, k1 = 5 and k3 = 4.006738 are not.
+def test_a_plus_keeps_its_gradient_where_k2_or_the_value_is_cut() -> None:
+    # d = 5: k2 = 12.5 is cut, and its slope with it; k1 = 5 and k3 = 4.006738 are not, and a + has the slope d.
     assert estimates([5.0], "k1") == ([5.0], [1.0])
-    assert estimates([5.0], "k1+") == ([5.0], [0.0])
-    assert estimates([5.0], "k3+") == ([pytest.approx(4.006738)], [0.0])
+    assert estimates([5.0], "k2") == ([10.0], [0.0])
+    assert estimates([5.0], "k1+") == ([5.0], [5.0])
+    assert estimates([5.0], "k3+") == ([pytest.approx(4.006738)], [5.0])
+    # d = -3: k3 = 16.09 is cut, its + goes on pulling.
+    assert estimates([-3.0], "k3+") == ([10.0], [-3.0])
+    assert estimates([25.0], "k1+") == ([10.0], [0.0])
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3+"])
@@ -174,14 +178,16 @@ def test_the_weight_of_the_kl_follows_the_target_by_hand(kl: float, expected: fl
     assert adapted_kl_coef(2.0, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected)
 
 
-def test_the_weight_stays_where_there_is_none_or_no_sample_and_never_turns_its_sign() -> None:
+def test_the_weight_stays_where_there_is_none_or_no_sample_and_cannot_come_to_nothing() -> None:
     assert adapted_kl_coef(0.0, 9.0, target=6.0, horizon=10, samples=5) == 0.0
     assert adapted_kl_coef(1.5, 9.0, target=6.0, horizon=10, samples=0) == 1.5
-    # Six horizons at once: 1 - 0.2 * 6 would be negative.
-    assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=60) == 0.0
+    # Five horizons at once: 1 - 0.2 * 5 would be 0, from where no factor leads back.
+    with pytest.raises(ValueError, match="horizon of more than a fifth of the samples"):
+        adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=50)
+    assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=49) == pytest.approx(0.03)
 
 
-@given(st.floats(0, 10), st.floats(-20, 20), st.floats(0.01, 10), st.floats(1, 1e5), st.integers(0, 10000))
+@given(st.floats(0, 10), st.floats(-20, 20), st.floats(0.01, 10), st.floats(2001, 1e5), st.integers(0, 10000))
 @settings(max_examples=100, deadline=None)
 def test_the_weight_agrees_with_the_formula(
     coef: float, kl: float, target: float, horizon: float, samples: int
@@ -190,7 +196,7 @@ def test_the_weight_agrees_with_the_formula(
     error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
     slow = coef + coef * error * samples / horizon
     found = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
-    assert found == pytest.approx(slow if slow > 0 else 0.0, abs=1e-9)
+    assert found == pytest.approx(slow, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,7 @@ def test_the_weight_agrees_with_the_formula(
 def test_settings_of_the_weight_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     settings_of = {"coef": 1.0, "kl": 1.0, "target": 1.0, "horizon": 1.0, "samples": 1, **wrong}
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}={value}.*set a target and a horizon above 0"):
+    with pytest.raises(ValueError, match=f"{name}={value}.*set a coef of 0 or more, a target above 0"):
         adapted_kl_coef(**settings_of)
 
 

@@ -209,3 +209,20 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
         check_sequences(torch.ones(2), kl_B=torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"reward_B has shape \[2, 1\]"):
         check_sequences(torch.ones(2, 1), kl_B=torch.ones(2, 1))
+
+
+def test_the_sum_of_a_long_sequence_keeps_its_digits() -> None:
+    # In float32, one after the other, 0.1 adds up to 100958.
+    assert sequence_sums(torch.full((1_000_000,), 0.1), torch.tensor([1_000_000])).item() == pytest.approx(
+        1e5, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_lengths_may_be_integers_of_any_kind(dtype: torch.dtype) -> None:
+    lengths_B = torch.tensor([2, 0, 1], dtype=dtype)
+    check_lengths(torch.ones(3).bool(), lengths_B)
+    assert sequence_sums(torch.tensor([1.0, 2.0, 4.0]), lengths_B).tolist() == [3.0, 0.0, 4.0]
+    assert spread(torch.tensor([5.0, 6.0, 7.0]), lengths_B, 3).tolist() == [5.0, 5.0, 7.0]
+    with pytest.raises(ValueError, match="lengths_B must be"):
+        check_lengths(torch.ones(1).bool(), torch.tensor([True]))

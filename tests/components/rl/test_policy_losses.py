@@ -15,6 +15,7 @@ from components.rl.aggregation import TokenLoss
 from components.rl.policy_losses import (
     cispo_loss,
     dppo_loss,
+    entropy_loss,
     geo_mean_loss,
     gspo_loss,
     ppo_loss,
@@ -65,9 +66,11 @@ def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float,
 def slow_gspo(answer: list[Acting]) -> list[Cost]:
     mean = sum(token.log_ratio.item() for token in answer) / len(answer)
     # s_i,t = sg(s_i) p_t / sg(p_t): the answer's ratio, with the token's gradient.
-    return [
-        slow_surrogate(mean + token.log_ratio - token.log_ratio.item(), token.advantage, 0.1, 0.2) for token in answer
-    ]
+    costs = []
+    for token in answer:
+        loss, metrics = slow_surrogate(mean + token.log_ratio - token.log_ratio.item(), token.advantage, 0.1, 0.2)
+        costs.append((loss, metrics | near(token.log_ratio)))
+    return costs
 
 
 def slow_geo_mean(answer: list[Acting]) -> list[Cost]:
@@ -225,8 +228,10 @@ def test_gspo_by_hand() -> None:
     assert loss == pytest.approx([-1.0, -3.0, -1.2, 2.0])
     assert slope == pytest.approx([-1.0, -3.0, 0.0, 2.0])
     assert metrics["clipped_share"] == [0.0, 0.0, 1.0, 0.0]
-    assert metrics["ratio_mean"] == pytest.approx([1.0, 1.0, 2.0, 2.0])
-    assert metrics["approx_kl"] == pytest.approx([0.0, 0.0, 1 - LN2, 1 - LN2], abs=1e-6)
+    # The tokens' own, which say how far the policy is.
+    assert metrics["ratio_mean"] == pytest.approx([2.0, 0.5, 4.0, 1.0])
+    # r - 1 - ln r
+    assert metrics["approx_kl"] == pytest.approx([1 - LN2, LN2 - 0.5, 3 - 2 * LN2, 0.0], abs=1e-6)
 
 
 def test_all_tokens_of_an_answer_have_its_ratio_to_the_last_digit() -> None:
@@ -339,3 +344,22 @@ def test_settings_that_cannot_be_are_refused() -> None:
     refused("divergence='js' is unknown; set one of tv, kl", dppo_loss, divergence="js", **clip)
     for loss in (gspo_loss, geo_mean_loss):
         refused("lengths_B sum to 3 tokens, but the columns have 2", loss, torch.tensor([3]), **clip)
+
+
+def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> None:
+    # p_old = e^-0.01 = 0.990050, p = 1 - 1e-9: 0.990050 * (-0.01) + 0.009950 * (ln 0.009950 - ln 1e-9) = 0.1504.
+    # A float32 rounds such a p to 1, of which nothing is left.
+    arguments = (torch.tensor([-1e-9]), torch.tensor([-1e-2]), torch.ones(1), torch.ones(1).bool())
+    for limit, dropped in ((0.149, 1.0), (0.152, 0.0)):
+        found = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)
+        assert found.metrics["clipped_share"].tolist() == [dropped]
+
+
+def test_the_loss_of_the_entropy_is_its_negative() -> None:
+    entropy_N = torch.tensor([0.5, math.nan, 2.0], requires_grad=True)
+    found = entropy_loss(entropy_N, torch.tensor([True, False, True]))
+    assert found.loss_N.tolist() == [-0.5, 0.0, -2.0]
+    assert found.metrics["entropy"].tolist() == [0.5, 0.0, 2.0]
+    found.loss_N.sum().backward()
+    assert entropy_N.grad is not None
+    assert entropy_N.grad.tolist() == [-1.0, 0.0, -1.0]

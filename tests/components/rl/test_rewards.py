@@ -316,3 +316,9 @@ def test_scores_and_bounds_that_cannot_be_are_named() -> None:
         groups_within(score_B, group_B[:2], 0.0, 1.0)
     with pytest.raises(ValueError, match=r"group_B is torch\.bool; give each sequence the integer id"):
         groups_within(score_B, group_B == 4, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("coef", [-1.0, 0.0, 0.5])
+def test_a_penalty_does_not_hide_a_reward_that_is_no_number(coef: float) -> None:
+    found = stop_properly_penalty(torch.tensor([math.nan, 1.0]), torch.tensor([True, False]), coef)
+    assert found.isnan().tolist() == [True, False]
