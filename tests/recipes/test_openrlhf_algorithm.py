@@ -159,7 +159,7 @@ def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregat
         losses = [policy_loss(model, step.select(part), totals, settings, kl_coef=0.2).loss for part in parts]
         sum(losses, torch.zeros(())).backward()
         assert model.logit_V.grad is not None
-        return sum(float(loss) for loss in losses), model.logit_V.grad
+        return sum(loss.item() for loss in losses), model.logit_V.grad
 
     loss, gradient = run([[0, 1, 2, 3, 4]])
     cut_loss, cut_gradient = run([[3, 0], [4], [1, 2]])
