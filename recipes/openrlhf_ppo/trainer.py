@@ -69,7 +69,7 @@ class PPOTrainer(BaseTrainer):
             state=saved.get("tracker"),
             code=Path(__file__).parent,
         )
-        self.init_roles(self.stream.steps)
+        self.init_roles(self.count_steps())  # of the whole run, also where filtered prompts end it earlier
         if self.resumed:
             self.load_roles(self.resumed)
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
