@@ -48,14 +48,13 @@ def fill_groups(
     available: int,
     keep: Callable[[Batch], Tensor],
     *,
-    max_rounds: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Filled:
     """Ask for answers to as many prompts as are missing, keep what passes, and ask again, until the step is full.
 
     A round never asks for more prompts than are missing, so there is no surplus to throw away. What was accepted is
-    never lost: when the loader runs out the batch holds fewer prompts than wanted, and only then.
+    never lost: when the loader runs out, or the run is stopped, the batch holds fewer prompts than wanted.
 
     Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, which samples in rounds of full size instead.
 
@@ -65,7 +64,6 @@ def fill_groups(
         available: prompts that the loader still has; no more are asked for.
         keep: [B] bool, True for the answers that stay, the same for all answers to a prompt; such as
             `components.rl.rewards.groups_within` of their scores.
-        max_rounds: at least 1; None to go on as long as there are prompts.
         stopped: asked before each round; once it is true, what there is is given back.
         say: told how far a step is, every ten rounds.
 
@@ -73,21 +71,17 @@ def fill_groups(
         ValueError: a number is out of its range; a round brings answers to more or fewer prompts than were asked for,
             or with other columns than the round before; or `keep` does not return a bool [B], or parts the answers to a
             prompt.
-        RuntimeError: after `max_rounds` rounds prompts are still missing, and the loader has more.
     """
     # Not at the top: a plan check imports this without torch.
     from components.batch import Batch
 
-    _check_numbers(wanted, available, max_rounds)
+    if wanted < 1:
+        raise ValueError(f"wanted={wanted} prompts; ask for at least 1")
+    if available < 0:
+        raise ValueError(f"available={available} prompts; it is at least 0")
     parts: list[Batch] = []
     seen = kept = rounds = 0
     while kept < wanted and seen < available and not stopped():
-        if rounds == max_rounds:
-            raise RuntimeError(
-                f"dynamic sampling kept {kept} of {seen} groups in {rounds} rounds, and a step needs {wanted}: nearly "
-                "all answers to a prompt score alike; take prompts that are neither too easy nor too hard, widen the "
-                "range of scores that pass, or raise max_rounds"
-            )
         count = min(wanted - kept, available - seen)
         answers = generate(count)
         keep_B = keep(answers)
@@ -125,12 +119,3 @@ def _count_kept(batch: Batch, keep_B: Tensor, count: int) -> int:
             "all answers to a prompt the same prompt_id"
         )
     return sum(verdicts.values())
-
-
-def _check_numbers(wanted: int, available: int, max_rounds: int | None) -> None:
-    if wanted < 1:
-        raise ValueError(f"wanted={wanted} prompts; ask for at least 1")
-    if available < 0:
-        raise ValueError(f"available={available} prompts; it is at least 0")
-    if max_rounds is not None and max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds}; set at least 1, or None for no limit")

@@ -36,8 +36,8 @@ class Loader:
             objects={"text": [f"answer {row % self.answers} to {i}" for row, i in enumerate(ids)]},
         )
 
-    def fill(self, wanted: int, max_rounds: int | None = None) -> Filled:
-        return fill_groups(self.generate, wanted, len(self.means), between_0_and_1, max_rounds=max_rounds)
+    def fill(self, wanted: int) -> Filled:
+        return fill_groups(self.generate, wanted, len(self.means), between_0_and_1)
 
 
 def between_0_and_1(batch: Batch) -> torch.Tensor:
@@ -81,14 +81,34 @@ def test_a_loader_with_nothing_to_keep_gives_no_batch(means: list[float]) -> Non
     assert (filled.prompts_seen, filled.prompts_kept) == (len(means), 0)
 
 
-def test_too_many_rounds_are_an_error_and_not_a_short_batch() -> None:
+def test_a_stop_is_seen_between_two_rounds() -> None:
     loader = Loader([0.5, 0.0, 0.0, 0.0, 0.0, 0.5])
-    with pytest.raises(RuntimeError, match=r"kept 1 of 4 groups in 3 rounds, and a step needs 2: .* raise max_rounds"):
-        loader.fill(2, max_rounds=3)
-    assert loader.asked == [2, 1, 1]
-    # With as many rounds as it takes, and with a loader that ends just there, all is well.
-    assert ids_of(Loader([0.5, 0.0, 0.0, 0.5, 0.5]).fill(2, max_rounds=3)) == [0, 0, 3, 3]
-    assert ids_of(Loader([0.5, 0.0, 0.0, 0.0]).fill(2, max_rounds=3)) == [0, 0]
+    filled = fill_groups(loader.generate, 2, 6, between_0_and_1, stopped=lambda: len(loader.asked) == 2)
+    assert loader.asked == [2, 1]
+    assert ids_of(filled) == [0, 0]
+
+
+def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
+    # One prompt in twelve passes, and each round asks for the one that is missing.
+    loader, said = Loader(([0.0] * 11 + [0.5]) * 2), []
+    filled = fill_groups(loader.generate, 1, 24, between_0_and_1, say=said.append)
+    assert said == ["0 of 1 prompts pass, after 10 were tried; 14 are left"]
+    assert filled.metrics == {
+        "rollout/filter_pass_rate": 1 / 12,
+        "rollout/filter_prompts_seen": 12.0,
+        "rollout/filter_rounds": 12.0,
+    }
+
+
+def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> None:
+    loader = Loader([0.0, 0.5])
+
+    def generate(count: int) -> Batch:
+        batch = loader.generate(count)
+        return batch if len(loader.asked) == 1 else batch.with_sequences(log_mood=batch["score"])
+
+    with pytest.raises(ValueError, match="came with and without log_mood; reward code must give the same extra_logs"):
+        fill_groups(generate, 1, 2, between_0_and_1)
 
 
 patterns = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=60)
@@ -152,8 +172,6 @@ def test_numbers_that_cannot_be_are_named() -> None:
         fill_groups(generate, 0, 1, between_0_and_1)
     with pytest.raises(ValueError, match="available=-1 prompts; it is at least 0"):
         fill_groups(generate, 1, -1, between_0_and_1)
-    with pytest.raises(ValueError, match="max_rounds=0; set at least 1, or None"):
-        fill_groups(generate, 1, 1, between_0_and_1, max_rounds=0)
 
 
 def test_importing_it_brings_no_torch() -> None:

@@ -220,6 +220,18 @@ def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedToke
     assert source.first() == ("ab", [3, 4])
 
 
+@pytest.mark.parametrize("taken", [0, 4, 9, 10, 13])
+def test_a_source_goes_back_to_where_so_many_were_taken(tokenizer: PreTrainedTokenizerFast, taken: int) -> None:
+    source = PromptSource(letters(10), tokenizer, seed=0)
+    if taken:
+        source.take(taken)
+    assert source.taken == taken
+    expected = source.take(12)["prompt_id"].tolist()
+    source.seek(taken)
+    assert source.taken == taken
+    assert source.take(12)["prompt_id"].tolist() == expected
+
+
 def test_the_first_prompt_after_an_epoch_is_the_one_that_is_handed_out(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0, max_prompt_tokens=7)
     source.take(7)

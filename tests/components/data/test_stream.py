@@ -43,6 +43,16 @@ def test_a_step_whose_generation_failed_is_tried_again() -> None:
     assert list(stream) == [2]
 
 
+def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_left() -> None:
+    ended = SampleStream(lambda step: step if step < 3 else None, steps=5)
+    assert list(ended) == [1, 2]
+    assert (ended.step, len(ended)) == (2, 0)
+    asked: list[int] = []
+    stopped = SampleStream(lambda step: asked.append(step) if step == 3 else step, steps=5, stopped=lambda: 3 in asked)
+    assert list(stopped) == [1, 2]
+    assert (stopped.step, len(stopped)) == (2, 3)
+
+
 def test_a_queue_is_refused_as_long_as_there_is_none() -> None:
     with pytest.raises(
         ValueError, match="asynchronous generation is not available yet in this version; set queue_size=0"
