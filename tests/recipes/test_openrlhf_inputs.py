@@ -246,15 +246,15 @@ def reward_func(queries, prompts, labels, **kwargs):
 def test_reward_code_that_fails_for_too_many_answers_ends_the_run(
     ray_address: str, bytes_policy: Path, tmp_path: Path
 ) -> None:
-    # Two answers to each of eight prompts: one bad label is 2 of 16, above a tenth.
-    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3,)"))
+    # Two answers to each of eight prompts: two bad labels are 4 of 16, above a tenth and above two.
+    (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3, 4)"))
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=rloo"]
     options += [f"remote_rm_url={tmp_path}/reward.py"]
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, LOCAL, *options).wait()
     assert run.code == 1
     (line,) = run.err.strip().splitlines()
     assert "cannot judge this" in line
-    assert "2 of 16" in line
+    assert "4 of 16" in line
 
 
 def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(
