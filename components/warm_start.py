@@ -224,7 +224,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.data.supervised import encode_demonstrations
     from components.data.tiny_model import character_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
-    from components.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, Totals
+    from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, TrainConfig
     from components.rl.aggregation import LossOutput
     from components.rl.supervised import sft_loss
 
@@ -241,7 +241,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     torch.set_num_threads(1)
     try:
         model = tiny_model(tokenizer, settings.seed, hidden=settings.hidden, layers=settings.layers)
-        config = DeepSpeedConfig(
+        config = TrainConfig(
             learning_rate=settings.learning_rate,
             lr_scheduler="cosine_with_min_lr",
             lr_warmup_ratio=0.1,

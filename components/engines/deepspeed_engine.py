@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.causal import evaluate, without_progress_bars
-from components.engines.config import DeepSpeedConfig
+from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState, disk_errors
 from components.engines.weight_average import WeightAverage
 from components.rl.aggregation import LossOutput, Totals
@@ -33,7 +33,7 @@ from components.rl.masked import sequence_sums
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedEngine", "Totals", "init_process_group"]
+__all__ = ["DeepSpeedEngine", "Totals", "TrainConfig", "init_process_group"]
 
 
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
@@ -90,7 +90,7 @@ def _leave_process_group() -> None:
 class DeepSpeedEngine:
     """One model under one optimizer. All ranks make the same calls in the same order."""
 
-    def __init__(self, model: nn.Module, config: DeepSpeedConfig) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
         Args:
             model: the same weights on all ranks; it is partitioned (zero_stage 3) and cast (bf16) in place.
@@ -373,12 +373,12 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def _deepspeed_stage(config: DeepSpeedConfig) -> int:
+def _deepspeed_stage(config: TrainConfig) -> int:
     # Without ZeRO, DeepSpeed trains bfloat16 as it does float16, with a loss scale that changes the result.
     return max(config.zero_stage, 1) if config.precision == "bf16" else config.zero_stage
 
 
-def _deepspeed_json(model: nn.Module, config: DeepSpeedConfig) -> dict[str, Any]:
+def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     stage = _deepspeed_stage(config)
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
     if config.adam_offload:
@@ -421,7 +421,7 @@ def _totals(minibatch: Batch) -> Totals:
     return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
 
 
-def _plan(minibatch: Batch, world_size: int, config: DeepSpeedConfig) -> list[list[Tensor]]:
+def _plan(minibatch: Batch, world_size: int, config: TrainConfig) -> list[list[Tensor]]:
     """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
     plans = []
     for share in minibatch.balanced_shares(world_size):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from components.data.rewards import RewardSettings
-from components.engines.config import DeepSpeedConfig, HFRolloutConfig, SamplingConfig
+from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig
 from core import ConfigError
 
 from . import flags
@@ -624,9 +624,9 @@ class PPOConfig:
                 found.append(f"no effect of {', '.join(named)}: {why}")
         return found
 
-    def engine(self, learning_rate: float, steps: int, averaged: bool = False) -> DeepSpeedConfig:
+    def engine(self, learning_rate: float, steps: int, averaged: bool = False) -> TrainConfig:
         """The training engine of a role whose rollout steps number `steps`; `averaged` keeps a moving average."""
-        return DeepSpeedConfig(
+        return TrainConfig(
             zero_stage=self.zero_stage,
             precision="bf16" if self.bf16 else "fp32",
             learning_rate=learning_rate,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from components.engines.config import DeepSpeedConfig
+from components.engines.config import TrainConfig
 from core import ConfigError
 
 RECIPE = Path(__file__).parent.name
@@ -120,10 +120,10 @@ class SFTConfig:
         """Where the step folders are."""
         return Path(self.ckpt_path).expanduser() if self.ckpt_path else Path(self.run_dir) / "checkpoints"
 
-    def engine(self, total_steps: int, has_gpu: bool) -> DeepSpeedConfig:
+    def engine(self, total_steps: int, has_gpu: bool) -> TrainConfig:
         """The training engine."""
         bf16 = has_gpu if self.bf16 is None else self.bf16
-        return DeepSpeedConfig(
+        return TrainConfig(
             zero_stage=self.zero_stage,
             precision="bf16" if bf16 else "fp32",
             learning_rate=self.learning_rate,

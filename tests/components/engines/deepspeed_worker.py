@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
-from components.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, Totals, init_process_group
+from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, TrainConfig, init_process_group
 from components.engines.weight_sync import WeightPublisher
 from components.rl.aggregation import LossOutput
 from components.rl.masked import sequence_sums
@@ -59,7 +59,7 @@ def evaluated() -> list[Batch]:
     return [whole.select(slice(0, 6)), whole.select(slice(6, 7))]
 
 
-def config(**changes: Any) -> DeepSpeedConfig:
+def config(**changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "learning_rate": LEARNING_RATE,
         "weight_decay": WEIGHT_DECAY,
@@ -70,7 +70,7 @@ def config(**changes: Any) -> DeepSpeedConfig:
         "total_steps": 4,
         "max_tokens": 20,
     }
-    return DeepSpeedConfig(**(settings | changes))
+    return TrainConfig(**(settings | changes))
 
 
 def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:

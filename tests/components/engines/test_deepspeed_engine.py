@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
-from components.engines.deepspeed_engine import DeepSpeedConfig, Totals, init_process_group
+from components.engines.deepspeed_engine import Totals, TrainConfig, init_process_group
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
 from tests.components.engines import deepspeed_worker as worker
 
@@ -306,7 +306,7 @@ def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
 
 def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
     def rates(scheduler: str) -> list[float]:
-        config = DeepSpeedConfig(
+        config = TrainConfig(
             learning_rate=1.0, lr_scheduler=scheduler, lr_warmup_ratio=0.2, min_lr_ratio=0.1, total_steps=10
         )
         return [config.learning_rate_at(step) for step in range(12)]
@@ -342,4 +342,4 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
 )
 def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DeepSpeedConfig(**settings)
+        TrainConfig(**settings)
