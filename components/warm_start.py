@@ -224,8 +224,9 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.data.supervised import encode_demonstrations
     from components.data.tiny_model import character_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
-    from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, TrainConfig
-    from components.rl.aggregation import LossOutput
+    from components.engines.config import TrainConfig
+    from components.engines.train_engine import open_engine
+    from components.rl.aggregation import LossOutput, Totals
     from components.rl.supervised import sft_loss
 
     def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -249,7 +250,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
             total_steps=settings.steps,
             seed=settings.seed,
         )
-        engine = DeepSpeedEngine(model, config)
+        engine = open_engine(model, config)
         if engine.world_size != 1:
             raise ValueError(f"a warm start is made by one process, this one is of {engine.world_size}; make it before")
         metrics: dict[str, float] = {}

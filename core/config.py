@@ -98,7 +98,7 @@ class Option(NamedTuple):
 def options_of(schema: type) -> list[Option]:
     """Every option with its type, default and meaning, in the order of the schema."""
     return [
-        Option(key, _shown(kind), _default(field), _meanings(owner).get(field.name, ""))
+        Option(key, _shown(kind), _default(schema, key), _meanings(owner).get(field.name, ""))
         for key, kind, field, owner in _walk(schema)
     ]
 
@@ -116,16 +116,21 @@ def _shown(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _default(schema: type, key: str) -> Any:
+    first, *rest = key.split(".")
+    field: Any = next(field for field in dataclasses.fields(schema) if field.name == first)
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    # A group may be given other defaults than its class has.
+    return functools.reduce(getattr, rest, value)
 
 
 @functools.cache
 def _meanings(schema: type) -> dict[str, str]:
     """The string under each field of a dataclass, which Python itself does not keep."""
+    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in bases for name, text in _meanings(base).items()}
     definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     assert isinstance(definition, ast.ClassDef)
-    found: dict[str, str] = {}
     for pair in itertools.pairwise(definition.body):
         match pair:
             case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):

@@ -219,7 +219,7 @@ class Master:
             workers=tuple(workers),
             config=self._backend.pickled(self._job.config),
             key=self._key,
-            threads=max(1, int(host.plan.cpu)),
+            threads=host.plan.threads,
             python_path=python_path(),
             working_dir=Path.cwd(),
             shared_dir=self._shared_dir,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from core.errors import JobError
-from core.plan import BundlePlan, HostPlan, Placement, RoleSpec
+from core.plan import BundlePlan, HostPlan, Placement, Resource, RoleSpec
 
 
 def detect_devices() -> int:
@@ -109,6 +109,7 @@ def _hosts(
                     workers=[(role, rank) for role in members],
                     bundle=bundles.pop(),
                     cpu=sum(roles[role].resource.cpu for role in members),
+                    threads=_threads([roles[role].resource for role in members]),
                     accelerator=round(sum(share[role] for role in members), 4),
                     memory=sum(roles[role].resource.memory for role in members),
                     custom=_custom([roles[role] for role in members]),
@@ -116,6 +117,10 @@ def _hosts(
                 )
             )
     return hosts
+
+
+def _threads(resources: Sequence[Resource]) -> int:
+    return max(resource.threads for resource in resources) or max(1, int(sum(r.cpu for r in resources)))
 
 
 def _check_capacity(bundles: Sequence[BundlePlan], nodes: int, devices: int) -> None:

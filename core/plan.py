@@ -15,7 +15,10 @@ class Resource(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpu: float = Field(default=1.0, gt=0)
-    """Cores. They decide the number of threads: at least one, else the whole part."""
+    """Cores."""
+    threads: int = Field(default=0, ge=0)
+    """Of the maths libraries, in each process. 0: as many as whole cores, at least one. Roles that take turns on the
+    same cores may each have a thread for all of them."""
     accelerator: float = Field(default=0.0, ge=0)
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
@@ -76,6 +79,7 @@ class HostPlan(BaseModel):
     workers: list[tuple[str, int]]
     bundle: int
     cpu: float
+    threads: int
     accelerator: float
     memory: int
     custom: dict[str, float] = {}

@@ -171,7 +171,7 @@ def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) ->
             role=role,
             kind=spec.kind,
             members=[Member(role, rank, members[rank].handle, members[rank].attempt) for rank in range(spec.total)],
-            resource=spec.resource.model_dump(exclude={"custom"}) | spec.resource.custom,
+            resource=spec.resource.model_dump(exclude={"custom", "threads"}) | spec.resource.custom,
         )
     return directory
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from components.batch import Batch
+    from components.data.prompts import PromptSource
 
 
 SAY_EVERY = 10
@@ -119,3 +120,77 @@ def _count_kept(batch: Batch, keep_B: Tensor, count: int) -> int:
             "all answers to a prompt the same prompt_id"
         )
     return sum(verdicts.values())
+
+
+class PromptFilter:
+    """Fills each step with prompts that teach something, to the end of the data."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        low: float,
+        high: float,
+        *,
+        option: str,
+        passes: int,
+        fewest: int,
+        stopped: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            prompts: where they come from.
+            low: the mean score of a prompt's answers is above this,
+            high: and below this.
+            option: how the user calls the two.
+            passes: how often the prompts are gone through.
+            fewest: answers that can still be trained on.
+            stopped: whether the run is to stop.
+            say: shows a line to the user.
+        """
+        self._prompts, self._low, self._high, self._option = prompts, low, high, option
+        self._passes, self._fewest, self._stopped, self._say = passes, fewest, stopped, say
+        self.metrics: dict[str, float] = {}
+        """Of the last step."""
+        self.ended = False
+        """Whether the last step took all that the data had left."""
+
+    def fill(self, step: int, wanted: int, answer: Callable[[int], Batch]) -> Batch | None:
+        """Scored answers to `wanted` prompts that pass; fewer where the data end, and None where too few are left, or
+        the run is to stop.
+
+        Args:
+            step: its number.
+            wanted: prompts of a full step.
+            answer: makes and scores the answers to the next so many prompts.
+
+        Raises:
+            ValueError: the data end before there was anything to train on.
+        """
+        from components.rl.rewards import groups_within
+
+        before = self._prompts.taken
+        filled = fill_groups(
+            answer,
+            wanted=wanted,
+            available=max(self._passes * len(self._prompts) - before, 0),
+            keep=lambda samples: groups_within(samples["score"], samples["prompt_id"], self._low, self._high),
+            stopped=self._stopped,
+            say=lambda progress: self._say(f"step {step}: {progress}"),
+        )
+        self.metrics = filled.metrics
+        if filled.prompts_kept == wanted:
+            return filled.batch
+        if self._stopped():
+            self._prompts.seek(before)  # the same answers are made again when the run goes on
+            return None
+        self.ended = True
+        enough = len(filled.batch or ()) >= self._fewest
+        passed = (
+            f"of the last {filled.prompts_seen} prompts, {filled.prompts_kept} have a mean score in {self._low} to "
+            f"{self._high}"
+        )
+        if step == 1 and not enough:
+            raise ValueError(f"{passed}: nothing to train on; set {self._option}, or other prompts")
+        self._say(f"the data ends: {passed}" + ("" if enough else ", too few to train on"))
+        return filled.batch if enough else None

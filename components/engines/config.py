@@ -17,7 +17,8 @@ class TrainOptions:
     engine: str = "deepspeed"
     """Who partitions the training over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
     zero_stage: int = 0
-    """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp: 2 or 3."""
+    """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
+    between optimizer steps: with 3 within a step too, with 2 parameters and gradients are whole there."""
     precision: str = "fp32"
     """"fp32"; "bf16": bfloat16 parameters with float32 master weights; or "auto": bf16 where there is a GPU."""
     learning_rate: float = 1e-6
@@ -43,9 +44,9 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     adam_offload: bool = False
-    """Keep the optimizer states in host memory. Needs zero_stage 1, 2 or 3."""
+    """Keep the optimizer states in host memory (fsdp: weights and gradients too). Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU."""
+    """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU. fsdp always does."""
     ema_beta: float | None = None
     """Decay per optimizer step of an average of the weights, which save_hf writes instead of the weights themselves.
     It takes 4 bytes per weight of rank 0's host memory. None: no average."""
@@ -71,6 +72,11 @@ class TrainOptions:
         _require(ema_fits, "ema_beta", self.ema_beta, "use a number in [0, 1), or None (no average)")
         if self.adam_offload and self.zero_stage == 0:
             raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
+        if self.engine == "fsdp":
+            stage = self.zero_stage
+            _require(stage >= 2, "zero_stage", stage, "engine='fsdp' partitions all between steps; use 2 or 3")
+            remedy = "engine='fsdp' overlaps always, and nobody can choose; leave it False"
+            _require(not self.overlap_comm, "overlap_comm", self.overlap_comm, remedy)
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """The engine's configuration in a run of so many optimizer steps, with that seed."""

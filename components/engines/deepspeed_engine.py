@@ -1,11 +1,7 @@
-"""Training with DeepSpeed: ZeRO 0 to 3, CPU and CUDA, in a train role's ranks or in one plain process.
-
-Legend: `B` sequences, `N` all tokens of a batch end to end.
-"""
+"""Training with DeepSpeed: ZeRO 0 to 3, CPU and CUDA, in a train role's ranks or in one plain process."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import logging
@@ -13,82 +9,18 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.batch import Batch
-from components.engines.causal import evaluate, without_progress_bars
 from components.engines.config import TrainConfig
-from components.engines.engine_state import EngineState, disk_errors
-from components.engines.weight_average import WeightAverage
-from components.rl.aggregation import LossOutput, Totals
-from components.rl.masked import sequence_sums
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["DeepSpeedEngine", "Totals", "TrainConfig", "init_process_group"]
+from components.engines.engine_state import EngineState
+from components.engines.train_engine import TrainEngine, adam_of
 
 
-LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
-
-
-def init_process_group(timeout_s: float = 1800.0) -> None:
-    """Make the default process group that the environment describes; nothing happens when there is one.
-
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who meets where; LOCAL_RANK which device. With
-    WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
-
-    A script of several ranks ends best with `os._exit`, once its output is flushed. DeepSpeed's parameters keep gloo's
-    threads whatever is destroyed, and tearing the interpreter down beneath them aborts it, rarely. (Workloads of a job
-    are ended from outside.)
-
-    Args:
-        timeout_s: seconds after which a collective that some rank did not join fails.
-    """
-    os.environ.setdefault("LOCAL_RANK", "0")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_initialized():
-        if "WORLD_SIZE" in os.environ and dist.get_world_size() != world_size:
-            raise ValueError(
-                f"this process is already in a group of {dist.get_world_size()}, but WORLD_SIZE={world_size}; another "
-                "library made that group first: make the process group before it is imported"
-            )
-        return
-    # NCCL complains of groups that nobody has left.
-    atexit.register(_leave_process_group)
-    if torch.cuda.is_available():
-        # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.
-        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if world_size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={world_size} without {', '.join(missing)} in the environment; "
-            "set them (core does for train roles), or leave WORLD_SIZE out"
-        )
-    dist.init_process_group(backend, timeout=timeout)
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class DeepSpeedEngine:
-    """One model under one optimizer. All ranks make the same calls in the same order."""
+class DeepSpeedEngine(TrainEngine):
+    """A model that DeepSpeed partitions."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
@@ -96,21 +28,9 @@ class DeepSpeedEngine:
             model: the same weights on all ranks; it is partitioned (zero_stage 3) and cast (bf16) in place.
             config: of this engine.
         """
-        init_process_group()
-        self.config = config
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.step_count = 0
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(config.seed + self.rank)
+        super().__init__(config)
         deepspeed = _import_deepspeed()
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(model, config.weight_decay),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        optimizer = adam_of(model, config)
         self._deepspeed = deepspeed
         self._adam = optimizer
         self._stage = _deepspeed_stage(config)
@@ -118,10 +38,7 @@ class DeepSpeedEngine:
         # Some of its optimizers print how much memory they take, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        self.average: WeightAverage | None = None
-        """Of the master weights, when the config asks for it."""
-        if config.ema_beta is not None:
-            self.average = WeightAverage(config.ema_beta, self._state().master_weights())
+        self._start_average()
 
     @property
     def model(self) -> nn.Module:
@@ -129,93 +46,22 @@ class DeepSpeedEngine:
         return self._engine.module
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next optimizer step."""
-        return self.config.learning_rate_at(self.step_count)
+    def _passes_are_collective(self) -> bool:
+        return self._stage == 3
 
-    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
-        """Evaluate `batch` without gradients, in micro-batches.
+    @property
+    def _trained(self) -> nn.Module:
+        return self._engine
 
-        Args:
-            batch: this rank's own; ranks may have different numbers of sequences.
-            compute: (model, micro-batch of n tokens) -> [n].
+    def _begin_pass(self, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
 
-        Returns:
-            [N] on the CPU, in the order of `batch`.
-        """
-        max_tokens = self.config.forward_max_tokens or self.config.max_tokens
-        max_sequences = self.config.forward_max_sequences or self.config.max_sequences
-        own = len(batch.micro_batch_indices(max_tokens, max_sequences))
-        extra = self._collective_forwards(own) - own
-        if extra and not len(batch):
-            raise ValueError(
-                f"rank {self.rank} has no sequence to evaluate, and with zero_stage=3 all ranks compute "
-                "together; send at least one sequence to every rank"
-            )
-        model = self.model.eval()
-        result_N = evaluate(
-            batch, max_tokens, self.device, lambda micro_batch: compute(model, micro_batch), max_sequences
-        )
-        with torch.no_grad():
-            for _ in range(extra):
-                compute(model, batch.select(_shortest(batch)).to(self.device))
-        return result_N
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
 
-    def _collective_forwards(self, own: int) -> int:
-        """Forwards this rank has to make: with partitioned parameters as many as the busiest rank."""
-        if self._stage < 3 or self.world_size == 1:
-            return own
-        count = torch.tensor(own, device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return int(count)
-
-    def train_step(self, minibatch: Batch, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step on `minibatch`.
-
-        Args:
-            minibatch: the global one, the same on all ranks; each rank trains on its share.
-            loss_fn: (model, micro-batch, totals) -> LossOutput, whose loss and metrics are sums over the
-                micro-batch divided by totals, so that they add up to the mean over the minibatch.
-
-        Returns:
-            "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
-            clipping; "learning_rate" of this step. The same on all ranks.
-
-        Raises:
-            ValueError: `minibatch` is empty or trains on no token.
-            FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
-                The engine cannot go on after it.
-        """
-        totals = _totals(minibatch)
-        plans = _plan(minibatch, self.world_size, self.config)
-        own = plans[self.rank]
-        # Everybody backpropagates equally often, because gradients are reduced together.
-        forwards = max(len(plan) for plan in plans)
-        self.model.train()
-        sums: dict[str, Tensor] = {}
-        for i in range(forwards):
-            index = own[i] if i < len(own) else _shortest(minibatch)
-            counts = 1.0 if i < len(own) else 0.0
-            self._engine.set_gradient_accumulation_boundary(i == forwards - 1)
-            output = loss_fn(self._engine, minibatch.select(index).to(self.device), totals)
-            # DeepSpeed averages over ranks, and the loss is already divided by the total of all ranks.
-            self._engine.backward(output.loss * (self.world_size * counts))
-            for name, value in {"loss": output.loss, **output.metrics}.items():
-                summand = value.detach().double() * counts
-                sums[name] = sums[name] + summand if name in sums else summand
-        metrics = self._reduced(sums)
-        self._check_finite(metrics)
-        learning_rate = self.learning_rate
-        grad_norm = self._apply()
-        if self.average is not None:
-            # Of the master weights, since small steps are lost in bfloat16.
-            self.average.update(self._state().master_weights())
-        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate}
-
-    def _apply(self) -> float:
-        """Step the optimizer; returns the 2-norm of the gradient before clipping."""
+    def _step(self, learning_rate: float) -> float:
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = learning_rate
         if self._stage == 0:
             # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm or math.inf))
@@ -226,122 +72,22 @@ class DeepSpeedEngine:
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
             self._check_gradient(norm)
-        self.step_count += 1
         return norm
 
-    def _check_gradient(self, norm: float) -> None:
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the loss of optimizer step {self.step_count} is finite, but its gradient is not: grad_norm={norm}; "
-                "the weights were left as they are. Look for extreme values in the batch, or lower the learning rate"
-            )
-
-    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(sums)
-        values = torch.stack([sums[name].to(self.device) for name in names])
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return dict(zip(names, values.tolist(), strict=True))
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        if math.isfinite(metrics["loss"]):
-            return
-        odd = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
-        raise FloatingPointError(
-            f"the loss of optimizer step {self.step_count} is not finite: {odd}; the weights were left as they are. "
-            "Look at the rewards, advantages and log-probabilities of the batch for inf and nan, or lower the learning "
-            "rate"
-        )
-
-    def gathered_parameters(self, max_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
-        """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name.
-
-        Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
-        A tensor may be the live parameter: it is valid until the next train_step.
-
-        Args:
-            max_bytes: with zero_stage 3, what is gathered at a time.
-        """
+    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+        own = bucket if self.rank == 0 else []
         if self._stage < 3:
-            if self.rank == 0:
-                for name, parameter in self.model.named_parameters():
-                    yield name, parameter.detach().cpu()
-            return
-        for bucket in _buckets(self.model, max_bytes):
-            with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-                own = bucket if self.rank == 0 else []
-                whole = [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in own]
-            yield from whole
-
-    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
-
-        With `ema_beta` it has the average of the weights, in the type of the parameters, instead of the weights.
-
-        Args:
-            path: folder, made when missing.
-            tokenizer: saved into the same folder.
-
-        Raises:
-            OSError: rank 0 cannot write there. The ranks are through with gathering then.
-        """
-        if self.average is None:
-            weights = dict(self.gathered_parameters())
-        else:
-            types = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-            weights = {name: tensor.to(types[name]) for name, tensor in self.average.tensors.items()}
-        if self.rank != 0:
-            return
-        model: Any = self.model
-        with disk_errors(f"write {path}"):
-            with without_progress_bars():
-                model.save_pretrained(path, state_dict=weights)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(path)
-
-    def save_state(self, folder: str | Path) -> None:
-        """Write everything that training goes on from. All ranks call this, and each writes a share.
-
-        The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers,
-        each rank's random state, and the average of the weights if there is one. Call it between two train_steps, and
-        not after an error of one.
-
-        Args:
-            folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
-
-        Raises:
-            OSError: some rank cannot write. On all ranks, each of which may go on.
-        """
-        self._state().save(Path(folder), self.step_count)
-
-    def load_state(self, folder: str | Path) -> list[str]:
-        """Go on exactly where `save_state` was called. All ranks call this, and each reads what it needs.
-
-        The engine is one just made from the same architecture; its own weights do not matter. Learning rate,
-        schedule, AdamW's settings and `ema_beta` are those of its config. Load after the last engine of a process was
-        made, because making one seeds the generator that dropout draws from.
-
-        With the settings it was saved with, training goes on to the last bit. With other ranks or another zero_stage
-        the state is the same to the last bit, and later results differ by the order of sums; with other ranks dropout
-        starts anew from the config's seed, and all ranks get the buffers of rank 0.
-
-        Returns:
-            What will not be exact, a sentence each; nothing when all is.
-
-        Raises:
-            ValueError: the folder is not whole, or the state of another model. On all ranks.
-            OSError: some rank cannot read. On all ranks.
-        """
-        self.step_count, inexact = self._state().load(Path(folder))
-        return inexact
+            return [(name, parameter.detach().cpu()) for name, parameter in own]
+        with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+            return [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in own]
 
     def _state(self) -> EngineState:
         return EngineState(
             model=self.model,
             adam=self._adam,
-            zero=self._engine.optimizer,
+            zero=self._engine.optimizer if self._stage > 0 else None,
             zero_stage=self._stage,
-            settings={"precision": self.config.precision, "adam_offload": self.config.adam_offload},
+            settings=self._settings(),
             device=self.device,
             average=self.average,
         )
@@ -361,16 +107,6 @@ def _import_deepspeed() -> Any:
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
     return deepspeed
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if weight_decay == 0:
-        return [{"params": parameters, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _deepspeed_stage(config: TrainConfig) -> int:
@@ -403,49 +139,3 @@ def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
         # Sums over many micro-batches lose small gradients in bfloat16.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
-
-
-def _totals(minibatch: Batch) -> Totals:
-    """Of what is trained on: `action_mask` where the batch has it, else `loss_mask`, else all tokens."""
-    if not len(minibatch):
-        raise ValueError("the minibatch is empty; give train_step at least one sequence")
-    mask = next((name for name in ("action_mask", "loss_mask") if name in minibatch), None)
-    # In float64, which counts exactly.
-    tokens_B = sequence_sums(minibatch[mask].double(), minibatch.lengths) if mask else minibatch.lengths
-    tokens = int(tokens_B.sum())
-    if tokens == 0:
-        raise ValueError(
-            f"{mask} is False for all {minibatch.num_tokens} tokens of the minibatch, so nothing can be "
-            "learned; leave such minibatches out"
-        )
-    return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
-
-
-def _plan(minibatch: Batch, world_size: int, config: TrainConfig) -> list[list[Tensor]]:
-    """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
-    plans = []
-    for share in minibatch.balanced_shares(world_size):
-        own = Batch(minibatch.lengths[share], {})
-        cuts = own.micro_batch_indices(config.max_tokens, config.max_sequences)
-        plans.append([share[index] for index in cuts])
-    return plans
-
-
-def _shortest(batch: Batch) -> Tensor:
-    """Index of the cheapest sequence, for a pass that is only made because other ranks make one."""
-    return batch.lengths.argmin().view(1)
-
-
-def _buckets(model: nn.Module, max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
-    bucket: list[tuple[str, Any]] = []
-    filled = 0
-    for name, parameter in model.named_parameters():
-        # ds_numel: elements of the whole parameter, of which this rank holds a part.
-        nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if bucket and filled + nbytes > max_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, parameter))
-        filled += nbytes
-    if bucket:
-        yield bucket

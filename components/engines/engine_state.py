@@ -1,4 +1,4 @@
-"""All that training goes on from, on disk, whatever the ZeRO stage and the number of ranks that wrote it.
+"""All that training goes on from, on disk, whatever the engine, its stage and the number of ranks that wrote it.
 
 <folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
 <folder>/rank_0-00000.safetensors      whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ AVERAGE = "average.safetensors"
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CONSEQUENCES = {
+    "engine": "gradients are added in another order",
     "zero_stage": "gradients are added in another order",
     "precision": "the master weights are the same, but forward and backward passes round differently",
     "adam_offload": "gradients are added in another order",
@@ -119,7 +121,7 @@ class _Part:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Cut the part out of `flat` or of a moment, as a view."""
-        return tensor.detach().view(-1).narrow(0, self.offset, self.count)
+        return _local(tensor.detach()).view(-1).narrow(0, self.offset, self.count)
 
     def copy_from(self, whole: Tensor, into: Tensor) -> None:
         self.of(into).copy_(whole.view(-1).narrow(0, self.start, self.count))
@@ -144,10 +146,10 @@ class EngineState:
     adam: torch.optim.AdamW
     """It steps the parameters (zero_stage 0), or this rank's parts of them."""
     zero: Any
-    """DeepSpeed's optimizer around it; not used with zero_stage 0."""
+    """DeepSpeed's optimizer around it, which steps all parameters together; None with zero_stage 0, and without it."""
     zero_stage: int
     settings: dict[str, Any]
-    """Others on which the last bits of results depend: "precision" and "adam_offload"."""
+    """Others on which the last bits of results depend: "engine", "precision" and "adam_offload"."""
     device: torch.device
     """Where collectives are computed."""
     average: WeightAverage | None = None
@@ -224,6 +226,10 @@ class EngineState:
             # The last part is filled up to the size of the others, and may be nothing but filling.
             start = min(self.rank * count, parameter.ds_numel)
             return _Part(flat, offset, start, min(count, parameter.ds_numel - start))
+        if _is_dtensor(parameter):
+            # Cut as torch.chunk cuts rows: the last ranks may have none.
+            rows = min(self.rank * math.ceil(parameter.shape[0] / self.world_size), parameter.shape[0])
+            return _Part(parameter, 0, rows * parameter.shape[1:].numel(), _local(parameter).numel())
         if not hasattr(parameter, "_hp_mapping"):
             return _Part(parameter, 0, 0, parameter.numel())
         mapping = parameter._hp_mapping
@@ -237,7 +243,7 @@ class EngineState:
         """AdamW's own number of the parameter's last step; None where it has no moments."""
         if not parameter.requires_grad:
             return None
-        if not _is_partitioned(parameter):
+        if not _is_zeros(parameter):
             state = self.adam.state.get(parameter)
             return int(state["step"]) if state else None
         # All are stepped together, and this rank may have no part of this one.
@@ -255,7 +261,7 @@ class EngineState:
         tensor = torch.empty(0)
         if part is not None:
             tensor = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key]).float()
-        if _is_partitioned(parameter) and self.world_size > 1:
+        if (_is_zeros(parameter) or _is_dtensor(parameter)) and self.world_size > 1:
             # Added as integers, all but one of which are 0, the parts arrive with every bit.
             bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self.device)
             if part is not None:
@@ -355,7 +361,7 @@ class EngineState:
         # What a reader gives is the file itself, mapped into memory: what is not copied is not read.
         part.copy_from(reader.get_tensor(f"{name}/weight"), into=part.flat)
         # ZeRO steps all parameters together, also those that had no gradient, and so no moments, without it.
-        step = saved.note["adam_step"] if _is_partitioned(parameter) else entry["adam_step"]
+        step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
         if step is None or not parameter.requires_grad:
             self.adam.state.pop(part.flat, None)
             return
@@ -384,7 +390,7 @@ class EngineState:
         if self.average is None and note.get("average") is not None:
             remarks.append("saved with an average of the weights, loaded without one: the average is left out")
         steps = {entry["adam_step"] for entry in note["parameters"].values() if entry["adam_step"] is not None}
-        if len(steps) > 1 and self.zero_stage > 0:
+        if len(steps) > 1 and self.zero is not None:
             remarks.append(
                 f"AdamW had stepped some parameters {min(steps)} times and others {max(steps)}, and ZeRO counts once: "
                 f"all go on from {max(steps)}"
@@ -393,17 +399,29 @@ class EngineState:
 
     def _refresh(self) -> None:
         """Give the master weights to the passes, as DeepSpeed does at the end of a step."""
+        if self.zero is None:
+            return
         if self.zero_stage == 3:
             self.zero._partition_all_parameters()
             for group in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(group)
             self.zero._post_step(set())
-        elif self.zero_stage > 0:
+        else:
             self.zero.update_lp_params()
 
 
-def _is_partitioned(parameter: nn.Parameter) -> bool:
+def _is_zeros(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed's ZeRO has partitioned it, or what AdamW keeps of it."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's rows of what fully_shard has partitioned; another tensor as it is."""
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def _shape(tensor: Any) -> torch.Size:
@@ -423,7 +441,8 @@ def _read_note(folder: Path) -> dict[str, Any]:
     if not isinstance(note, dict) or note.get("format") != FORMAT:
         found = note.get("format") if isinstance(note, dict) else None
         raise ValueError(f"{folder / NOTE} has format={found!r}, and this version reads {FORMAT}; take another state")
-    return note
+    # States older than the second engine do not say theirs.
+    return {"engine": "deepspeed"} | note
 
 
 def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, Any]) -> None:

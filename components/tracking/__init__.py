@@ -12,7 +12,7 @@ from components.tracking.events import EventLog
 from components.tracking.redaction import redact
 from components.tracking.run_folder import open_run_folder
 from components.tracking.summary import Status, empty_summary, finish_summary, read_summary
-from components.tracking.tracker import Tracker, console_line, write_config
+from components.tracking.tracker import Tracker, config_text, console_line, write_config
 from components.tracking.wandb_sink import WandbConfig
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Status",
     "Tracker",
     "WandbConfig",
+    "config_text",
     "console_line",
     "empty_summary",
     "finish_summary",

@@ -174,9 +174,14 @@ def console_line(step: int, metrics: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
+def config_text(config: Any) -> str:
+    """A configuration as YAML, with keys and tokens hidden."""
+    return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
+
+
 def write_config(run_dir: Path, config: Any) -> None:
-    """Write config.yaml, with keys and tokens hidden."""
-    write_whole(run_dir / "config.yaml", yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True))
+    """Write config.yaml."""
+    write_whole(run_dir / "config.yaml", config_text(config))
 
 
 def _begin_rollouts(folder: Path, resume_step: int) -> None:

@@ -81,9 +81,9 @@ class LocalBackend:
         notice_breakpoints()
 
     def start(self, placement: Placement) -> None:
-        """Let the libraries use as many threads as the largest role has cores, where they have not counted yet."""
+        """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
         self._before = _State()
-        threads = max(1, *(int(host.cpu) for host in placement.hosts))
+        threads = max(host.threads for host in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(threads)

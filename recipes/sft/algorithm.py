@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.causal import token_logprobs
-from components.engines.deepspeed_engine import Totals
-from components.rl.aggregation import LossOutput
+from components.rl.aggregation import LossOutput, Totals
 from components.rl.supervised import sft_loss
 
 

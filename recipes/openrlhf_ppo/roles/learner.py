@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from components.batch import Batch
-from components.engines.deepspeed_engine import DeepSpeedEngine, LossFunction, init_process_group
+from components.engines.train_engine import LossFunction, TrainEngine, init_process_group, open_engine
 from core import BaseWorkload, rpc
 
 from .. import remote_call
@@ -20,7 +20,7 @@ class Learner(BaseWorkload):
     """A rank that trains one model."""
 
     config: PPOConfig
-    engine: DeepSpeedEngine
+    engine: TrainEngine
 
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
@@ -28,8 +28,8 @@ class Learner(BaseWorkload):
         self.experience: Batch | None = None
 
     def start_engine(self, model: nn.Module, learning_rate: float, steps: int, averaged: bool = False) -> None:
-        """Put a model under DeepSpeed."""
-        self.engine = DeepSpeedEngine(model, self.config.engine(learning_rate, steps, averaged))
+        """Put a model under its optimizer."""
+        self.engine = open_engine(model, self.config.engine(learning_rate, steps, averaged))
 
     def fit(self, loss: LossFunction, step: int, prepare: Prepare = lambda minibatch, _: minibatch) -> dict[str, float]:
         """Train on the experience and let go of it. Metrics are means over the optimizer steps. `prepare` is given each

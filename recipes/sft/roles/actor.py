@@ -4,7 +4,7 @@ import torch
 
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
-from components.engines.deepspeed_engine import DeepSpeedEngine, init_process_group
+from components.engines.train_engine import init_process_group, open_engine
 from core import BaseWorkload, rpc, trainer_invocation
 
 from .. import remote_call
@@ -23,9 +23,9 @@ class Actor(BaseWorkload):
 
     @trainer_invocation
     def load(self, model_path: str, total_steps: int) -> None:
-        """Load the model and put it under DeepSpeed."""
+        """Load the model and put it under its optimizer."""
         model = load_policy(model_path, gradient_checkpointing=self.config.gradient_checkpointing)
-        self.engine = DeepSpeedEngine(model, self.config.engine(total_steps, torch.cuda.is_available()))
+        self.engine = open_engine(model, self.config.engine(total_steps, torch.cuda.is_available()))
 
     @trainer_invocation(post_func=lambda metrics: metrics[0])
     def train_step(self, minibatch: Batch) -> dict[str, float]:

@@ -23,9 +23,10 @@ from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
-from components.engines.deepspeed_engine import DeepSpeedEngine, Totals, TrainConfig, init_process_group
+from components.engines.config import TrainConfig
+from components.engines.train_engine import TrainEngine, init_process_group, open_engine
 from components.engines.weight_sync import WeightPublisher
-from components.rl.aggregation import LossOutput
+from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
 
 LEARNING_RATE = 0.01
@@ -104,17 +105,17 @@ def logprobs(model: nn.Module, batch: Batch) -> Tensor:
     return token_logprobs(model, batch).logprob_N
 
 
-def weights(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+def weights(engine: TrainEngine) -> dict[str, Tensor]:
     # Little at a time, so that zero_stage 3 gathers in several goes.
     return {name: tensor.clone() for name, tensor in engine.gathered_parameters(max_bytes=40_000)}
 
 
-def own_part(engine: DeepSpeedEngine) -> Batch:
+def own_part(engine: TrainEngine) -> Batch:
     parts = evaluated()
     return parts[engine.rank] if engine.world_size == 2 else Batch.concat(parts)
 
 
-def train(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput] = nll) -> dict[str, Any]:
+def train(engine: TrainEngine, loss_fn: Callable[..., LossOutput] = nll) -> dict[str, Any]:
     compute = logprobs if loss_fn is nll else token_values
     record: dict[str, Any] = {"before": engine.forward(own_part(engine), compute)}
     record["metrics"] = [engine.train_step(minibatch, loss_fn) for minibatch in minibatches()]
@@ -124,7 +125,7 @@ def train(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput] = nll) -> 
     return record
 
 
-def failure(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput]) -> dict[str, Any]:
+def failure(engine: TrainEngine, loss_fn: Callable[..., LossOutput]) -> dict[str, Any]:
     # After a good step, whose norm is not to be taken for that of the bad one.
     engine.train_step(minibatches()[1], nll)
     before, message = weights(engine), "no error"
@@ -140,7 +141,7 @@ def failure(engine: DeepSpeedEngine, loss_fn: Callable[..., LossOutput]) -> dict
     }
 
 
-def counted_forwards(engine: DeepSpeedEngine) -> dict[str, list[int]]:
+def counted_forwards(engine: TrainEngine) -> dict[str, list[int]]:
     """Sequences of each micro-batch, without gradients and with them."""
     sizes: dict[str, list[int]] = {"forward": [], "training": []}
 
@@ -162,17 +163,28 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="_")), eos_token="$")
 
 
+FSDP: dict[str, dict[str, Any]] = {
+    **{f"fsdp-{stage}": {"zero_stage": stage} for stage in (2, 3)},
+    **{f"fsdp-large_micro_batches-{stage}": {"zero_stage": stage, "max_tokens": 10**6} for stage in (2, 3)},
+    "fsdp-few_sequences": {"zero_stage": 2, "max_sequences": 2, "forward_max_sequences": 1},
+    "fsdp-offload": {"zero_stage": 3, "adam_offload": True},
+    **{f"fsdp-bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
+    "fsdp-learning_rate_0": {"zero_stage": 2, "learning_rate": 0.0},
+}
 STATES: dict[str, dict[str, Any]] = {
     **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
     **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (1, 2, 3)},
     "offload-2": {"zero_stage": 2, "adam_offload": True},
     **{f"odd-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
     "one_group-1": {"zero_stage": 1, "weight_decay": 0.0},
+    "fsdp-2": {"engine": "fsdp", "zero_stage": 2},
+    "bf16-fsdp-3": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
+    "odd-fsdp-3": {"engine": "fsdp", "zero_stage": 3},
 }
 """What is saved by one process and loaded by another. The odd ones have dropout, buffers and frozen parameters."""
-IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3")
+IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3", "fsdp-2")
 """What is trained by an engine that is never saved, too."""
-FRESH = ("fp32-0", "bf16-1", "fp32-3")
+FRESH = ("fp32-0", "bf16-1", "fp32-3", "fsdp-2")
 """What is saved before the first step, too."""
 CROSSED = [
     ("fp32-0", "fp32-0"),
@@ -184,6 +196,10 @@ CROSSED = [
     ("fp32-2", "bf16-3"),
     ("offload-2", "fp32-1"),
     ("odd-2", "odd-3"),
+    ("fsdp-2", "fsdp-2"),
+    ("fsdp-2", "fp32-3"),
+    ("fp32-1", "fsdp-2"),
+    ("odd-3", "odd-fsdp-3"),
 ]
 """As what a state was saved by another number of ranks, and as what it is loaded."""
 HALF = 2
@@ -193,7 +209,7 @@ def all_minibatches() -> list[Batch]:
     return [*minibatches(), ragged(5, 6)]
 
 
-def state_engine(case: str, model_folder: str) -> DeepSpeedEngine:
+def state_engine(case: str, model_folder: str) -> TrainEngine:
     model = load_policy(model_folder)
     if case.startswith("odd"):
         attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
@@ -208,22 +224,22 @@ def state_engine(case: str, model_folder: str) -> DeepSpeedEngine:
                 parameter.requires_grad_(False)
     # DeepSpeed collects garbage several times for each engine, and looks at all that was ever imported.
     gc.freeze()
-    return DeepSpeedEngine(model, config(max_tokens=40, **STATES[case]))
+    return open_engine(model, config(max_tokens=40, **STATES[case]))
 
 
 def seeing_nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
-    seen = dict(model.named_buffers()).get("module.seen")
-    if seen is not None:
-        seen += batch.num_tokens
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] == "seen":
+            buffer += batch.num_tokens
     return nll(model, batch, totals)
 
 
-def go_on(engine: DeepSpeedEngine, batches: list[Batch]) -> dict[str, Any]:
+def go_on(engine: TrainEngine, batches: list[Batch]) -> dict[str, Any]:
     record: dict[str, Any] = {"metrics": [engine.train_step(batch, seeing_nll) for batch in batches]}
     return record | look(engine)
 
 
-def look(engine: DeepSpeedEngine) -> dict[str, Any]:
+def look(engine: TrainEngine) -> dict[str, Any]:
     return {
         "weights": weights(engine),
         "output": engine.forward(own_part(engine), logprobs),
@@ -232,7 +248,7 @@ def look(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
-def public_moments(engine: DeepSpeedEngine) -> dict[str, Tensor | None]:
+def public_moments(engine: TrainEngine) -> dict[str, Tensor | None]:
     """What DeepSpeed itself says of one parameter."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -319,7 +335,7 @@ def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any
         with small_files(40_000 if engine.rank == engine.world_size - 1 else -1):
             return message(work)
 
-    value = DeepSpeedEngine(load_value_model(model_folder), config(zero_stage=1))
+    value = open_engine(load_value_model(model_folder), config(zero_stage=1))
     note = (states / "fp32-2" / "engine.json").read_text()
     folders = {
         "nothing": damaged("nothing", shutil.rmtree),
@@ -347,6 +363,7 @@ def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any
 AVERAGED: dict[str, dict[str, Any]] = {
     **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
     "bf16-2": {"zero_stage": 2, "precision": "bf16"},
+    "bf16-fsdp-3": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
 }
 EMA_BETA = 0.75
 
@@ -355,28 +372,31 @@ def averaged_minibatches() -> list[Batch]:
     return [*all_minibatches(), ragged(6, 4)]
 
 
-def averaging_engine(case: str, model_folder: str, **changes: Any) -> DeepSpeedEngine:
+def averaging_engine(case: str, model_folder: str, **changes: Any) -> TrainEngine:
     gc.freeze()
     # Small steps, most of which bfloat16 cannot show.
     settings = {"learning_rate": 1e-3, "lr_scheduler": "constant", "max_tokens": 40, "ema_beta": EMA_BETA}
-    return DeepSpeedEngine(load_policy(model_folder), config(**(settings | AVERAGED[case] | changes)))
+    return open_engine(load_policy(model_folder), config(**(settings | AVERAGED[case] | changes)))
 
 
-def average(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+def average(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.average.tensors.items()} if engine.average else {}
 
 
-def masters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """In float32, as DeepSpeed itself says where it has others than the weights."""
+def masters(engine: TrainEngine) -> dict[str, Tensor]:
+    """In float32, as DeepSpeed itself says where it has others than the weights, or torch of its DTensors."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.config.precision == "fp32":
         return weights(engine)
+    if engine.config.engine == "fsdp":
+        parameters: dict[str, Any] = dict(engine.model.named_parameters())
+        return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
     found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
     return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
 
-def averaged_steps(engine: DeepSpeedEngine, batches: list[Batch]) -> list[dict[str, Any]]:
+def averaged_steps(engine: TrainEngine, batches: list[Batch]) -> list[dict[str, Any]]:
     steps = []
     for batch in batches:
         metrics = engine.train_step(batch, nll)
@@ -386,7 +406,7 @@ def averaged_steps(engine: DeepSpeedEngine, batches: list[Batch]) -> list[dict[s
 
 def averaged_case(
     case: str, model_folder: str, states: Path, output: Path
-) -> tuple[dict[str, dict[str, Any]], DeepSpeedEngine]:
+) -> tuple[dict[str, dict[str, Any]], TrainEngine]:
     """5 steps with an average, in one go and resumed; what was recorded, and the engine that was resumed."""
     engine = averaging_engine(case, model_folder)
     batches = averaged_minibatches()
@@ -405,7 +425,7 @@ def averaged_case(
 def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     own = states / os.environ.get("WORLD_SIZE", "1")
     record: dict[str, Any] = {}
-    for case in ("fp32-0", "fp32-2"):
+    for case in ("fp32-0", "fp32-2", "bf16-fsdp-3"):
         record |= averaged_case(case, model_folder, own, output)[0]
     averaged, resumed = averaged_case("fp32-3", model_folder, own, output)
     record |= averaged
@@ -423,7 +443,7 @@ def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, 
     return record
 
 
-def average_errors(engine: DeepSpeedEngine, state: Path, output: Path) -> dict[str, str]:
+def average_errors(engine: TrainEngine, state: Path, output: Path) -> dict[str, str]:
     def refused(name: str, damage: Callable[[Path], object]) -> str:
         folder = output / f"{name}{engine.rank}"
         shutil.copytree(state, folder)
@@ -440,6 +460,23 @@ def average_errors(engine: DeepSpeedEngine, state: Path, output: Path) -> dict[s
     }
 
 
+def fsdp(model_folder: str, output: Path) -> dict[str, Any]:
+    def engine(checkpointing: bool = False, **changes: Any) -> TrainEngine:
+        model = load_policy(model_folder, gradient_checkpointing=checkpointing)
+        return open_engine(model, config(engine="fsdp", **changes))
+
+    record: dict[str, Any] = {}
+    for case, changes in FSDP.items():
+        trained = engine(**changes)
+        record[case] = {"start": weights(trained), **train(trained)}
+        trained.save_hf(output / f"hf-{case}")
+    record["fsdp-checkpointing"] = train(engine(checkpointing=True, zero_stage=3))
+    record["nan-fsdp"] = failure(engine(zero_stage=2), nan_in_the_longest)
+    for stage in (2, 3):
+        record[f"infinite_gradient-fsdp-{stage}"] = failure(engine(zero_stage=stage), infinite_gradient)
+    return record
+
+
 def main(model_folder: str, output: Path, *state: str) -> None:
     torch.set_num_threads(1)
     if state:
@@ -451,8 +488,8 @@ def main(model_folder: str, output: Path, *state: str) -> None:
         torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
         return
 
-    def engine(**changes: Any) -> DeepSpeedEngine:
-        return DeepSpeedEngine(load_policy(model_folder), config(**changes))
+    def engine(**changes: Any) -> TrainEngine:
+        return open_engine(load_policy(model_folder), config(**changes))
 
     record: dict[str, Any] = {}
     # bf16 trains with zero_stage 1 where 0 is asked for, so that one of the two is enough.
@@ -478,15 +515,17 @@ def main(model_folder: str, output: Path, *state: str) -> None:
     for stage in (0, 1, 2, 3):
         record[f"infinite_gradient-{stage}"] = failure(engine(zero_stage=stage), infinite_gradient)
     record["infinite_gradient-bf16"] = failure(engine(precision="bf16"), infinite_gradient)
-    value = DeepSpeedEngine(load_value_model(model_folder), config(zero_stage=3))
-    record["value"] = train(value, squared_error)
-    value.save_hf(output / "value")
+    for name in ("deepspeed", "fsdp"):
+        value = open_engine(load_value_model(model_folder), config(engine=name, zero_stage=3))
+        record[f"{name}-value"] = train(value, squared_error)
+        value.save_hf(output / f"{name}-value")
+    record |= fsdp(model_folder, output)
     os.environ["WORLD_SIZE"] = "5"
     try:
         init_process_group()
     except ValueError as error:
         record["group"] = str(error)
-    torch.save(record, output / f"rank{value.rank}.pt")
+    torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Real DeepSpeed: one plain process and two ranks, started once each; every test reads what they recorded."""
 
+import json
 import os
 import socket
 import subprocess
@@ -10,13 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
-from components.engines.deepspeed_engine import Totals, TrainConfig, init_process_group
+from components.engines.config import TrainConfig
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
+from components.engines.train_engine import init_process_group
+from components.rl.aggregation import Totals
 from tests.components.engines import deepspeed_worker as worker
 
 # The first test waits for three processes that import DeepSpeed, which may be slow on a busy machine.
@@ -123,10 +127,15 @@ def plain(tied_model: Path) -> Plain:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "case", [*(f"fp32-{stage}" for stage in STAGES), "large_micro_batches", "few_sequences", "offload"]
+    "case",
+    [
+        *(f"fp32-{stage}" for stage in STAGES),
+        *("large_micro_batches", "few_sequences", "offload", "fsdp-checkpointing"),
+        *(case for case in worker.FSDP if case not in {"fsdp-bf16-2", "fsdp-bf16-3", "fsdp-learning_rate_0"}),
+    ],
 )
 def test_training_equals_plain_torch(runs: dict[int, Run], plain: Plain, world_size: int, case: str) -> None:
-    """Whatever the stage, the number of ranks, and the size of micro-batches."""
+    """Whatever the engine, the stage, the number of ranks, and the size of micro-batches."""
     run = runs[world_size]
     for found, expected in zip(run.records[0][case]["metrics"], plain.metrics, strict=True):
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5)
@@ -139,9 +148,9 @@ def test_training_equals_plain_torch(runs: dict[int, Run], plain: Plain, world_s
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_bf16_training_follows_float32(runs: dict[int, Run], plain: Plain, world_size: int, stage: int) -> None:
-    record = runs[world_size].records[0][f"bf16-{stage}"]
+@pytest.mark.parametrize("case", ["bf16-0", "bf16-2", "bf16-3", "fsdp-bf16-2", "fsdp-bf16-3"])
+def test_bf16_training_follows_float32(runs: dict[int, Run], plain: Plain, world_size: int, case: str) -> None:
+    record = runs[world_size].records[0][case]
     for found, expected in zip(record["metrics"], plain.metrics, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
@@ -153,7 +162,7 @@ def test_bf16_training_follows_float32(runs: dict[int, Run], plain: Plain, world
 
 def test_metrics_are_sums_over_micro_batches_and_ranks_and_equal_on_all_ranks(runs: dict[int, Run]) -> None:
     for run in runs.values():
-        for case in ("fp32-0", "fp32-3", "bf16-2"):
+        for case in ("fp32-0", "fp32-3", "bf16-2", "fsdp-2", "fsdp-3"):
             for metrics in run.records[0][case]["metrics"]:
                 # Shares of the micro-batches in the whole step: together 1, passes that only keep time not counted.
                 assert metrics["token_share"] == pytest.approx(1.0, abs=1e-6)
@@ -167,14 +176,14 @@ def test_forward_keeps_the_order_of_the_batch(runs: dict[int, Run], tied_model: 
     with torch.no_grad():
         alone_N = torch.cat([token_logprobs(model, batch.select([i])).logprob_N for i in range(len(batch))])
     for run in runs.values():
-        for stage in STAGES:
-            torch.testing.assert_close(whole(run, f"fp32-{stage}", "before"), alone_N, atol=1e-5, rtol=0)
+        for case in ("fsdp-2", "fsdp-3", *(f"fp32-{stage}" for stage in STAGES)):
+            torch.testing.assert_close(whole(run, case, "before"), alone_N, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_learning_rate_0_changes_nothing(runs: dict[int, Run], stage: int) -> None:
+@pytest.mark.parametrize("case", ["learning_rate_0-0", "learning_rate_0-3", "fsdp-learning_rate_0"])
+def test_learning_rate_0_changes_nothing(runs: dict[int, Run], case: str) -> None:
     for run in runs.values():
-        record = run.records[0][f"learning_rate_0-{stage}"]
+        record = run.records[0][case]
         assert record["metrics"][0]["grad_norm"] > 0
         for name, start_weight in record["start"].items():
             assert torch.equal(record["weights"][name], start_weight)
@@ -183,20 +192,22 @@ def test_learning_rate_0_changes_nothing(runs: dict[int, Run], stage: int) -> No
 def test_only_rank_0_gets_parameters(runs: dict[int, Run]) -> None:
     assert [len(record["fp32-3"]["weights"]) for record in runs[2].records] == [26, 0]
     assert [len(record["fp32-1"]["weights"]) for record in runs[2].records] == [26, 0]
+    assert [len(record["fsdp-3"]["weights"]) for record in runs[2].records] == [26, 0]
 
 
-def test_a_loss_that_is_nan_on_one_rank_stops_all_before_the_step(runs: dict[int, Run]) -> None:
+@pytest.mark.parametrize("case", ["nan", "nan-fsdp"])
+def test_a_loss_that_is_nan_on_one_rank_stops_all_before_the_step(runs: dict[int, Run], case: str) -> None:
     for run in runs.values():
         for record in run.records:
-            message = record["nan"]["message"]
+            message = record[case]["message"]
             assert message.startswith(
                 "the loss of optimizer step 1 is not finite: loss=nan, token_share=inf; the weights"
             )
             assert "\n" not in message
-            assert record["nan"]["unchanged"]
+            assert record[case]["unchanged"]
 
 
-@pytest.mark.parametrize("case", [*(str(stage) for stage in STAGES), "bf16"])
+@pytest.mark.parametrize("case", [*(str(stage) for stage in STAGES), "bf16", "fsdp-2", "fsdp-3"])
 def test_a_gradient_that_is_not_finite_stops_all_before_the_step(runs: dict[int, Run], case: str) -> None:
     for run in runs.values():
         for record in run.records:
@@ -227,6 +238,33 @@ def test_the_saved_folder_loads_with_from_pretrained(runs: dict[int, Run], world
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", ["fsdp-3", "fsdp-bf16-2"])
+def test_fsdp_saves_the_model_as_deepspeed_does(runs: dict[int, Run], world_size: int, case: str) -> None:
+    folder, own = runs[world_size].folder, runs[world_size].records[0][case]["weights"]
+    saved = load_file(folder / f"hf-{case}" / "model.safetensors")
+    assert saved.keys() == own.keys() == load_file(folder / "hf" / "model.safetensors").keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in own.items())
+    note = json.loads((folder / f"hf-{case}" / "config.json").read_text())
+    other = json.loads((folder / "hf" / "config.json").read_text())
+    assert note == other | {"dtype": "bfloat16" if "bf16" in case else "float32"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fsdp_equals_deepspeed_and_itself_with_other_micro_batches(
+    runs: dict[int, Run], world_size: int, stage: int
+) -> None:
+    expected = runs[world_size].records[0][f"fp32-{stage}"]
+    for case in (f"fsdp-{stage}", f"fsdp-large_micro_batches-{stage}"):
+        found = runs[world_size].records[0][case]
+        for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_partitioned_weights_reach_the_rollout_engine(runs: dict[int, Run], tied_model: Path, world_size: int) -> None:
     engine = HFRolloutEngine(tied_model)
     engine.receive(runs[world_size].records[0]["handle"])
@@ -241,16 +279,17 @@ def test_partitioned_weights_reach_the_rollout_engine(runs: dict[int, Run], tied
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_value_model_trains_and_is_saved(runs: dict[int, Run], world_size: int) -> None:
+@pytest.mark.parametrize("case", ["deepspeed-value", "fsdp-value"])
+def test_a_value_model_trains_and_is_saved(runs: dict[int, Run], world_size: int, case: str) -> None:
     run = runs[world_size]
-    record = run.records[0]["value"]
-    for found, expected in zip(record["metrics"], runs[1].records[0]["value"]["metrics"], strict=True):
+    record = run.records[0][case]
+    for found, expected in zip(record["metrics"], runs[1].records[0]["deepspeed-value"]["metrics"], strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
-    model = load_value_model(run.folder / "value")
+    model = load_value_model(run.folder / case)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, record["weights"][name])
     value_N = token_values(model, Batch.concat(worker.evaluated()))
-    torch.testing.assert_close(value_N, whole(run, "value", "after"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(value_N, whole(run, case, "after"), atol=1e-4, rtol=0)
 
 
 def test_a_process_group_of_another_size_is_an_error(runs: dict[int, Run]) -> None:
@@ -277,7 +316,7 @@ def test_nothing_was_printed(runs: dict[int, Run]) -> None:
 
 
 def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> None:
-    from components.engines.deepspeed_engine import _totals
+    from components.engines.train_engine import _totals
 
     batch = Batch.from_rows({"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[False, True, True], [False, True]]})
     batch = batch.with_tokens(loss_mask=batch["loss_mask"].bool())
@@ -292,7 +331,7 @@ def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> Non
 
 
 def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
-    from components.engines.deepspeed_engine import _totals
+    from components.engines.train_engine import _totals
 
     # Lengths 2, 0, 1, 3, of which the second has no token, and the first none that is trained on.
     batch = Batch(torch.tensor([2, 0, 1, 3]), {"tokens": torch.arange(6)})
@@ -338,6 +377,9 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
         ({"ema_beta": -0.1}, "ema_beta=-0.1"),
         ({"ema_beta": float("nan")}, "ema_beta=nan"),
         ({"adam_offload": True}, "set zero_stage to 1, 2 or 3"),
+        ({"engine": "megatron"}, "engine='megatron' is not possible; use one of deepspeed, fsdp"),
+        ({"engine": "fsdp"}, "zero_stage=0 is not possible; engine='fsdp' partitions all between steps; use 2 or 3"),
+        ({"engine": "fsdp", "zero_stage": 2, "overlap_comm": True}, "overlap_comm=True .* overlaps always"),
     ],
 )
 def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:

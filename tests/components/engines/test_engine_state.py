@@ -134,7 +134,9 @@ def test_other_ranks_and_stages_have_the_same_state_and_the_same_losses_but_for_
     inexact = record["inexact"]
     assert inexact[0].startswith(f"saved by {other} rank(s), loaded by {world_size}: gradients are added in another")
     before, after = worker.STATES[saved], worker.STATES[loaded]
-    changed = [name for name in ("zero_stage", "precision", "adam_offload") if before.get(name) != after.get(name)]
+    changed = [
+        name for name in ("engine", "zero_stage", "precision", "adam_offload") if before.get(name) != after.get(name)
+    ]
     assert [line.split()[2].split("=")[0] for line in inexact[1:]] == changed
     for found, expected in zip(record["metrics"], runs.saved[other][0][saved]["metrics"], strict=True):
         assert found["learning_rate"] == expected["learning_rate"]

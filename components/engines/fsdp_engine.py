@@ -1,0 +1,133 @@
+"""Training with torch's FSDP2 (`fully_shard`): CPU over gloo and CUDA over nccl, in a train role's ranks or alone.
+
+Every decoder layer, and the rest of the model, is one group whose parameters are gathered and let go of together. What
+each rank keeps are rows of the float32 weights and of AdamW's moments. Within an optimizer step
+
+    zero_stage 3    gathers a layer for each pass over it, and partitions its gradient after each backward pass;
+    zero_stage 2    gathers a layer once and keeps its whole gradient, which is partitioned after the last backward
+                    pass: more memory, and no communication for further micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from components.batch import Batch
+from components.engines.config import TrainConfig
+from components.engines.engine_state import EngineState
+from components.engines.train_engine import TrainEngine, adam_of
+
+__all__ = ["FSDPEngine"]
+
+
+class FSDPEngine(TrainEngine):
+    """A model whose layers torch partitions by rows."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        """
+        Args:
+            model: the same weights on all ranks; its parameters become float32 and partitioned, in place. With bf16
+                passes use them rounded.
+            config: of this engine.
+        """
+        super().__init__(config)
+        self._groups = _partitioned(model.float(), config, self.device)
+        self._model = model
+        self._adam = adam_of(model, config)
+        self._start_average()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself; outside of passes its parameters are DTensors, of which a rank has its rows."""
+        return self._model
+
+    @property
+    def _passes_are_collective(self) -> bool:
+        return True
+
+    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+        """Evaluate `batch` without gradients, in micro-batches; as `TrainEngine.forward` says."""
+        try:
+            return super().forward(batch, compute)
+        finally:
+            # What a forward pass keeps for its backward pass stays where there is none, and would get stale.
+            for group in self._groups:
+                group.reshard()
+
+    def _begin_pass(self, is_last: bool) -> None:
+        ends = is_last or self.config.zero_stage == 3
+        self._groups[-1].set_requires_gradient_sync(ends)
+        self._groups[-1].set_reshard_after_backward(ends)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _step(self, learning_rate: float) -> float:
+        gradients = [_rows(p.grad) for p in self._model.parameters() if p.grad is not None]
+        # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
+        squares = nn.utils.get_total_norm(gradients).double().square().to(self.device)
+        dist.all_reduce(squares)
+        norm = float(squares.sqrt())
+        self._check_gradient(norm)
+        if 0 < self.config.max_norm < norm:
+            for gradient in gradients:
+                gradient.mul_(self.config.max_norm / (norm + 1e-6))
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self._adam.zero_grad()
+        return norm
+
+    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+        whole = []
+        for name, parameter in bucket:
+            rows: Any = parameter.detach().to(self.device, self._type(parameter))
+            tensor = rows.full_tensor()
+            if self.rank == 0:
+                whole.append((name, tensor.cpu()))
+        return whole
+
+    def _state(self) -> EngineState:
+        return EngineState(
+            model=self._model,
+            adam=self._adam,
+            zero=None,
+            zero_stage=self.config.zero_stage,
+            settings=self._settings(),
+            device=self.device,
+            average=self.average,
+        )
+
+
+def _partitioned(model: nn.Module, config: TrainConfig, device: torch.device) -> list[FSDPModule]:
+    """Partition `model` in place; its groups, of which the last is what no layer has."""
+    is_bf16 = config.precision == "bf16"
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.adam_offload else OffloadPolicy()
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    # transformers says which of its modules are layers.
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+    groups = []
+    # The innermost first, should layers have layers in them.
+    for module in [*reversed(layers), model]:
+        # What no layer has is needed again when the backward pass begins, at once.
+        lets_go = config.zero_stage == 3 and module is not model
+        groups.append(
+            fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=offload)
+        )
+    return groups
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor."""
+    part: Any = tensor
+    return part.to_local()

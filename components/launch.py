@@ -1,0 +1,120 @@
+"""From a checked job to its end: what main.py of every recipe does once it knows what is to run.
+
+Nothing here needs torch, or knows core: a job is whatever has `submit`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from components.checkpoint import check_resume
+from components.tracking import EventLog, finish_summary, open_run_folder
+
+STOP_GRACE_S = 600.0
+"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
+
+
+def threads_each(workers: int) -> int:
+    """Threads for each of so many processes that work at the same time on the cores of this machine.
+
+    Those that take turns may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the number of
+    cores. 0, which leaves the choice to core, where the processes run on the machines of a cluster.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return 0
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    return max(1, cores // workers)
+
+
+class Result(Protocol):
+    """How a run ended; `core.JobResult` is one."""
+
+    status: Any
+    error: str
+    output: str
+    attempt: int
+    peak_memory_bytes: int
+
+    @property
+    def exit_code(self) -> int: ...
+
+
+class Submittable(Protocol):
+    """A job that can be run; `core.Job` is one."""
+
+    def submit(self, job_name: str = ..., **options: Any) -> Any: ...
+
+
+def open_run(run_dir: str, resume: str, checkpoints: Path | None, plan: str) -> Path:
+    """Make or open the folder of a run, see that it can go on from where `resume` says, and write its plan down.
+
+    Args:
+        run_dir: the folder.
+        resume: as in RunOptions.
+        checkpoints: folder of the step folders; None: run_dir/checkpoints.
+        plan: the text of plan.json.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ValueError: it cannot be; the message says what to set.
+    """
+    folder = open_run_folder(run_dir, resume)
+    check_resume(resume, checkpoints or folder / "checkpoints")
+    (folder / "plan.json").write_text(plan, encoding="utf-8")
+    return folder
+
+
+def run_job(
+    job: Submittable,
+    *,
+    recipe: str,
+    run_dir: Path,
+    seed: int,
+    backend: str,
+    began: float,
+    lines: Sequence[str] = (),
+    seconds: Mapping[str, float] | None = None,
+) -> int:
+    """Run a job to its end, close its summary, and say how it ended.
+
+    Args:
+        job: what to run.
+        recipe: its recipe, for messages and the summary.
+        run_dir: its folder, made by `open_run`.
+        seed: for the summary.
+        backend: "ray" or "local".
+        began: seconds since the epoch at which the user started it.
+        lines: what a person should read before it starts.
+        seconds: what took time before it starts, as summary.json names it.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 130 stopped.
+    """
+    for line in (f"run folder {run_dir}", *lines):
+        print(f"{recipe}: {line}", flush=True)
+    events = EventLog(run_dir / "events.jsonl")
+    result: Result = job.submit(recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events])
+    events.close()
+    finish_summary(
+        run_dir,
+        result.status,
+        result.error or None,
+        recipe=recipe,
+        seed=seed,
+        peak_memory_bytes=result.peak_memory_bytes,
+        seconds=dict(seconds or {}),
+        attempts=result.attempt,
+    )
+    if result.output and result.status == "failed":
+        print(result.output, file=sys.stderr)
+    if result.status != "finished":
+        logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
+        print(f"{recipe}: {result.status}: {result.error}{logs}", file=sys.stderr)
+    return result.exit_code

@@ -1,0 +1,359 @@
+"""The groups of options that recipes share: a recipe's config.py embeds them, and adds what is its own.
+
+Nothing here needs torch. Each class refuses what cannot work with a ValueError that says what to set; the prefix of its
+group (`data.`, `evaluation.`) is that of the recipes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from components.data.rewards import RewardSettings
+from components.tracking import WandbConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.data.prompts import PromptSource
+
+
+def new_run_dir(recipe: str) -> str:
+    """Where a run of a recipe goes that was not told where: runs/<recipe>-<time>."""
+    return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """What every run has, whatever it trains."""
+
+    run_dir: str = ""
+    """Folder of everything that the run writes. Default: runs/<recipe>-<time>."""
+    seed: int = 42
+    """Fixes the order of the prompts and the samples."""
+    dry_run: bool = False
+    """Print what would run where, as JSON, and start nothing."""
+    print_config: bool = False
+    """Print the whole configuration as YAML, and start nothing."""
+    resume: str = "auto"
+    """`auto` goes on from the latest checkpoint of run_dir if there is one, a path from that step, run or folder of
+    checkpoints; `none` begins anew, in a folder without a run."""
+    backend: Literal["ray", "local"] = "ray"
+    """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
+    max_restarts: int = 3
+    """How often all starts again from the latest checkpoint when a rank dies, and how many dead engines of a role are
+    replaced."""
+    stall_timeout: float = 1800.0
+    """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "", 0, "seed", "max_restarts")
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """The policy that the run starts from."""
+
+    path: str = ""
+    """A folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which makes and keeps a tiny
+    demonstration model."""
+    attn_implementation: str | None = None
+    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
+    chat_template: str | None = None
+    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    pad_token: str | None = None
+    """Token that fills short rows, for a tokenizer that names none; its end token will do."""
+
+    def __post_init__(self) -> None:
+        self.path = str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+
+    def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, or that of the model at `path`, with the template and token given here."""
+        from components.data.text import load_tokenizer
+
+        return load_tokenizer(path or self.path, chat_template=self.chat_template, pad_token=self.pad_token)
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """The prompts to train on."""
+
+    path: str = ""
+    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name,
+    `task:<name>` for a generated task, or `reasoning_gym:<task>`; several with commas between."""
+    probs: str | None = None
+    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
+    split: str = "train"
+    """Which split of a hub name or folder."""
+    input_key: str = "input"
+    """Column of the prompt: text, or a list of chat messages. Generated tasks bring their own."""
+    label_key: str | None = None
+    """Column of the label that the reward sees."""
+    apply_chat_template: bool = False
+    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
+    input_template: str | None = None
+    """Text around each prompt, with `{}` in its place."""
+    max_rows: int | None = None
+    """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out, and counted."""
+    passes: int = 1
+    """How often the prompts are gone through, each time in another order."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "data.", 1, "max_rows", "max_prompt_tokens", "passes")
+
+    def rows(self, seed: int) -> list[dict[str, Any]]:
+        """The prompts and labels; `seed` draws those of a generated task."""
+        from components.data.prompts import load_rows
+
+        return load_rows(
+            self.path,
+            self.input_key,
+            self.label_key,
+            split=self.split,
+            max_rows=self.max_rows,
+            seed=seed,
+            probs=self.probs,
+        )
+
+    def source(
+        self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
+    ) -> PromptSource:
+        """Rows as token ids, in an order that follows from the seed, without those that are too long."""
+        from components.data.prompts import PromptSource
+
+        return PromptSource(
+            rows,
+            tokenizer,
+            seed,
+            shuffle=shuffle,
+            apply_chat_template=self.apply_chat_template,
+            input_template=self.input_template,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+
+@dataclass(kw_only=True)
+class RewardOptions:
+    """What an answer is worth."""
+
+    source: str | None = None
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
+    commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, or a task's own. Default: that of
+    the task which data.path names."""
+    workers: int = 1
+    """Processes that run the Python file or the scorer."""
+    timeout_s: float = 60.0
+    """Seconds that reward code may take over one answer, before it is counted as failed."""
+    max_failed_share: float = 0.1
+    """Share of a batch's answers that may fail (or two, if that is more); above it the run stops."""
+    url_timeout_s: float = 180.0
+    """Seconds that a reward server may take over one request; a request is tried five times."""
+    url_batch_size: int = 64
+    """Answers per request to a reward server."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(f"reward.{error}") from error
+
+    def settings(self) -> RewardSettings:
+        """How reward code and reward servers are used."""
+        return RewardSettings(
+            workers=self.workers,
+            timeout_s=self.timeout_s,
+            max_failed_share=self.max_failed_share,
+            url_timeout_s=self.url_timeout_s,
+            url_batch_size=self.url_batch_size,
+        )
+
+
+@dataclass(kw_only=True)
+class EvaluationOptions:
+    """How good the policy is on prompts that it is not trained on."""
+
+    path: str | None = None
+    """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
+    split: str | None = None
+    """Which split of it. Default: train; of a task: heldout."""
+    max_rows: int = 2048
+    """How many of them."""
+    every: int = -1
+    """Evaluate every so many steps; -1 only at the start and at the end."""
+    temperature: float = 1.0
+    """Of the answers behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    samples_per_prompt: int = 4
+    """N: answers per held-out prompt."""
+    best_metric: str = ""
+    """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
+    in _pass1; `none` keeps only the last policy."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "evaluation.", 1, "max_rows", "samples_per_prompt")
+        if self.every == 0 or self.every < -1:
+            raise ValueError(f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only")
+        if self.temperature < 0:
+            raise ValueError(f"evaluation.temperature={self.temperature}; set it to 0 or more")
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "evaluation.temperature=0 gives the same answer every time; set evaluation.samples_per_prompt=1"
+            )
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Whether to evaluate after this step."""
+        return is_last or (self.every > 0 and step % self.every == 0)
+
+    def rows(self, data: DataOptions) -> list[dict[str, Any]]:
+        """The held-out prompts, none without a path. The same for every seed, so that runs compare."""
+        from components.data.prompts import load_rows
+
+        if self.path is None:
+            return []
+        return load_rows(
+            self.path, data.input_key, data.label_key, split=self.split, heldout=True, max_rows=self.max_rows
+        )
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """When the state of the training is written, and how much of it is kept."""
+
+    every: int = -1
+    """A checkpoint every so many steps; -1 only for the best policy, when the training ends, or when it is stopped."""
+    keep: int = 3
+    """How many checkpoints are kept, the newest ones; the best stays beside them."""
+    max_gb: float | None = None
+    """What all of them may take together. Default: any."""
+    path: str | None = None
+    """Folder of the checkpoints. Default: run_dir/checkpoints."""
+    export_path: str | None = None
+    """A second place for the trained policy; it is always in the checkpoints."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "checkpoint.", 1, "keep")
+        if self.every == 0 or self.every < -1:
+            raise ValueError(f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only")
+        if self.max_gb is not None and not self.max_gb > 0:
+            raise ValueError(f"checkpoint.max_gb={self.max_gb}; set a number above 0, or leave it out")
+
+    def folder(self, run_dir: str) -> Path:
+        """Where the step folders are."""
+        return Path(self.path).expanduser() if self.path else Path(run_dir) / "checkpoints"
+
+    @property
+    def max_bytes(self) -> float:
+        """What the checkpoints may take together."""
+        return math.inf if self.max_gb is None else self.max_gb * 1e9
+
+
+@dataclass(kw_only=True)
+class LogOptions:
+    """Who reads along. The files of the run folder are always written."""
+
+    wandb: bool = False
+    """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
+    wandb_project: str = "troupe"
+    """Name of the W&B project."""
+    wandb_name: str | None = None
+    """Name of the run there. Default: that of the run folder."""
+    wandb_group: str | None = None
+    """Runs of one group are shown together."""
+    tensorboard: bool = False
+    """Write TensorBoard's files to run_dir/tensorboard."""
+
+    def sinks(self) -> dict[str, Any]:
+        """What `Tracker` is told of it."""
+        names = {"project": self.wandb_project, "run_name": self.wandb_name, "group": self.wandb_group}
+        wandb = WandbConfig(**names) if self.wandb else None
+        return {"wandb": wandb, "tensorboard": "true" if self.tensorboard else None}
+
+
+def check_model(path: str) -> None:
+    """See that a model can be there, before anything starts.
+
+    Raises:
+        ValueError: it cannot; the message says what to set.
+    """
+    from components.data.tasks import get_task
+    from components.hub import find_model
+    from components.warm_start import WARM_START_PREFIX
+
+    try:
+        if path.startswith(WARM_START_PREFIX):
+            get_task(path.removeprefix(WARM_START_PREFIX))
+        else:
+            find_model(path)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from error
+
+
+def check_prompts(model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str, seed: int) -> int:
+    """See that model, prompts and reward can be there and fit together, before anything starts.
+
+    Args:
+        model: of the policy; one that is still to be made is not looked at.
+        data: of the prompts.
+        evaluation: of the held-out prompts.
+        reward: what `open_reward` is to open.
+        seed: of the run.
+
+    Returns:
+        How many rows there are to train on, the too long ones included.
+
+    Raises:
+        ValueError: they cannot, or do not; the message says what to set.
+    """
+    from components.data.rewards import check_reward
+    from components.data.scorers import get_scorer, scorer_names
+    from components.warm_start import WARM_START_PREFIX
+
+    check_model(model.path)
+    check_reward(reward)
+    rows, heldout = data.rows(seed), evaluation.rows(data)
+    if reward in scorer_names():
+        # A label that the scorer cannot read is a wrong label_key; one row shows it.
+        for row in (rows[0], *heldout[:1]):
+            get_scorer(reward)("", str(row["label"]))
+    if not model.path.startswith(WARM_START_PREFIX):
+        # One prompt shows whether template and tokenizer fit together; the trainer reads them all, and the long ones.
+        DataOptions(apply_chat_template=data.apply_chat_template, input_template=data.input_template).source(
+            rows[:1], model.tokenizer(), seed
+        )
+    return len(rows)
+
+
+def read_prompts(
+    data: DataOptions,
+    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    heldout: bool = False,
+    say: Callable[[str], None],
+) -> PromptSource:
+    """Rows as token ids; says how many are too long."""
+    source = data.source(rows, tokenizer, seed, shuffle=not heldout)
+    if source.too_long:
+        what = "held-out prompts" if heldout else "prompts"
+        say(f"{source.too_long} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} are left out")
+    return source
+
+
+def _at_least(options: object, prefix: str, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{prefix}{name}={value}; set it to at least {least}")
+
+
+def task_of(path: str) -> str | None:
+    """The generated task that a data source names alone; None for other data, and for several."""
+    found = re.fullmatch(r"task:([\w-]+)", path.strip())
+    return found[1] if found else None

@@ -1,0 +1,160 @@
+"""How far a run is: what it has counted, how long its phases take, and the checkpoints that it goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
+
+
+class Saved(Protocol):
+    """A part of a trainer that a checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class Stateful(Saved, Protocol):
+    """One that can be set to where a checkpoint was written."""
+
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+@dataclass
+class Progress:
+    """What a run has done so far, its parts before a resume included."""
+
+    version: int = 0
+    """Of the weights that the rollout engines sample from: the step that made them."""
+    tokens: int = 0
+    """Trained on, prompts included."""
+    seconds: float = 0.0
+    """In training steps; set-up, evaluation and checkpoints are not in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what `load_state_dict` needs."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.__dict__.update(state)
+
+
+class PhaseClock:
+    """How long the phases of a step take."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside to the phase `name`; phases may come again, and do not nest."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+
+    def take(self) -> dict[str, float]:
+        """`timing_s/<phase>` of each phase since the last call, and `timing_s/step`, their sum."""
+        phases, self._seconds = self._seconds, {}
+        return {f"timing_s/{name}": value for name, value in (phases | {"step": sum(phases.values())}).items()}
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of one run when they are due, and finds the one to go on from."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        parts: Mapping[str, Stateful],
+        write: Callable[[Path], object],
+        *,
+        every: int,
+        config: Mapping[str, Any],
+        run_id: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            checkpoints: the step folders.
+            parts: what of the trainer a checkpoint holds, by name; its "stream" knows the step. Those that are made from what
+                `load` returns are added to `self.parts` after it.
+            write: lets the roles fill a step's folder with what they hold.
+            every: steps between two of them; -1: only when `save` is called, or a step is the best.
+            config: the options of this run, without keys and tokens.
+            run_id: of this run: a restart of it goes on even where `resume` says none.
+            say: shows a line to the user.
+        """
+        self.store = checkpoints
+        self.parts: dict[str, Saved] = dict(parts)
+        self._loaded = dict(parts)
+        self._write = write
+        self._every = every
+        self._config = config
+        self._run_id = run_id
+        self._say = say
+        self._failed = 0
+        self.saved_step = 0
+        """The step of the newest checkpoint; 0 when there is none."""
+        self.metrics: dict[str, float] = {}
+        """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `checkpoint/failed`."""
+
+    def load(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
+        """Set the parts to where a checkpoint was written; None when there is none to go on from.
+
+        Args:
+            resume: as in RunOptions.
+
+        Returns:
+            The step's folder, for the roles, and the state of all parts, of those that are made later too.
+
+        Raises:
+            ValueError: the data are others than before, or there is no checkpoint where `resume` says.
+        """
+        folder = find_checkpoint(resume, self.store.folder, self._run_id)
+        if folder is None:
+            return None
+        saved = read_state(folder)
+        missing = sorted(set(self._loaded) - set(saved))
+        if missing:
+            raise ValueError(
+                f"{folder} holds no state of {', '.join(missing)}: another recipe or version wrote it; set resume=none "
+                "and another run_dir"
+            )
+        for name, part in self._loaded.items():
+            part.load_state_dict(saved[name])
+        self.saved_step = saved["stream"]["step"]
+        self._say(f"goes on after step {self.saved_step}, from {folder}")
+        for line in changed_options(saved["config"], self._config):
+            self._say(f"changed since that checkpoint: {line}")
+        return folder, saved
+
+    def save_when_due(self, step: int, is_best: bool = False) -> None:
+        """Write a checkpoint every so many steps, and of the best step; one that fails is said and counted."""
+        self.metrics = {}
+        if not is_best and (self._every < 1 or step % self._every):
+            return
+        began = time.monotonic()
+        try:
+            self.save(step)
+            if is_best:
+                self.store.mark_best(step)
+        except CheckpointError as error:
+            self._failed += 1
+            self._say(f"warning: {error}; the training goes on")
+        self.metrics = {"timing_s/checkpoint": time.monotonic() - began, "checkpoint/failed": float(self._failed)}
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the step that was finished last.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        self.store.save(step, state | {"run_id": self._run_id, "config": self._config}, self._write)
+        self.saved_step = step

@@ -1,0 +1,90 @@
+"""What makes this GRPO: what an answer is worth beside the others to its prompt, and the loss.
+
+Change a line here in a copy of the folder, and it is another algorithm. `B` answers, `N` all tokens end to end; entry t
+of a per-token column speaks about token t.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import token_logprobs
+from components.rl import advantages, policy_losses
+from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
+from components.rl.correction import importance_weights
+from components.rl.kl import kl_estimate
+from components.rl.masked import token_mean
+from components.rl.rewards import overlong_penalty
+
+from .config import GRPOConfig
+
+
+def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
+    """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's answers."""
+    reward_B, mask_N = shaped_rewards(samples, config), samples["action_mask"]
+    compare = advantages.group_norm if config.algorithm.std_norm else advantages.group_mean_baseline
+    advantage_B = compare(reward_B, samples["prompt_id"])
+    samples = samples.with_sequences(shaped_reward=reward_B)
+    samples = samples.with_tokens(advantage=advantage_B[samples.sequence_ids] * mask_N)
+    if config.algorithm.correction == "none":
+        return samples
+    return samples.with_tokens(correction=corrections(samples, config))
+
+
+def shaped_rewards(samples: Batch, config: GRPOConfig) -> Tensor:
+    """[B] rewards, less the penalty on answers that come close to the longest that is allowed."""
+    own, length_B = config.algorithm, samples.sum_tokens(samples["action_mask"])
+    if own.overlong_buffer is None:
+        return samples["reward"]
+    longest, factor = config.rollout.max_new_tokens, own.overlong_penalty
+    return overlong_penalty(samples["reward"], length_B, longest, own.overlong_buffer, factor)
+
+
+def corrections(samples: Batch, config: GRPOConfig) -> Tensor:
+    """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
+    columns = (samples["logprob"], samples["rollout_logprob"], samples["action_mask"], samples.lengths)
+    low, high = config.algorithm.correction_range
+    outside = "zero" if config.algorithm.correction == "icepop" else "clamp"
+    return importance_weights(*columns, level="token", low=low, high=high, outside=outside)
+
+
+def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:
+    """The clipped surrogate, and the KL to the starting policy where it has a weight."""
+    own, mask_N = config.algorithm, micro["action_mask"]
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    assert output.entropy_N is not None
+    weight_N = micro["correction"] if own.correction != "none" else None
+    tokens, longest = surrogate(output.logprob_N, micro, config), config.rollout.max_new_tokens
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_aggregation, longest, weight_N)
+    gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
+    metrics = {
+        "policy_loss": policy.loss.detach(),
+        "entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens),
+        "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
+    }
+    if not config.needs_reference:
+        return LossOutput(policy.loss, policy.metrics | metrics)
+    kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, own.kl_estimator)
+    kl = token_mean(kl_N, mask_N, totals.tokens)
+    return LossOutput(policy.loss + own.kl_coef * kl, policy.metrics | metrics | {"kl_loss": kl.detach()})
+
+
+def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
+    """What each token costs: PPO's clipped surrogate on its own ratio, or on that of its answer."""
+    own = config.algorithm
+    # In the only optimizer step of a batch the policy before it is the policy itself.
+    old_logprob_N = micro["logprob"] if "logprob" in micro else logprob_N.detach()
+    columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
+    if own.ratio == "sequence":
+        return policy_losses.gspo_loss(*columns, micro.lengths, clip_low=own.clip_low, clip_high=own.clip_high)
+    return policy_losses.ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
+
+
+def minibatches(count: int, config: GRPOConfig, step: int) -> list[Tensor]:
+    """Indices of each optimizer step of one step's answers, in order: epochs shuffled by (seed, step, epoch)."""
+    order: list[Tensor] = []
+    for epoch in range(config.epochs):
+        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
+        order += torch.from_numpy(shuffled).tensor_split(min(config.minibatches, count))
+    return order

@@ -1,0 +1,197 @@
+"""Parts that each break one promise, for `test_broken_parts.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+Rewards = dict[str, Any]
+
+
+def constant(queries: Sequence[str], **more: Any) -> Rewards:
+    return {"rewards": [0.5] * len(queries), **more}
+
+
+def one_for_all(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return {"rewards": [0.5]}
+
+
+def no_number(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return {"rewards": [float("nan")] * len(queries)}
+
+
+def bare_list(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+    return [0.5] * len(queries)
+
+
+def drawn(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return {"rewards": [random.random() for _ in queries]}
+
+
+def hashed(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    # Text has another hash in each process.
+    return {"rewards": [hash(query) % 1000 for query in queries]}
+
+
+def centred(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    lengths = [len(query) for query in queries]
+    return {"rewards": [length - sum(lengths) / len(lengths) for length in lengths]}
+
+
+def sorted_rewards(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return {"rewards": sorted(len(query) for query in queries)}
+
+
+def tidying(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    queries.sort()
+    return constant(queries)
+
+
+def word_count(queries: list[str], prompts: list[str], labels: list[Any], responses: list[str]) -> Rewards:
+    return {"rewards": [len(response) / len(response.split()) for response in responses]}
+
+
+def label_text(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return {"rewards": [float(label.strip() in query) for query, label in zip(queries, labels)]}
+
+
+def percent(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return constant(queries, scores=[50.0] * len(queries))
+
+
+def some_logs(queries: list[str], prompts: list[str], labels: list[Any], responses: list[str]) -> Rewards:
+    # Other names for an empty response.
+    return constant(queries, extra_logs={"length" if all(responses) else "empty": 1.0})
+
+
+def text_logs(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    return constant(queries, extra_logs={"verdict": ["good"] * len(queries)})
+
+
+def hanging(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    time.sleep(600)
+    return constant(queries)
+
+
+def slow_when_long(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    time.sleep(600 if max(map(len, queries)) > 50_000 else 0)
+    return constant(queries)
+
+
+def dying(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
+    if any("\x00" in query for query in queries):
+        os._exit(3)
+    return constant(queries)
+
+
+class Agent:
+    """An agent that is in order: three turns, each with a reward."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
+        self.turns = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        self.turns += 1
+        return self.result(self.turns)
+
+    def result(self, turns: int) -> dict[str, Any]:
+        return {"rewards": 1.0, "scores": 1.0, "environment_feedback": f"turn {turns}", "done": turns >= 3}
+
+
+class Endless(Agent):
+    def result(self, turns: int) -> dict[str, Any]:
+        return {**super().result(0), "done": False}
+
+
+class Unfinished(Agent):
+    def result(self, turns: int) -> dict[str, Any]:
+        return {"rewards": 1.0, "done": turns >= 3}
+
+
+class Undecided(Agent):
+    def result(self, turns: int) -> dict[str, Any]:
+        return {**super().result(turns), "done": "yes"}
+
+
+class Wordy(Agent):
+    def result(self, turns: int) -> dict[str, Any]:
+        return {**super().result(turns), "rewards": [1.0, 2.0]}
+
+
+class Raising(Agent):
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError("board")
+
+
+class Forgetful(Agent):
+    """It does not begin anew."""
+
+    async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
+        return {"observation": states["observation"]}
+
+
+class Shared(Agent):
+    """All its instances count the same turns, which reset sets to 0."""
+
+    count = 0
+
+    async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
+        Shared.count = 0
+        return await super().reset(states)
+
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        # Where an environment would wait, others go on.
+        await asyncio.sleep(0)
+        Shared.count += 1
+        return self.result(Shared.count)
+
+
+class Writing(Agent):
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        states["sampling_params"].max_tokens = 1
+        return await super().step(states)
+
+
+class Drawing(Agent):
+    def result(self, turns: int) -> dict[str, Any]:
+        return {**super().result(turns), "rewards": random.random()}
+
+
+class Waiting(Agent):
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(600)
+        return await super().step(states)
+
+
+class Blocking(Agent):
+    async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
+        # As an environment does that is not written for asyncio.
+        time.sleep(600)
+        return await super().reset(states)
+
+
+class Crashing(Agent):
+    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
+        if "\x00" in states["action_text"]:
+            os._exit(3)
+        return await super().step(states)
+
+
+class Unmade(Agent):
+    """Its __init__ cannot be called: README files of other projects show agents like this."""
+
+    async def __init__(self) -> None:
+        self.turns = 0
+
+
+class Plain(Agent):
+    def reset(self, states: dict[str, Any]) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"observation": states["observation"]}

@@ -1,0 +1,236 @@
+"""Episodes of an agent with a policy that says what it is told to: the side that runs in a process of its own.
+
+Of an agent only its methods are known, so that any class fits:
+
+    async reset({"observation": prompt, "label": label}) -> {"observation": text or messages}
+    async step({"observation_text", "action_text", "label", "sampling_params"})
+        -> {"rewards", "scores", "environment_feedback", "done", "sampling_params"?, "extra_logs"?}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from components.data.rewards import read_columns
+from tests.contracts.samples import Sample
+from tests.contracts.targets import load_value
+
+STEP_KEYS = ("rewards", "scores", "environment_feedback", "done")
+
+
+class Fault(Exception):
+    """What an agent did against its contract."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one step gave."""
+
+    reward: float
+    score: float
+    feedback: Any
+    done: bool
+    logs: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a whole episode gave."""
+
+    observation: Any
+    turns: list[Turn]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.turns) and self.turns[-1].done
+
+
+@dataclass
+class Played:
+    """What a request gave."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    """Calls that changed the states they were given, and how."""
+
+
+class Player:
+    """Plays episodes with instances of one agent."""
+
+    def __init__(self, agent: Any, max_turns: int, tell: Callable[[str, str], None]) -> None:
+        """`tell` is told "begin" or "end", and of which call."""
+        self.played = Played()
+        self._agent = agent
+        self._max_turns = max_turns
+        self._tell = tell
+
+    async def alone(self, samples: Sequence[Sample]) -> list[Episode]:
+        """Play one after the other, each with an instance of its own."""
+        return [await self._play(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)]
+
+    async def together(self, samples: Sequence[Sample]) -> list[Episode]:
+        """Play all at once, each with an instance of its own."""
+        plays = [self._play(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)]
+        return list(await asyncio.gather(*plays))
+
+    async def nested(self, samples: Sequence[Sample]) -> list[Episode]:
+        """Play the second of two episodes between the reset and the first step of the other, by another instance."""
+        inner: list[Episode] = []
+
+        async def meanwhile() -> None:
+            inner.append(await self._play(self._make(), samples[1], "episode 1"))
+
+        return [await self._play(self._make(), samples[0], "episode 0", meanwhile), *inner]
+
+    async def again(self, samples: Sequence[Sample]) -> list[Episode]:
+        """Play all with one instance, after an episode that is left in the middle."""
+        agent = self._make()
+        await self._play(agent, samples[0], "an episode that is left", max_turns=1)
+        return [await self._play(agent, sample, f"episode {number}") for number, sample in enumerate(samples)]
+
+    async def unless_refused(self, samples: Sequence[Sample]) -> list[Episode]:
+        """Play, unless ValueError says why not."""
+        try:
+            return await self.alone(samples)
+        except ValueError:
+            return []
+
+    def _make(self) -> Any:
+        if not inspect.isclass(self._agent):
+            return copy.deepcopy(self._agent)
+        self._tell("begin", "making an instance")
+        try:
+            return self._agent()
+        except TypeError as error:
+            raise Fault(
+                f"{self._agent.__name__}() raised {error}; an agent is made without arguments, by an __init__ that is "
+                "not async"
+            ) from error
+        finally:
+            self._tell("end", "making an instance")
+
+    async def _play(
+        self,
+        agent: Any,
+        sample: Sample,
+        name: str,
+        after_reset: Callable[[], Awaitable[None]] | None = None,
+        max_turns: int | None = None,
+    ) -> Episode:
+        states: dict[str, Any] = {"observation": sample.prompt, "label": copy.deepcopy(sample.label)}
+        observation = _read_reset(await self._call(agent, "reset", states, f"reset of {name}"))
+        if after_reset is not None:
+            await after_reset()
+        text, turns = _text(observation), []
+        for number in range(max_turns or self._max_turns):
+            action = sample.actions[number % len(sample.actions)]
+            states = {
+                "observation_text": text,
+                "action_text": action,
+                "label": copy.deepcopy(sample.label),
+                "sampling_params": SimpleNamespace(max_tokens=64, temperature=1.0, stop=["\n\n"]),
+            }
+            turn = _read_step(await self._call(agent, "step", states, f"step {number} of {name}"), number)
+            turns.append(turn)
+            text += action + _text(turn.feedback)
+            if turn.done:
+                break
+        return Episode(observation, turns)
+
+    async def _call(self, agent: Any, method: str, states: dict[str, Any], name: str) -> Any:
+        before = copy.deepcopy(states)
+        self._tell("begin", name)
+        result = getattr(agent, method)(states)
+        if not inspect.isawaitable(result):
+            raise Fault(f"{method} returned a {type(result).__name__} that cannot be awaited; write async def {method}")
+        result = await result
+        self._tell("end", name)
+        if states != before:
+            key = next(k for k in {**before, **states} if k not in before or k not in states or before[k] != states[k])
+            change = f"from {before.get(key)!r:.80} to {states.get(key)!r:.80}"
+            self.played.changed.append(f"{name} changed states[{key!r}] {change}")
+        return result
+
+
+def _read_reset(result: Any) -> Any:
+    if not isinstance(result, Mapping) or "observation" not in result:
+        raise Fault(f'reset returned {_shown(result)}; return {{"observation": the text that the policy reads first}}')
+    return _read_text(result["observation"], "reset", "observation")
+
+
+def _read_step(result: Any, number: int) -> Turn:
+    lacking = [key for key in STEP_KEYS if not isinstance(result, Mapping) or key not in result]
+    if lacking:
+        raise Fault(f"step {number} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)} in it")
+    try:
+        columns = read_columns(
+            {
+                "rewards": [result["rewards"]],
+                "scores": [result["scores"]],
+                "extra_logs": result.get("extra_logs"),
+            },
+            1,
+        )
+    except ValueError as error:
+        raise Fault(
+            f"step {number}: give one number each, as a float or a tensor of one element. Read as a batch of one: {error}"
+        ) from error
+    done = result["done"]
+    # NumPy's and torch's truth values are none of Python's, but hold one.
+    done = done.item() if hasattr(done, "item") else done
+    if not isinstance(done, bool):
+        raise Fault(f"step {number}: 'done' is {_shown(done)}; return True or False")
+    feedback = _read_text(result["environment_feedback"], f"step {number}", "environment_feedback")
+    return Turn(columns.rewards[0], columns.scores[0], feedback, done, columns.logs)
+
+
+def _read_text(value: Any, where: str, key: str) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
+        return value
+    raise Fault(f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "".join(str(message["content"]) for message in value)
+
+
+def _shown(value: Any) -> str:
+    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f" ({value!r:.60})"
+    return f"a {type(value).__name__}{keys}"
+
+
+def serve(connection: Connection, address: str, max_turns: int) -> None:
+    """Answer requests of how to play which samples, until the connection closes."""
+    try:
+        agent = load_value(address, "agent")
+    except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, SystemExit included
+        connection.send(("raised", "".join(traceback.format_exception(error))))
+        return
+    connection.send(("ready", ""))
+
+    def tell(what: str, call: str) -> None:
+        connection.send((what, call))
+
+    while True:
+        try:
+            how, samples = connection.recv()
+        except EOFError:
+            return
+        player = Player(agent, max_turns, tell)
+        try:
+            player.played.episodes = asyncio.run(getattr(player, how)(samples))
+            connection.send(("played", player.played))
+        except Fault as fault:
+            connection.send(("fault", str(fault)))
+        except BaseException as error:  # noqa: BLE001 - the agent may raise anything, SystemExit included
+            connection.send(("raised", "".join(traceback.format_exception(error))))

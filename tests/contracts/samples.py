@@ -1,0 +1,106 @@
+"""What the parts are asked: the user's rows, or generated ones, and what policies write on their worst days."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from components.data.records import read_records
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer to one prompt; for an agent, what the policy says turn by turn."""
+
+    prompt: str
+    response: str
+    label: Any
+    query: str = ""
+    """Prompt and response as one text, unless the user's data had another."""
+    actions: tuple[str, ...] = ()
+    """For agents: said in this order, and from the beginning again. The response alone, unless given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query", self.query or self.prompt + self.response)
+        object.__setattr__(self, "actions", self.actions or (self.response,))
+
+    def answered(self, response: str) -> Sample:
+        """Answer the same prompt otherwise."""
+        return Sample(self.prompt, response, self.label)
+
+    def labelled(self, label: Any) -> Sample:
+        """Give the same answer another label."""
+        return replace(self, label=label)
+
+
+_ASKED = "What is {} + {}? End with #### and the number."
+# Labels are numbers as text, because most scorers can use them: math, GSM8K, exact match.
+_SUMS = [(3, 4), (10, 2), (5, 5), (20, 22), (1, 0), (7, 8), (6, 3), (30, 12)]
+_SAID = [
+    "#### {}",
+    "{}",
+    r"so it is \boxed{{{}}}",
+    "it must be {}, I think.\n#### {}",
+    "#### 13",
+    "no idea",
+    "-{}",
+    " {} ",
+]
+GENERATED = [
+    Sample(
+        prompt=_ASKED.format(a, b),
+        response=said.format(a + b, a + b),
+        label=str(a + b),
+        actions=("5", said.format(a + b, a + b), "50", "I give up", "#### 12"),
+    )
+    for (a, b), said in zip(_SUMS, _SAID)
+]
+
+UNUSUAL_TEXTS = {
+    "an empty response": "",
+    "white space only": " \n\t ",
+    "special tokens": "<s></s><|endoftext|><|im_end|>[PAD]<pad><unk>",
+    "emoji, accents and other scripts": "🧮 naïve e\u0301 ٤٢ 四十二 शून्य 👩‍👩‍👧",
+    "characters that cannot be seen": "\u200b\u202e42\ufffd\x00\u2028",
+    "braces, quotes and backslashes": "{}{0}%s %d \\boxed{ \\frac{1 \"' ``` $$ </think>",
+    "numbers without end": "1" * 400 + " 1e999 -0 nan inf 1/0 ####",
+}
+LONG_TEXT = "so the answer may be 42, or it may not. " * 2_500
+"""100,000 characters: a long chain of thought."""
+UNUSUAL_LABELS: dict[str, Any] = {
+    "no label (None)": None,
+    "an empty label": "",
+    "a list": ["7", "seven"],
+    "a number": 7,
+    "an object": {"answer": "7"},
+}
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read rows of a .jsonl or other data file; ValueError names the row that lacks something.
+
+    A row has a `prompt` (or `input`), a `label`, a `response` or a `query`, and for agents, if you like, `actions`.
+    """
+    samples = []
+    for number, row in enumerate(read_records(path)):
+        prompt, label = str(row.get("prompt", row.get("input", ""))), row.get("label", "")
+        if not row.keys() & {"prompt", "input", "query", "response"}:
+            raise ValueError(f"{path}, row {number}: found the keys {sorted(row)}; give it a prompt, query or response")
+        query, response = row.get("query", ""), row.get("response")
+        if response is None and query:
+            if not query.startswith(prompt):
+                raise ValueError(f"{path}, row {number}: its query does not begin with its prompt; add a response")
+            response = query[len(prompt) :]
+        # Prompts with labels and nothing else: the label is as good an answer as any.
+        response = str(label) if response is None else response
+        actions = row.get("actions", [])
+        if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
+            raise ValueError(f"{path}, row {number}: 'actions' must be a list of texts")
+        samples.append(Sample(prompt, response, label, query, tuple(actions)))
+    return samples
+
+
+def repeated(samples: list[Sample], count: int) -> list[Sample]:
+    """Take so many, from the beginning again when there are fewer."""
+    return [samples[place % len(samples)] for place in range(count)]
