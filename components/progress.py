@@ -82,8 +82,8 @@ class RunCheckpoints:
         """
         Args:
             checkpoints: the step folders.
-            parts: what of the trainer a checkpoint holds, by name; its "stream" knows the step. Those that are made from what
-                `load` returns are added to `self.parts` after it.
+            parts: what of the trainer a checkpoint holds, by name; its "stream" knows the step. Those that are made
+                from what `load` returns are added to `self.parts` after it.
             write: lets the roles fill a step's folder with what they hold.
             every: steps between two of them; -1: only when `save` is called, or a step is the best.
             config: the options of this run, without keys and tokens.

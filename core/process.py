@@ -95,6 +95,8 @@ def python_path() -> tuple[str, ...]:
 def _prepare(spec: HostSpec) -> None:
     # Before any user module is imported: libraries read these once.
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if spec.hides_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for path in reversed(spec.python_path):

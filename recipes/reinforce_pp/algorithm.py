@@ -1,0 +1,76 @@
+"""What makes this REINFORCE++: what every token of an answer is worth, and the loss.
+
+Change a line here in a copy of the folder, and it is another algorithm. `B` answers, `N` all tokens end to end; entry t
+of a per-token column speaks about token t.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import token_logprobs
+from components.rl import advantages
+from components.rl.aggregation import LossOutput, Totals, reduce_loss
+from components.rl.kl import kl_estimate
+from components.rl.masked import token_mean
+from components.rl.policy_losses import ppo_loss
+from components.rl.rewards import token_rewards
+
+from .config import ReinforceConfig
+
+
+def add_advantages(samples: Batch, config: ReinforceConfig) -> Batch:
+    """Add `shaped_reward` [B] and `advantage` [N] to a step's answers.
+
+    A token earns less KL on the way, and the answer's reward at its end; its advantage is what is still to come,
+    whitened over the whole step.
+    """
+    own, mask_N = config.algorithm, samples["action_mask"]
+    reward_B, kl_N = shaped_rewards(samples, config), None
+    if config.needs_reference:
+        kl_N = kl_estimate(samples["logprob"], samples["reference_logprob"], mask_N, own.kl_estimator)
+    reward_N = token_rewards(reward_B, kl_N, own.kl_coef, mask_N, samples.lengths)
+    advantage_N = advantages.discounted_returns(reward_N, mask_N, samples.lengths, own.gamma)
+    if own.whiten:
+        advantage_N = advantages.whiten(advantage_N, mask_N)
+    return samples.with_sequences(shaped_reward=reward_B).with_tokens(advantage=advantage_N)
+
+
+def shaped_rewards(samples: Batch, config: ReinforceConfig) -> Tensor:
+    """[B] rewards less their baseline, cut to their range."""
+    reward_B, prompt_B = samples["reward"], samples["prompt_id"]
+    if config.algorithm.baseline == "group_mean":
+        reward_B = advantages.group_mean_baseline(reward_B, prompt_B)
+    elif config.algorithm.baseline == "leave_one_out":
+        reward_B = advantages.rloo(reward_B, prompt_B)
+    return reward_B.clamp(*config.algorithm.reward_range)
+
+
+def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: ReinforceConfig) -> LossOutput:
+    """The clipped surrogate, each token the same."""
+    own, mask_N = config.algorithm, micro["action_mask"]
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    assert output.entropy_N is not None
+    # In the only optimizer step of a batch the policy before it is the policy itself.
+    old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
+    columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
+    policy = reduce_loss(
+        ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high), mask_N, micro.lengths, totals
+    )
+    gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
+    metrics = {
+        "policy_loss": policy.loss.detach(),
+        "entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens),
+        "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
+    }
+    return LossOutput(policy.loss, policy.metrics | metrics)
+
+
+def minibatches(count: int, config: ReinforceConfig, step: int) -> list[Tensor]:
+    """Indices of each optimizer step of one step's answers, in order: epochs shuffled by (seed, step, epoch)."""
+    order: list[Tensor] = []
+    for epoch in range(config.epochs):
+        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
+        order += torch.from_numpy(shuffled).tensor_split(config.minibatches)
+    return order

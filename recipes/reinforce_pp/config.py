@@ -1,0 +1,212 @@
+"""Every option of the recipe, in groups. `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from components.data.rewards import check_reward
+from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from components.options import (
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    LogOptions,
+    ModelOptions,
+    RewardOptions,
+    RunOptions,
+    new_run_dir,
+    task_of,
+)
+from core import ConfigError
+
+RECIPE = Path(__file__).parent.name
+
+
+@dataclass(kw_only=True)
+class RolloutOptions:
+    """How answers are sampled."""
+
+    temperature: float = 1.0
+    """Of the training samples. Log-probabilities are taken at the same temperature."""
+    max_new_tokens: int = 1024
+    """Tokens of an answer, at most, the end token included."""
+    max_rows: int = 512
+    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmOptions:
+    """What an answer is compared with, and how far one step may go."""
+
+    baseline: Literal["none", "group_mean", "leave_one_out"] = "none"
+    """What is subtracted from an answer's reward: nothing (REINFORCE++), the mean of all answers to its prompt
+    (REINFORCE++-baseline), or the mean of the others (RLOO)."""
+    whiten: bool = True
+    """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. RLOO does not."""
+    gamma: float = 1.0
+    """Discount per token of the answer."""
+    clip_low: float = 0.2
+    """The policy ratio is clipped at 1 minus this."""
+    clip_high: float = 0.2
+    """And at 1 plus this."""
+    kl_coef: float = 0.01
+    """Weight of the KL to the starting policy, which is taken off the reward of each token. 0: no reference role is
+    started."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Which estimator of the KL; k1 is the unbiased one in a reward."""
+    reward_range: tuple[float, float] = (-10.0, 10.0)
+    """Rewards, less their baseline, are cut to it."""
+
+
+@dataclass(kw_only=True)
+class PlacementOptions:
+    """What runs where. Without a GPU every worker is a process on the CPU."""
+
+    nodes: int = 1
+    """Machines."""
+    collocate: bool = True
+    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
+    does."""
+    actor_ranks: int | None = None
+    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
+    rollout_engines: int | None = None
+    """Engines that sample. Default: as for the actor."""
+    references: int | None = None
+    """Instances of the frozen policy, where there is a KL. Default: as for the actor."""
+
+
+@dataclass(kw_only=True)
+class ReinforceConfig(RunOptions):
+    """REINFORCE++, REINFORCE++-baseline and RLOO."""
+
+    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
+    """Folder of everything that the run writes."""
+    prompts_per_step: int = 512
+    """Prompts that are answered and trained on in a step."""
+    samples_per_prompt: int = 1
+    """Answers to each; algorithm.baseline compares them with each other."""
+    minibatches: int = 1
+    """Optimizer steps into which a step's answers are cut; 1 is strictly on-policy."""
+    epochs: int = 1
+    """How often a step's answers are gone through."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
+            if not value:
+                raise ConfigError(f"{name} is empty; set {name}=..., or run without options for the demonstration")
+        for name in ("prompts_per_step", "samples_per_prompt", "minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        answers = self.prompts_per_step * self.samples_per_prompt
+        if answers % self.minibatches:
+            raise ConfigError(
+                f"minibatches={self.minibatches} does not divide a step's {answers} answers (prompts_per_step="
+                f"{self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}); set a divisor"
+            )
+        check_reward(self.reward_source)
+        self._check_algorithm()
+        self.sampling(step=1)  # the engines' own checks, before they start
+
+    def _check_algorithm(self) -> None:
+        own = self.algorithm
+        if own.baseline != "none" and self.samples_per_prompt < 2:
+            raise ConfigError(
+                f"algorithm.baseline={own.baseline} compares the answers to one prompt, but samples_per_prompt="
+                f"{self.samples_per_prompt}; set it to 2 or more"
+            )
+        if not 0 <= own.clip_low <= 1 or own.clip_high < 0:
+            raise ConfigError(
+                f"the ratio cannot be clipped to 1 - {own.clip_low} and 1 + {own.clip_high}; set algorithm.clip_low "
+                "from 0 to 1, and algorithm.clip_high to 0 or more"
+            )
+        if not 0 <= own.gamma <= 1:
+            raise ConfigError(f"algorithm.gamma={own.gamma}; set a discount from 0 to 1")
+        if own.kl_coef < 0:
+            raise ConfigError(f"algorithm.kl_coef={own.kl_coef}; set it to 0 or more")
+        if not own.reward_range[0] < own.reward_range[1]:
+            raise ConfigError(f"algorithm.reward_range={own.reward_range}; set two rewards, the lower first")
+
+    @property
+    def reward_source(self) -> str:
+        """Where rewards come from: what was named, else the scorer of the task that the data are of."""
+        source = self.reward.source or task_of(self.data.path)
+        if source is None:
+            raise ConfigError(
+                f"data.path={self.data.path} names no task with a reward of its own; set reward.source to a scorer, a "
+                ".py file or the URL of a reward server"
+            )
+        return source
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL to measure."""
+        return self.algorithm.kl_coef != 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the roles share what they run on, so that two at the same time would only be in each other's way."""
+        return self.placement.collocate
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the step folders are."""
+        return self.checkpoint.folder(self.run_dir)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the log-probabilities before the update are needed. With one optimizer step they are its own."""
+        return self.minibatches * self.epochs > 1 or self.needs_reference
+
+    @property
+    def groups(self) -> int:
+        """Roles that hold the policy."""
+        return 3 if self.needs_reference else 2
+
+    def steps(self, num_prompts: int) -> int:
+        """Steps that so many prompts fill."""
+        return num_prompts // self.prompts_per_step
+
+    def arithmetic(self, num_prompts: int) -> str:
+        """How much of what a run does, in a sentence."""
+        total, answers = num_prompts * self.data.passes, self.prompts_per_step * self.samples_per_prompt
+        steps = self.steps(total)
+        unused = total - steps * self.prompts_per_step
+        return (
+            f"{steps} steps of {self.prompts_per_step} prompts x "
+            f"{self.samples_per_prompt} answers = {answers}; in each {self.minibatches * self.epochs} optimizer steps "
+            f"of {answers // self.minibatches} answers, in micro-batches of at most {self.train.max_tokens} tokens"
+            + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
+        )
+
+    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the answers of a step are drawn; evaluations name a temperature of their own."""
+        return SamplingConfig(
+            temperature=self.rollout.temperature if temperature is None else temperature,
+            max_new_tokens=self.rollout.max_new_tokens,
+            seed=self.seed,
+            step=step,
+        )
+
+    def rollout_engine(self) -> HFRolloutConfig:
+        """The engine of a rollout instance."""
+        return HFRolloutConfig(dtype=self.dtype, max_rows=self.rollout.max_rows)
+
+    def train_engine(self, steps: int) -> TrainConfig:
+        """The engine of the policy's ranks, in a run of so many steps."""
+        return self.train.for_run(steps * self.epochs * self.minibatches, self.seed)
+
+    @property
+    def dtype(self) -> str:
+        """Of models that are not trained."""
+        return "bfloat16" if self.train.precision == "bf16" else "float32"
