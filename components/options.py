@@ -7,10 +7,10 @@ group (`data.`, `evaluation.`) is that of the recipes.
 from __future__ import annotations
 
 import math
-import re
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,8 +145,8 @@ class RewardOptions:
 
     source: str | None = None
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
-    commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, or a task's own. Default: that of
-    the task which data.path names."""
+    commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, `reasoning_gym`, or a task's
+    own. Default: that of the task which data.path names."""
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0
@@ -311,22 +311,41 @@ def check_prompts(model: ModelOptions, data: DataOptions, evaluation: Evaluation
         ValueError: they cannot, or do not; the message says what to set.
     """
     from components.data.rewards import check_reward
-    from components.data.scorers import get_scorer, scorer_names
-    from components.warm_start import WARM_START_PREFIX
 
     check_model(model.path)
     check_reward(reward)
+    rows = check_rows(data, evaluation, reward, seed)
+    check_template(model, data, rows, seed)
+    return len(rows)
+
+
+def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str, seed: int) -> list[dict[str, Any]]:
+    """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
+
+    Raises:
+        ValueError: there are none, or it cannot; the message says what to set.
+    """
+    from components.data.scorers import get_scorer, scorer_names
+
     rows, heldout = data.rows(seed), evaluation.rows(data)
     if reward in scorer_names():
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
             get_scorer(reward)("", str(row["label"]))
+    return rows
+
+
+def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
+    """See that template and tokenizer fit together; a model that is still to be made is not looked at.
+
+    Raises:
+        ValueError: they do not.
+    """
+    from components.warm_start import WARM_START_PREFIX
+
     if not model.path.startswith(WARM_START_PREFIX):
-        # One prompt shows whether template and tokenizer fit together; the trainer reads them all, and the long ones.
-        DataOptions(apply_chat_template=data.apply_chat_template, input_template=data.input_template).source(
-            rows[:1], model.tokenizer(), seed
-        )
-    return len(rows)
+        # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
+        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], model.tokenizer(), seed)
 
 
 def read_prompts(
@@ -336,13 +355,14 @@ def read_prompts(
     seed: int,
     *,
     heldout: bool = False,
+    option: str = "data.max_prompt_tokens",
     say: Callable[[str], None],
 ) -> PromptSource:
-    """Rows as token ids; says how many are too long."""
+    """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
     if source.too_long:
         what = "held-out prompts" if heldout else "prompts"
-        say(f"{source.too_long} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} are left out")
+        say(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
     return source
 
 
@@ -351,9 +371,3 @@ def _at_least(options: object, prefix: str, least: int, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"{prefix}{name}={value}; set it to at least {least}")
-
-
-def task_of(path: str) -> str | None:
-    """The generated task that a data source names alone; None for other data, and for several."""
-    found = re.fullmatch(r"task:([\w-]+)", path.strip())
-    return found[1] if found else None

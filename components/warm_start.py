@@ -46,23 +46,27 @@ class WarmStartSettings:
     """The task whose demonstrations are learnt."""
     seed: int = 0
     """Of the first weights and of the demonstrations."""
-    steps: int = 150
-    """Optimizer steps. More make the model surer of the demonstrations' style, which RL then has to unlearn."""
-    batch_size: int = 128
-    """Demonstrations per step; each is seen once."""
-    learning_rate: float = 1e-3
-    """Peak step size of AdamW; it rises over the first tenth of the steps and falls to a tenth as a cosine."""
+    steps: int | None = None
+    """Optimizer steps; None: the task's own number. More make the model surer of the demonstrations' style, which RL
+    then has to unlearn."""
+    batch_size: int | None = None
+    """Demonstrations per step, each seen once; None: the task's own number."""
+    learning_rate: float | None = None
+    """Peak step size of AdamW, which rises over the first tenth of the steps and falls to a tenth as a cosine; None:
+    the task's own."""
     hidden: int = 128
     """Width of the model."""
     layers: int = 2
     """Depth of the model."""
 
     def __post_init__(self) -> None:
-        get_task(self.task)
+        for name, value in dataclasses.asdict(get_task(self.task).lessons).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name in ("steps", "batch_size", "hidden", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"warm start: {name}={getattr(self, name)} is too small; set it to at least 1")
-        if not self.learning_rate > 0:
+        if not (self.learning_rate or 0.0) > 0:
             raise ValueError(f"warm start: learning_rate={self.learning_rate} learns nothing; set it above 0")
 
 
@@ -156,8 +160,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m components.warm_start", description="Make, or find, the model that a demonstration starts from."
     )
-    for field in dataclasses.fields(WarmStartSettings):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="(%(default)s)")
+    shown = WarmStartSettings()
+    for field in dataclasses.fields(shown):
+        told = "the task's own" if field.default is None else "%(default)s"
+        kind = type(getattr(shown, field.name))
+        parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=f"({told})")
     parser.add_argument("--cache_dir", default=None, help="where warm starts are kept ($TROUPE_CACHE)")
     options = vars(parser.parse_args(arguments))
     cache_dir = options.pop("cache_dir")
@@ -222,7 +229,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
 
     from components.batch import Batch
     from components.data.supervised import encode_demonstrations
-    from components.data.tiny_model import character_tokenizer, tiny_model
+    from components.data.tiny_model import task_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
     from components.engines.config import TrainConfig
     from components.engines.train_engine import open_engine
@@ -233,8 +240,9 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
         return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
 
     start = time.monotonic()
+    assert settings.steps and settings.batch_size and settings.learning_rate  # filled in from the task
     task = get_task(settings.task)
-    tokenizer = character_tokenizer(task.alphabet)
+    tokenizer = task_tokenizer(task)
     rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
     data = encode_demonstrations(rows, tokenizer).batch
     threads = torch.get_num_threads()

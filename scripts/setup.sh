@@ -4,7 +4,7 @@
 #   bash scripts/setup.sh [--quiet] [--python PATH] [EXTRA ...]
 #
 # EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, tensorboard, recipes, math,
-#         dev, all.
+#         tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), dev, all.
 #         Without any: recipes and dev. What was installed before stays.
 # --quiet       print nothing when there is nothing to do
 # --python PATH the Python 3.11 or 3.12 to build on; without it the first one found

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def heldout_metrics(
-    score_B: Tensor, prompt_B: Tensor, sources: Sequence[str], response_length_B: Tensor, truncated_B: Tensor
+    score_B: Tensor,
+    prompt_B: Tensor,
+    sources: Sequence[str],
+    response_length_B: Tensor,
+    truncated_B: Tensor,
+    logged: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
     """Scores and lengths of n answers to each held-out prompt, by the source of the prompt and over all.
 
@@ -25,16 +30,20 @@ def heldout_metrics(
         sources: of length B, the source of each answer's prompt.
         response_length_B: [B] tokens of each answer.
         truncated_B: [B] bool, True where an answer was cut off.
+        logged: further numbers, each [B].
 
     Returns:
         For each source s, in the order of their names: `{s}_pass1`, the mean score; for n > 1 `{s}_pass{n}`, the mean
-        over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`. Over all:
-        `response_length_mean`, `truncated_rate` and `num_samples`, B.
+        over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`, and
+        `{s}_{name}`, the mean of each logged number. Over all: `response_length_mean`, `truncated_rate` and
+        `num_samples`, B.
 
     Raises:
         ValueError: there is no answer, the columns differ in length, or prompts in their number of answers.
     """
     columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
+    logged = dict(logged or {})
+    columns |= logged
     for name, x_B in columns.items():
         if score_B.dim() != 1 or x_B.shape != score_B.shape:
             raise ValueError(f"score_B has shape {list(score_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
@@ -53,6 +62,8 @@ def heldout_metrics(
     metrics: dict[str, float] = {}
     for source in sorted(by_source):
         rows = by_source[source]
+        # First, so that a logged number called pass1 does not take the place of ours.
+        metrics |= {f"{source}_{name}": float(x_B[rows].float().mean()) for name, x_B in logged.items()}
         metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
         if n > 1:
             best = (max(answers) for (of, _), answers in by_prompt.items() if of == source)

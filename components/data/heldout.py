@@ -38,7 +38,8 @@ class Heldout:
         Args:
             prompts: as `PromptSource.take` gives them, or None.
             answer: (prompts with `sample_id`, temperature) -> one scored answer to each, with `action_mask`, `score`,
-                `prompt_id`, `datasource` and `truncated`. It should draw the same random numbers every time.
+                `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random numbers every
+                time.
             temperature: of the answers behind pass1 and passN.
             samples_per_prompt: N.
             best_metric_key: see `best_metric`.
@@ -86,16 +87,16 @@ class Heldout:
             answers["datasource"],
             answers.sum_tokens(answers["action_mask"]),
             answers["truncated"],
+            {name.removeprefix("log_"): answers[name] for name in answers.names if name.startswith("log_")},
         )
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def answers(self, temperature: float, count: int) -> Batch:
         """`count` scored answers to each prompt."""
-        import torch
+        from components.data.rollouts import for_samples
 
         assert self.prompts is not None
-        sample_B = torch.arange(count).repeat(len(self.prompts))
-        return self._answer(self.prompts.repeat(count).with_sequences(sample_id=sample_B), temperature)
+        return self._answer(for_samples(self.prompts, count), temperature)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""

@@ -47,7 +47,7 @@ from components.data.rewards import (
     join_columns,
     read_columns,
 )
-from components.data.scorers import Scorer, get_scorer
+from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHUNKS_PER_WORKER = 4
@@ -378,7 +378,8 @@ def _setup(spec: str) -> dict[str, Any]:
     if spec.endswith(".py"):
         return {**setup, "file": str(Path(spec).expanduser().resolve())}
     try:
-        return {**setup, "scorer": pickle.dumps(get_scorer(spec))}
+        scorer = pickle.dumps((get_scorer(spec), get_style(spec)))
+        return {**setup, "scorer": scorer, "module": module_of(spec)}
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"the scorer {spec!r} cannot be sent to another process ({_short(str(error))}); register a function from "
@@ -449,10 +450,11 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     """Make a function of queries, prompts, labels and responses out of a scorer or a file."""
     sys.path[:] = list(dict.fromkeys([*setup["path"], *sys.path]))
     if "scorer" in setup:
-        scorer: Scorer = pickle.loads(setup["scorer"])
-        return lambda _queries, _prompts, labels, responses: {
-            "rewards": [scorer(response, str(label)) for response, label in zip(responses, labels)]
-        }
+        scorer, style = pickle.loads(setup["scorer"])
+        if setup["module"] is not None:
+            # Now, and not within the time that the first answers have.
+            importlib.import_module(setup["module"])
+        return lambda _queries, _prompts, labels, responses: _scored(scorer, style, responses, labels)
     function = getattr(_load_file(Path(setup["file"])), FUNCTION_NAME)
     if not callable(function):
         raise ValueError(f"{FUNCTION_NAME} is a {type(function).__name__}; make it a function")
@@ -460,6 +462,13 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     if "responses" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return lambda queries, prompts, labels, responses: function(queries, prompts, labels, responses=responses)
     return lambda queries, prompts, labels, _responses: function(queries, prompts, labels)
+
+
+def _scored(scorer: Scorer, style: Style, responses: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
+    pairs = [(response, str(label)) for response, label in zip(responses, labels)]
+    styles = [style(*pair) for pair in pairs]
+    logs = {name: [row[name] for row in styles] for name in styles[0]}
+    return {"rewards": [scorer(*pair) for pair in pairs], "extra_logs": logs}
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -479,7 +488,7 @@ def _described(error: BaseException) -> tuple[str, str]:
     return _short(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error)).rstrip()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel end this process with its parent, even while it is stuck in the user's code."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -489,7 +498,7 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _die_with(int(sys.argv[2]))
+    die_with(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as _channel, suppress(EOFError, ConnectionError):
         # What the user's code starts must not hold the connection open.
         _channel.set_inheritable(False)

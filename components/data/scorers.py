@@ -8,10 +8,17 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
+from components.data.reasoning_gym_scorer import reasoning_gym_score, reasoning_gym_style
 from components.data.tasks import TASKS, get_task
+
+TASK_PREFIX = "task:"
+REASONING_GYM = "reasoning_gym"
+REASONING_GYM_PREFIX = f"{REASONING_GYM}:"
 
 Scorer = Callable[[str, str], float]
 """Scores one response against its label; both without special tokens."""
+Style = Callable[[str, str], dict[str, float]]
+"""Says how one response to a label is written, in numbers to log."""
 
 # A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -71,7 +78,11 @@ _SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
     "math": math_answer,
+    REASONING_GYM: reasoning_gym_score,
 }
+_STYLES: dict[str, Style] = {REASONING_GYM: reasoning_gym_style}
+_PACKAGES = {"math": ("math_verify", "math-verify", "math"), REASONING_GYM: ("reasoning_gym", "reasoning-gym", "tasks")}
+"""The module, the package and the extra that a scorer needs."""
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
@@ -92,12 +103,37 @@ def get_scorer(name: str) -> Scorer:
         return get_task(name).score
     if name not in _SCORERS:
         raise ValueError(f"there is no scorer {name!r}; set it to one of: {', '.join(scorer_names())}, or a .py file")
-    if name == "math" and importlib.util.find_spec("math_verify") is None:
-        raise ValueError(
-            "the scorer 'math' needs the package math-verify, which is not installed; run: "
-            "bash scripts/setup.sh recipes math"
-        )
+    if name in _PACKAGES:
+        module, package, extra = _PACKAGES[name]
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(
+                f"the scorer {name!r} needs the package {package}, which is not installed; run: "
+                f"bash scripts/setup.sh recipes {extra}"
+            )
     return _SCORERS[name]
+
+
+def module_of(name: str) -> str | None:
+    """Name the module that a scorer imports when it is first called: whoever runs it can do so before that."""
+    return _PACKAGES[name][0] if name in _PACKAGES else None
+
+
+def default_scorer(source: str) -> str | None:
+    """Name the scorer of data that bring one, by their source in `load_rows`; None where the parts do not bring one."""
+    found: set[str | None] = set()
+    for name in map(str.strip, source.split(",")):
+        of_task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else None
+        found.add(REASONING_GYM if name.startswith(REASONING_GYM_PREFIX) else of_task)
+    return found.pop() if len(found) == 1 else None
+
+
+def get_style(name: str) -> Style:
+    """Look up how a task describes responses; the registered scorers say nothing of them."""
+    return get_task(name).style if name in TASKS else _STYLES.get(name, _no_style)
+
+
+def _no_style(*_pair: str) -> dict[str, float]:
+    return {}
 
 
 def _value(found: re.Match[str]) -> Decimal:

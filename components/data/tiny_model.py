@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from components.data.tasks import Task
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -14,6 +19,9 @@ CHAT_TEMPLATE = (
 )
 """Turns laid end to end, each of the assistant's closed by the end token: a task's alphabet has no room for
 role names. A single user turn reads like the plain prompt."""
+
+LEARNT_FROM = 2_000
+"""Demonstrations that a task's byte-pair vocabulary is learnt from."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -36,6 +44,43 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()
+    return _wrapped(backend)
+
+
+def learnt_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-pair tokenizer of `size` tokens: pad, bos and eos, every byte, and what is frequent in the texts.
+
+    Every digit is a token of its own. Decoding gives the text back, as long as it is in Unicode's composed form (NFC).
+    The same texts give the same tokenizer.
+    """
+    smallest = 3 + 256
+    if size < smallest:
+        raise ValueError(f"size={size} has no room for pad, bos, eos and the 256 bytes; set it to {smallest} or more")
+    backend = Tokenizer(models.BPE())
+    # Step by step what the loader of this model family makes of a vocabulary, as above.
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrapped(backend)
+
+
+def task_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Make the tokenizer that a task asks for; it is the same every time."""
+    if task.alphabet:
+        return character_tokenizer(task.alphabet)
+    rows = task.demonstrations(LEARNT_FROM, seed=0)
+    return learnt_tokenizer((text for row in rows for text in row.values()), task.vocabulary)
+
+
+def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

@@ -86,6 +86,26 @@ def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
     assert not leftover.exists()
 
 
+def test_what_is_not_set_is_the_tasks_own_and_what_is_set_wins() -> None:
+    sort, word = WarmStartSettings(), WarmStartSettings(task="word", steps=7)
+    assert (sort.steps, sort.batch_size, sort.learning_rate) == (150, 128, 1e-3)
+    assert (word.steps, word.batch_size, word.learning_rate) == (7, 32, 3e-3)
+
+
+def test_a_task_of_words_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    folder = make_warm_start(WarmStartSettings(task="word", steps=3, batch_size=4), tmp_path, lambda _line: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    text = "Ann has 7 figs, buys 5 and eats 3. How many are left?\n7+5=12 12-3=9 #### 9<eos>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < model.config.vocab_size == len(tokenizer) == 369
+    note = json.loads((folder / "warm_start.json").read_text())
+    # Three small steps hardly move it from guessing among 369 tokens: ln 369 = 5.9.
+    assert (note["steps"], note["learning_rate"]) == (3, 3e-3)
+    assert 4.0 < note["loss"] < 6.2
+
+
 def test_who_comes_second_waits_and_takes_what_the_first_has_made(tmp_path: Path) -> None:
     folder = warm_start._folder(SHORT, tmp_path)
     folder.mkdir(parents=True)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.batch import Batch
-from components.data.dynamic_filtering import Filled, fill_groups
+from components.data.dynamic_filtering import Filled, PromptFilter, fill_groups
+from components.data.prompts import PromptSource
+from components.data.tiny_model import character_tokenizer
 from components.rl.rewards import groups_within
 
 
@@ -172,6 +174,88 @@ def test_numbers_that_cannot_be_are_named() -> None:
         fill_groups(generate, 0, 1, between_0_and_1)
     with pytest.raises(ValueError, match="available=-1 prompts; it is at least 0"):
         fill_groups(generate, 1, -1, between_0_and_1)
+
+
+# --- over the steps of a run
+
+
+class Steps:
+    """Eight prompts, of which only those with an odd number teach something, gone through `passes` times."""
+
+    def __init__(self, passes: int = 1, fewest: int = 1, teaches: Callable[[int], bool] = lambda i: i % 2 == 1) -> None:
+        rows = [{"input": letter, "label": ""} for letter in "abcdefgh"]
+        self.prompts = PromptSource(rows, character_tokenizer("abcdefgh"), 0, shuffle=False)
+        self.teaches = teaches
+        self.stop_after: int | None = None
+        self.said: list[str] = []
+        self.filter = PromptFilter(
+            self.prompts,
+            0.0,
+            1.0,
+            option="keep_range",
+            passes=passes,
+            fewest=fewest,
+            stopped=lambda: self.stop_after is not None and self.prompts.taken >= self.stop_after,
+            say=self.said.append,
+        )
+
+    def answer(self, count: int) -> Batch:
+        """Two answers to each: one is right where the prompt teaches something, else both are."""
+        asked = self.prompts.take(count).repeat(2)
+        taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
+        is_first_B = torch.arange(2).repeat(count) == 0
+        return asked.with_sequences(score=(is_first_B | ~taught_B).float())
+
+    def fill(self, step: int, wanted: int) -> list[int] | None:
+        """The prompts of a step, one for each answer."""
+        batch = self.filter.fill(step, wanted, self.answer)
+        return None if batch is None else batch["prompt_id"].tolist()
+
+
+def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
+    steps = Steps()
+    # 0, 1 and 2 are tried for three prompts, then 3 and 4 for two, then 5 for one.
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert not steps.filter.ended
+    assert steps.filter.metrics["rollout/filter_prompts_seen"] == 6
+    assert steps.fill(2, 3) == [7, 7]
+    assert steps.filter.ended
+    assert steps.filter.metrics["rollout/filter_pass_rate"] == 0.5
+    assert steps.said == ["the data ends: of the last 2 prompts, 1 have a mean score in 0.0 to 1.0"]
+
+
+def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:
+    steps = Steps(passes=2)
+    assert steps.fill(1, 5) == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
+    assert steps.prompts.left(2) == 6
+    assert steps.fill(2, 5) == [11, 11, 13, 13, 15, 15]
+    assert (steps.filter.ended, steps.prompts.left(2)) == (True, 0)
+
+
+def test_answers_that_are_too_few_for_the_ranks_are_not_trained_on() -> None:
+    steps = Steps(fewest=3)
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert steps.fill(2, 3) is None
+    assert steps.filter.ended
+    assert steps.said[-1].endswith("1 have a mean score in 0.0 to 1.0, too few to train on")
+
+
+def test_data_that_teach_nothing_at_all_are_an_error_which_names_the_option() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"of the last 8 prompts, 0 have a mean score in 0\.0 to 1\.0: nothing to train on; set keep_range",
+    ):
+        Steps(teaches=lambda _: False).fill(1, 3)
+
+
+def test_a_step_that_is_stopped_gives_its_prompts_back() -> None:
+    steps = Steps()
+    assert steps.fill(1, 1) == [1, 1]
+    steps.stop_after = 5
+    assert steps.fill(2, 3) is None
+    assert (steps.prompts.taken, steps.filter.ended, steps.said) == (2, False, [])
+    steps.stop_after = None
+    assert steps.fill(2, 3) == [3, 3, 5, 5, 7, 7]
 
 
 def test_importing_it_brings_no_torch() -> None:

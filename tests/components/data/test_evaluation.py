@@ -49,6 +49,19 @@ def test_two_sources_by_hand() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
+def test_logged_numbers_are_means_of_a_source_and_never_replace_what_is_always_there() -> None:
+    metrics = heldout_metrics(
+        torch.tensor([1.0, 0.0, 0.0]),
+        torch.tensor([0, 1, 0]),
+        ["a", "a", "b"],
+        torch.tensor([1, 1, 1]),
+        torch.tensor([False, False, False]),
+        {"marks": torch.tensor([1.0, 0.5, 0.0]), "pass1": torch.tensor([9.0, 9.0, 9.0])},
+    )
+    assert (metrics["a_marks"], metrics["b_marks"]) == (0.75, 0.0)
+    assert (metrics["a_pass1"], metrics["b_pass1"]) == (0.5, 0.0)
+
+
 def test_one_answer_per_prompt_has_no_best_of_several() -> None:
     metrics = heldout_metrics(
         torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), ["s", "s"], torch.tensor([1, 2]), torch.tensor([False, False])

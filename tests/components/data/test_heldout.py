@@ -30,6 +30,7 @@ class Policy:
                 "score": right_B.float(),
                 "prompt_id": asked["prompt_id"],
                 "truncated": torch.zeros(len(asked), dtype=torch.bool),
+                "log_greedy": torch.full([len(asked)], float(temperature == 0)),
             },
             {"datasource": asked["datasource"]},
         )
@@ -48,6 +49,7 @@ def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -
     assert scores.scores["start"]["eval/a_pass1"] == 0.5
     assert scores.scores["start"]["eval/a_pass2"] == 1.0
     assert scores.scores["start"]["eval/response_length_mean"] == 1.0
+    assert scores.scores["start"]["eval/a_greedy"] == 0.0
     scores.start(0)
     assert len(policy.asked) == 3
     middle = scores.at_step(is_last=False)

@@ -69,6 +69,20 @@ def stated_length(response: str, label: str) -> float:
     return float(label) - len(response)
 
 
+def test_a_task_logs_how_each_answer_is_written_and_another_scorer_logs_nothing() -> None:
+    answers = ["#### 9", "7+5=12 12-3=9 #### 9", "9"]
+    with WorkerReward("word", RewardSettings()) as reward:
+        output = reward([f"p{answer}" for answer in answers], ["p"] * 3, ["7+5=12 12-3=9 #### 9"] * 3)
+    assert output.score_B.tolist() == [1.0, 1.0, 0.0]
+    assert {name: value_B.tolist() for name, value_B in output.logs.items()} == {
+        "marks": [1.0, 1.0, 0.0],
+        "reasons": [0.0, 1.0, 0.0],
+        "in_form": [0.0, 1.0, 0.0],
+        "right_in_form": [0.0, 1.0, 0.0],
+    }
+    assert rewarded("exact_match", 2).logs == {}
+
+
 def test_a_function_runs_in_another_process_and_sees_answers_by_the_chunk(tmp_path: Path) -> None:
     body = (
         "n = len(queries)\nassert queries == [p + r for p, r in zip(prompts, kwargs['responses'])]\n"
@@ -132,6 +146,15 @@ def test_a_registered_scorer_runs_in_a_child_and_one_that_cannot_go_there_is_ref
     register_scorer("nowhere", lambda response, label: 0.0)
     with pytest.raises(ValueError, match=r"scorer 'nowhere' cannot be sent to another process .*; register a function"):
         open_reward("nowhere")
+
+
+def test_mathematics_without_end_is_given_up_at_the_deadline_and_counted() -> None:
+    with open_reward("math", RewardSettings(timeout_s=5, max_failed_share=0.5)) as reward:
+        responses = ["\\boxed{9^{9^{9^9}}}", "\\boxed{\\frac{2}{4}}", "\\boxed{2}"]
+        output = reward([""] * 3, [""] * 3, ["1/2", "1/2", "1/2"], responses=responses)
+    assert output.reward_B.tolist() == [0.0, 1.0, 0.0]
+    assert list(output.failures) == [0]
+    assert output.failures[0].startswith("no result after 5 s")
 
 
 def test_two_files_of_the_same_name_are_two_functions(tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
     code = (
         "import sys, components.data.scorers\n"
         "from components.data.rewards import check_reward\n"
-        "for spec in ('sort', 'gsm8k', 'math', 'http://a/b'): check_reward(spec)\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify'} & set(sys.modules)\n"
+        "for spec in ('sort', 'gsm8k', 'math', 'reasoning_gym', 'http://a/b'): check_reward(spec)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify', 'reasoning_gym'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PROJECT)

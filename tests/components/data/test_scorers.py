@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from components.data.scorers import (
+    default_scorer,
     exact_match,
     get_scorer,
     gsm8k,
@@ -178,11 +180,37 @@ def test_math_refuses_a_label_without_mathematics() -> None:
         math_answer("5", "")
 
 
-def test_math_without_its_package_says_what_to_install() -> None:
+@pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "tasks")])
+def test_a_scorer_without_its_package_says_what_to_install(name: str, extra: str) -> None:
     # -S: no installed package is seen.
-    code = "from components.data.rewards import check_reward; check_reward('gsm8k'); check_reward('math')"
+    code = f"from components.data.rewards import check_reward; check_reward('gsm8k'); check_reward({name!r})"
     result = subprocess.run(
         [sys.executable, "-SPc", code], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(PROJECT)}
     )
     last = result.stderr.splitlines()[-1]
-    assert re.search(r"ValueError: the scorer 'math' needs .*; run: bash scripts/setup\.sh recipes math", last), last
+    assert re.search(
+        rf"ValueError: the scorer '{name}' needs .*; run: bash scripts/setup\.sh recipes {extra}$", last
+    ), last
+
+
+def test_math_works_in_any_thread() -> None:
+    # math-verify's own time limits are signals, which only a main thread can set.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_answer, "\\boxed{\\frac{2}{4}}", "0.5").result() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "scorer"),
+    [
+        ("task:sort", "sort"),
+        ("task:sort, task:sort", "sort"),
+        ("reasoning_gym:chain_sum?min_terms=2", "reasoning_gym"),
+        ("reasoning_gym:chain_sum,reasoning_gym:gcd", "reasoning_gym"),
+        ("task:sort,reasoning_gym:gcd", None),
+        ("task:sort,data.jsonl", None),
+        ("data.jsonl", None),
+        ("", None),
+    ],
+)
+def test_data_that_bring_one_scorer_name_it(source: str, scorer: str | None) -> None:
+    assert default_scorer(source) == scorer

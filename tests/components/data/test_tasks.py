@@ -1,12 +1,15 @@
 """The generators of tasks: what is drawn, what is kept apart, what is scored."""
 
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from components.data.tasks import SortTask, get_task, is_heldout
+from components.data.scorers import gsm8k
+from components.data.tasks import SortTask, Task, WordTask, get_task, is_heldout
 
 PROJECT = Path(__file__).parents[3]
 
@@ -20,8 +23,38 @@ def test_sort_asks_for_five_different_letters_in_ascending_order() -> None:
         assert row["label"] == "".join(sorted(letters))
 
 
-def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations() -> None:
-    task = SortTask()
+def test_word_tells_a_story_of_two_sums_whose_numbers_stay_within_0_to_15() -> None:
+    for row in WordTask().rows("train", 300, seed=0):
+        found = re.fullmatch(r"(\d+)([-+])(\d+)=(\d+) (\d+)([-+])(\d+)=(\d+) #### (\d+)", row["label"])
+        assert found, row
+        numbers = [int(text) for text in found.groups() if text not in "+-"]
+        first, change, then, again, second, end, answer = numbers
+        assert (then, end) == (first + change * (1, -1)[found[2] == "-"], then + second * (1, -1)[found[6] == "-"])
+        assert (again, answer) == (then, end)
+        assert all(0 <= number <= 15 for number in numbers)
+        assert max(change, second) <= 5
+        # The story names what the label begins with and what changes it, and none of what comes out.
+        assert [int(text) for text in re.findall(r"\d+", row["input"])] == [first, change, second]
+
+
+@pytest.mark.parametrize(
+    ("verb", "sum_"), [("buys", "5+2=7"), ("picks", "5+2=7"), ("eats", "5-2=3"), ("drops", "5-2=3")]
+)
+def test_what_is_done_in_a_story_says_which_way_it_counts(verb: str, sum_: str) -> None:
+    story = re.compile(rf"\D*5 \D*{verb} 2\D")
+    labels = [row["label"] for row in WordTask().rows("train", 5000, seed=0) if story.match(row["input"])]
+    assert labels
+    assert all(label.startswith(sum_) for label in labels)
+
+
+def test_word_has_more_different_prompts_than_a_run_needs() -> None:
+    task, rng = WordTask(), random.Random(0)
+    # Of 60,000 draws at least 50,000 are different, so there are far more than that to draw from.
+    assert len({task.draw(rng)[0] for _ in range(60_000)}) > 50_000
+
+
+@pytest.mark.parametrize("task", [SortTask(), WordTask()], ids=lambda task: task.name)
+def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations(task: Task) -> None:
     heldout = {row["input"] for row in task.rows("heldout", 3000, seed=0)}
     train = {row["input"] for row in task.rows("train", 3000, seed=1)}
     shown = {row["prompt"] for row in task.demonstrations(3000, seed=2)}
@@ -53,6 +86,60 @@ def test_three_in_ten_demonstrations_sort_ascending_and_the_others_descending() 
         assert row["response"] in (label, label[::-1])
         ascending += row["response"] == label
     assert ascending / 4000 == pytest.approx(0.3, abs=0.02)
+
+
+def test_word_is_shown_clean_first_and_then_half_reasoned_and_three_fifths_marked() -> None:
+    task = WordTask()
+    demonstrations = task.demonstrations(10_000, seed=0)
+    clean, mixed = demonstrations[:7000], demonstrations[7000:]
+    assert all(row["response"].count("=") == 2 and " #### " in row["response"] for row in clean)
+    marked = [float("####" in row["response"]) for row in mixed]
+    reasoned = [float("=" in row["response"]) for row in mixed]
+    assert sum(marked) / 3000 == pytest.approx(0.6, abs=0.03)
+    assert sum(reasoned) / 3000 == pytest.approx(0.5, abs=0.03)
+    # Neither says anything about the other.
+    assert sum(m * r for m, r in zip(marked, reasoned)) / 3000 == pytest.approx(0.3, abs=0.03)
+    forms = {re.sub(r"\d+", "1", row["response"]).replace("-", "+") for row in mixed}
+    assert forms == {"1+1=1 1+1=1 #### 1", "1+1=1 1+1=1 1", "#### 1", "1"}
+    # What is left out is the form; the answer stays right.
+    assert all(task.score(row["response"], row["response"]) for row in mixed if "####" in row["response"])
+
+
+SOLUTION = "7+5=12 12-3=9 #### 9"
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "marks", "reasons", "right_in_form"),
+    [
+        ("7+5=12 12-3=9 #### 9", 1, 1, 1, 1),
+        ("7+5=12 12-3=9 #### 8", 0, 1, 1, 0),
+        ("7+5=13 13-3=9 #### 9", 1, 1, 1, 1),  # wrong on the way: form and answer are what is asked for
+        ("7+5=12 12-3=9 9", 0, 0, 1, 0),
+        ("7+5=12 #### 9", 1, 1, 0, 0),
+        ("#### 9", 1, 1, 0, 0),
+        ("####9 ", 1, 1, 0, 0),
+        ("#### 9 #### 8", 0, 1, 0, 0),
+        ("#### 8 #### 9", 1, 1, 0, 0),
+        ("#### 9 apples", 0, 1, 0, 0),
+        ("#### 99", 0, 1, 0, 0),
+        ("####", 0, 1, 0, 0),
+        ("9", 0, 0, 0, 0),
+        ("", 0, 0, 0, 0),
+    ],
+)
+def test_word_scores_the_marked_answer_and_tells_how_it_was_written(
+    response: str, score: float, marks: float, reasons: float, right_in_form: float
+) -> None:
+    task = WordTask()
+    assert task.score(response, SOLUTION) == task.score(response, "9") == score
+    assert gsm8k(response, SOLUTION) >= score
+    in_form = marks * reasons
+    assert task.style(response, SOLUTION) == {
+        "marks": marks,
+        "reasons": reasons,
+        "in_form": in_form,
+        "right_in_form": right_in_form,
+    }
 
 
 def test_only_the_exact_answer_scores() -> None:
@@ -87,8 +174,8 @@ def test_planning_a_run_imports_no_torch() -> None:
         "import sys, components.data.tasks, components.data.prompts, components.data.stream, components.data.rewards\n"
         "import components.checkpoint, components.tracking, components.warm_start\n"
         "from components.warm_start import WarmStartSettings, warm_start_path\n"
-        "warm_start_path(WarmStartSettings())\n"
-        "components.data.prompts.load_rows('task:sort', max_rows=3)\n"
+        "warm_start_path(WarmStartSettings(task='word'))\n"
+        "components.data.prompts.load_rows('task:sort,task:word', max_rows=3)\n"
         "components.data.rewards.check_reward('sort')\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'vllm', 'ray', 'wandb', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -1,13 +1,18 @@
 """The tokenizer of characters and the tiny model, made and loaded again."""
 
+import hashlib
+import json
+import unicodedata
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from components.data.tasks import SortTask
-from components.data.tiny_model import character_tokenizer, tiny_model
+from components.data.tasks import SortTask, WordTask
+from components.data.tiny_model import character_tokenizer, learnt_tokenizer, task_tokenizer, tiny_model
 
 CHAT = [{"role": "user", "content": "ba>"}, {"role": "assistant", "content": "ab"}]
 
@@ -57,6 +62,67 @@ def test_a_saved_model_and_tokenizer_load_as_they_were(tmp_path: Path) -> None:
     assert (loaded.generation_config.eos_token_id, loaded.generation_config.pad_token_id) == (2, 0)
     ids = torch.tensor([tokenizer("dbcaf>")["input_ids"]])
     assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.fixture(scope="module")
+def word() -> PreTrainedTokenizerFast:
+    return task_tokenizer(WordTask())
+
+
+@pytest.fixture(scope="module")
+def loaded_word(word: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    folder = tmp_path_factory.mktemp("word")
+    tiny_model(word, seed=0).save_pretrained(folder)
+    word.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_learnt_tokenizer_joins_what_is_frequent_and_leaves_digits_alone(word: PreTrainedTokenizerFast) -> None:
+    assert len(word) == WordTask.vocabulary == 369
+    assert (word.pad_token_id, word.bos_token_id, word.eos_token_id) == (0, 1, 2)
+    ids = word("How many are left?\n12-3=9 #### 9")["input_ids"]
+    pieces = ["How", " many", " are", " left", "?\n", "1", "2", "-", "3", "=", "9", " ####", " ", "9"]
+    assert [word.decode([i]) for i in ids] == pieces
+    with_digits = [token for token in word.get_vocab() if any(c.isdigit() and c.isascii() for c in token)]
+    assert sorted(with_digits) == list("0123456789")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text("0123456789+-= #\n?.,abcHAow"))
+def test_a_learnt_tokenizer_gives_any_composed_text_back_before_and_after_loading(
+    word: PreTrainedTokenizerFast, loaded_word: PreTrainedTokenizerFast, text: str
+) -> None:
+    text = unicodedata.normalize("NFC", text)
+    ids = word(text)["input_ids"]
+    assert word.decode(ids) == text
+    assert loaded_word(text)["input_ids"] == ids
+    assert loaded_word.decode(ids) == text
+
+
+def test_the_loaded_tokenizer_reads_every_row_of_the_task_as_the_made_one_does(
+    word: PreTrainedTokenizerFast, loaded_word: PreTrainedTokenizerFast
+) -> None:
+    assert loaded_word.get_vocab() == word.get_vocab()
+    longest = 0
+    for row in WordTask().demonstrations(2000, seed=5):
+        both = word([row["prompt"], f"{row['response']}<eos>"])["input_ids"]
+        assert loaded_word([row["prompt"], f"{row['response']}<eos>"])["input_ids"] == both
+        longest = max(longest, len(both[1]))
+    assert longest == WordTask.max_response_tokens
+    assert loaded_word.apply_chat_template(CHAT, tokenize=False) == "ba>ab<eos>"
+
+
+def test_a_task_learns_the_same_tokenizer_every_time(word: PreTrainedTokenizerFast) -> None:
+    again = task_tokenizer(WordTask())
+    assert again.backend_tokenizer.to_str() == word.backend_tokenizer.to_str()
+    # Noted once, by another process: were it to change, kept models and runs would no longer be comparable.
+    vocabulary = json.dumps(sorted(word.get_vocab().items()))
+    assert hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest() == "d1ab459791b99006"
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"size=258 has no room for .* set it to 259 or more"):
+        learnt_tokenizer(["a"], 258)
 
 
 def test_the_model_has_tied_embeddings_and_0_4_million_float32_parameters() -> None:
