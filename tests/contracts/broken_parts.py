@@ -20,14 +20,6 @@ def one_for_all(queries: list[str], prompts: list[str], labels: list[Any]) -> Re
     return {"rewards": [0.5]}
 
 
-def no_number(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
-    return {"rewards": [float("nan")] * len(queries)}
-
-
-def bare_list(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-    return [0.5] * len(queries)
-
-
 def drawn(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
     return {"rewards": [random.random() for _ in queries]}
 
@@ -116,16 +108,6 @@ class Unfinished(Agent):
         return {"rewards": 1.0, "done": turns >= 3}
 
 
-class Undecided(Agent):
-    def result(self, turns: int) -> dict[str, Any]:
-        return {**super().result(turns), "done": "yes"}
-
-
-class Wordy(Agent):
-    def result(self, turns: int) -> dict[str, Any]:
-        return {**super().result(turns), "rewards": [1.0, 2.0]}
-
-
 class Raising(Agent):
     async def step(self, states: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("board")
@@ -163,12 +145,6 @@ class Writing(Agent):
 class Drawing(Agent):
     def result(self, turns: int) -> dict[str, Any]:
         return {**super().result(turns), "rewards": random.random()}
-
-
-class Waiting(Agent):
-    async def step(self, states: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(600)
-        return await super().step(states)
 
 
 class Blocking(Agent):

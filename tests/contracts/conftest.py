@@ -6,6 +6,7 @@ Without --target the contracts are held for what comes with the project.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "agent": ("agent",),
 }
 """Fixtures that stand for one part of these kinds; each test that asks for one is held for every such part."""
+DEADLINE_S, MAX_TURNS = 10.0, 20
 OWN_FILES = ("test_broken_parts.py", "test_targets.py")
 """About the contracts themselves: not for users' parts."""
 
@@ -56,8 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--target", action="append", metavar="MODULE:NAME|FILE.py[:NAME]|SCORER", help="may be repeated")
     group.addoption("--kind", choices=KINDS, help="what the target is, where it is not seen from its form")
     group.addoption("--samples", metavar="FILE", help="rows to ask about: prompt, label, response or query, actions")
-    group.addoption("--deadline", type=float, default=10.0, metavar="SECONDS", help="for one call; default 10")
-    group.addoption("--max-turns", type=int, default=20, metavar="N", help="of an agent's episode; default 20")
+    group.addoption("--deadline", type=float, metavar="SECONDS", help=f"for one call; {DEADLINE_S:g} if not set")
+    group.addoption("--max-turns", type=int, metavar="N", help=f"end of an agent's episode; {MAX_TURNS} if not set")
     group.addoption("--allow-random", action="store_true", help="the same need not get the same again")
 
 
@@ -127,12 +129,15 @@ def agent(request: pytest.FixtureRequest) -> Iterator[AgentTrial]:
 def _asked(config: pytest.Config) -> Asked:
     # Collected from the root, this file comes too late for its options to be read: they have their defaults then.
     specs: list[str] | None = config.getoption("target", None)
+    if specs:
+        # The command `pytest` leaves it out, `python -m pytest` has it already.
+        sys.path.insert(0, str(config.invocation_params.dir))
     samples: str | None = config.getoption("samples", None)
     kind: Any = config.getoption("kind", None)
-    deadline_s: float = config.getoption("deadline", 10.0)
-    max_turns: int = config.getoption("max_turns", 20)
+    deadline_s: float | None = config.getoption("deadline", None)
+    max_turns: int | None = config.getoption("max_turns", None)
     for name, value in (("--deadline", deadline_s), ("--max-turns", max_turns)):
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             raise pytest.UsageError(f"{name} {value}: set it to a number above 0")
     try:
         rows = read_samples(Path(samples)) if samples else GENERATED
@@ -142,9 +147,9 @@ def _asked(config: pytest.Config) -> Asked:
         targets=[try_target(spec, kind) for spec in specs or shipped_specs()],
         samples=rows,
         users_own=bool(specs),
-        deadline_s=deadline_s,
-        max_turns=max_turns,
-        allow_random=config.getoption("allow_random", False),
+        deadline_s=deadline_s or DEADLINE_S,
+        max_turns=max_turns or MAX_TURNS,
+        allow_random=bool(config.getoption("allow_random", None)),
     )
 
 

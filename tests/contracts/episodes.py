@@ -181,7 +181,7 @@ def _read_step(result: Any, number: int) -> Turn:
         )
     except ValueError as error:
         raise Fault(
-            f"step {number}: give one number each, as a float or a tensor of one element. Read as a batch of one: {error}"
+            f"step {number}: give one number each, as a float or a tensor with one element; read as a batch: {error}"
         ) from error
     done = result["done"]
     # NumPy's and torch's truth values are none of Python's, but hold one.

@@ -16,7 +16,6 @@ from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, Re
 from components.data.scorers import register_scorer, scorer_names
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target
-from tests.contracts.watched import Watch, Watched
 
 
 class RewardTrial:
@@ -28,65 +27,38 @@ class RewardTrial:
         self.samples = samples
         self._deadline_s = deadline_s
         self._folder = folder
-        self._opened: dict[Watch | None, WorkerReward | RemoteReward] = {}
+        self._opened: dict[bool, WorkerReward | RemoteReward] = {}
         self._given_up = ""
 
-    def ask(
-        self, samples: Sequence[Sample], what: str, advice: str = "", *, watch: Watch | None = None
-    ) -> RewardOutput:
+    def ask(self, samples: Sequence[Sample], what: str, advice: str = "") -> RewardOutput:
         """Get the rewards of all samples in one call; whatever else comes fails the test.
 
         Args:
             what: what the samples are, for the message.
             advice: what to change in the target, where its own error may not say it.
-            watch: what to look at in the process that runs it.
         """
         if self._given_up:
             self.fail(f"not asked for {what}: {self._given_up}")
-        return self._ask(samples, what, advice, watch)
+        return self._ask(samples, what, advice)
 
-    def ask_first(self, advice: str) -> RewardOutput:
+    def ask_first(self, advice: str) -> None:
         """Ask for one sample; a target that cannot reward it is asked for nothing more."""
         self._given_up = "it could not reward a batch of one"
-        output = self._ask(self.samples[:1], "a batch of one", advice, None)
+        self._ask(self.samples[:1], "a batch of one", advice)
         self._given_up = ""
-        return output
 
-    def _ask(self, samples: Sequence[Sample], what: str, advice: str, watch: Watch | None) -> RewardOutput:
-        warnings = _Warnings()
-        began = time.monotonic()
-        try:
-            with warnings:
-                output = self._open(watch)(
-                    [sample.query for sample in samples],
-                    [sample.prompt for sample in samples],
-                    [sample.label for sample in samples],
-                    responses=[sample.response for sample in samples],
-                )
-        except (RewardError, ValueError) as error:
-            if time.monotonic() - began >= self._deadline_s:
-                self._given_up = f"it did not answer in time when asked for {what}"
-                advice = f"Answer within {self._deadline_s:g} s, or allow more with --deadline. {advice}"
-            self.fail("\n".join([f"asked for {what}: {error}", advice, *getattr(error, "__notes__", [])]))
-        if warnings.messages:
-            # Training asks again for each answer alone, which is slow, and hides that only that works.
-            self.fail(f"asked for {what}: {warnings.messages[0]}\n{advice}")
-        return output
-
-    def refusal(self, sample: Sample, what: str) -> str:
-        """Ask for one sample; "" when a reward came or ValueError said why not, else what came instead."""
+    def watch(self, samples: Sequence[Sample], what: str) -> list[str]:
+        """Ask again with somebody watching; return what `Watched` saw and what failed, a line for each."""
         if self._given_up:
             self.fail(f"not asked for {what}: {self._given_up}")
-        try:
-            self._open("refusals")([sample.query], [sample.prompt], [sample.label], responses=[sample.response])
-        except RewardError as error:
-            reason = str(error).partition("the first: ")[2]
-            return "" if reason.startswith("Refused: ") else reason
-        return ""
+        output, warnings = self._call(samples, watched=True)
+        # A chunk that fails is asked for again answer by answer, and may then do nothing wrong.
+        return [*warnings, *output.failures.values()]
 
     def restart(self) -> None:
         """Have the next question answered by a new process."""
-        self.close()
+        if reward := self._opened.pop(False, None):
+            reward.close()
 
     def fail(self, message: str) -> NoReturn:
         """Fail the test with a message about the target, and no stack of ours."""
@@ -97,37 +69,56 @@ class RewardTrial:
             reward.close()
         self._opened.clear()
 
-    def _open(self, watch: Watch | None) -> WorkerReward | RemoteReward:
-        if watch not in self._opened:
-            settings = RewardSettings(timeout_s=self._deadline_s, max_failed_share=0.0)
-            try:
-                self._opened[watch] = open_reward(self._spec(watch), settings)
-            except ValueError:
-                self._given_up = "it cannot be loaded in a process of its own"
-                raise
-        return self._opened[watch]
+    def _ask(self, samples: Sequence[Sample], what: str, advice: str) -> RewardOutput:
+        began, problem, warnings = time.monotonic(), None, []
+        try:
+            output, warnings = self._call(samples, watched=False)
+        except (RewardError, ValueError) as error:
+            problem, output = error, None
+        if output is not None and not warnings:
+            return output
+        # Training asks again for each answer alone where several fail: that is slow, and hides that they do.
+        lines = [f"asked for {what}: {problem or warnings[0]}", advice, *getattr(problem, "__notes__", [])]
+        if time.monotonic() - began >= self._deadline_s:
+            self._given_up = f"it did not answer in time when asked for {what}"
+            lines.insert(1, f"Answer within {self._deadline_s:g} s, or allow more with --deadline.")
+        return self.fail("\n".join(filter(None, lines)))
 
-    def _spec(self, watch: Watch | None) -> str:
+    def _call(self, samples: Sequence[Sample], *, watched: bool) -> tuple[RewardOutput, list[str]]:
+        """Return the rewards, and what the workers warned of."""
+        with _Warnings() as warnings:
+            output = self._open(watched)(
+                [sample.query for sample in samples],
+                [sample.prompt for sample in samples],
+                [sample.label for sample in samples],
+                responses=[sample.response for sample in samples],
+            )
+        return output, warnings
+
+    def _open(self, watched: bool) -> WorkerReward | RemoteReward:
+        if watched not in self._opened:
+            # None may fail, but where somebody watches: then the reasons are what is asked for.
+            settings = RewardSettings(timeout_s=self._deadline_s, max_failed_share=float(watched))
+            self._opened[watched] = open_reward(self._spec(watched), settings)
+        return self._opened[watched]
+
+    def _spec(self, watched: bool) -> str:
         """Say what `open_reward` is to open: a file with reward_func, or the name of a scorer."""
         target = self.target
         source, _, name = target.address.rpartition(":")
-        if target.kind == "scorer":
-            if target.address in scorer_names() and watch is None:
-                return target.address
-            scorer = target.address if watch is None else f"{target.address} ({watch} watched)"
-            if scorer not in scorer_names():
-                register_scorer(scorer, target.value if watch is None else Watched(target.value, watch))
-            return scorer
-        if source.endswith(".py") and name == FUNCTION_NAME and watch is None:
+        if target.kind == "scorer" and not watched:
+            if target.address not in scorer_names():
+                register_scorer(target.address, target.value)
+            return target.address
+        if source.endswith(".py") and name == FUNCTION_NAME and not watched:
             return source
-        loaded = f"load_value({target.address!r}, {target.kind!r})"
-        lines = [
-            "from tests.contracts.targets import load_value",
-            "from tests.contracts.watched import Watched",
-            f"{FUNCTION_NAME} = {loaded if watch is None else f'Watched({loaded}, {watch!r})'}",
-        ]
-        path = self._folder / f"reward_{watch}.py"
-        path.write_text("\n".join(lines) + "\n")
+        path = self._folder / ("watched.py" if watched else "opened.py")
+        wrapper = {"reward": "Watched", "scorer": "watched_scorer"}[target.kind] if watched else ""
+        path.write_text(
+            "from tests.contracts.targets import load_value\n"
+            "from tests.contracts.watched import Watched, watched_scorer\n"
+            f"{FUNCTION_NAME} = {wrapper}(load_value({target.address!r}, {target.kind!r}))\n"
+        )
         return str(path)
 
 
@@ -142,8 +133,9 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[str]:
         self._logger.addHandler(self)
+        return self.messages
 
     def __exit__(self, *_: object) -> None:
         self._logger.removeHandler(self)

@@ -26,6 +26,8 @@ USUAL_NAMES = (FUNCTION_NAME, "AgentInstance", "AgentExecutor")
 """What is taken from a file or module when the target names nothing in it."""
 REWARD_PARAMETERS = 3
 """A reward function takes so many at least: queries, prompts and labels."""
+OWN_LABELS = {"reasoning_gym"}
+"""Scorers that can use no label but those which came with their own prompts: their contract needs --samples."""
 
 EXAMPLES = Path(__file__).resolve().with_name("examples")
 
@@ -53,8 +55,9 @@ class Unusable:
 
 
 def shipped_specs() -> list[str]:
-    """List the parts that come with the project: every scorer, and the examples."""
-    return [*scorer_names(), *(str(path) for path in sorted(EXAMPLES.glob("*.py")))]
+    """List the parts that come with the project: the scorers that can use generated labels, and the examples."""
+    scorers = [name for name in scorer_names() if name not in OWN_LABELS]
+    return [*scorers, *(str(path) for path in sorted(EXAMPLES.glob("*.py")))]
 
 
 def try_target(spec: str, kind: Kind | None) -> Target | Unusable:
@@ -89,6 +92,8 @@ def load_target(spec: str, kind: Kind | None = None) -> Target:
         raise ValueError(f"{spec}: {error}; set what stands after the colon to a name that is there") from error
     address = f"{Path(source).expanduser().resolve() if source.endswith('.py') else source}:{name}"
     found = kind or _kind_of(value, spec)
+    if found == "scorer" and source.endswith(".py"):
+        _make_importable(Path(source).expanduser().resolve())
     return Target(spec, address, found, _agent_of(value, spec) if found == "agent" else value)
 
 
@@ -135,11 +140,22 @@ def _load_module(source: str) -> ModuleType:
 
 def module_name(path: Path) -> str:
     """Give the name that a file gets as a module: its own, unless that is another module's."""
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return path.stem
-    free = path.stem.isidentifier() and loaded is None and importlib.util.find_spec(path.stem) is None
-    return path.stem if free else f"contract_target_{path.stem}".replace(".", "_")
+    if path.stem.isidentifier():
+        loaded = sys.modules.get(path.stem)
+        found = importlib.util.find_spec(path.stem) if loaded is None else None
+        known = found.origin if found else getattr(loaded, "__file__", None)
+        if known == str(path) or (loaded is None and found is None):
+            return path.stem
+    return f"contract_target_{path.stem}".replace(".", "_")
+
+
+def _make_importable(path: Path) -> None:
+    """Let other processes import a file by its name, as they do with a scorer; a reward file is loaded by its path."""
+    if module_name(path) != path.stem:
+        raise ValueError(f"{path} cannot be imported as {path.stem!r}: that is no name, or another module's; rename it")
+    if str(path.parent) not in sys.path:
+        # At the end: nothing in the user's folder hides a module of Python's or of ours.
+        sys.path.append(str(path.parent))
 
 
 def _kind_of(value: Any, spec: str) -> Kind:

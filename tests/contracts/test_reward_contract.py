@@ -5,16 +5,17 @@ B samples. Whether what came back is as it has to be is judged by the code that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from components.data.rewards import RewardOutput
 from tests.contracts.reward_trial import RewardTrial
 from tests.contracts.samples import LONG_TEXT, UNUSUAL_LABELS, UNUSUAL_TEXTS, Sample, repeated
+from tests.contracts.watched import ChangedArguments, Refused, ScoreOutOfRange
 
 BATCH = 32
 """Workers cut a batch into chunks; of so many samples one chunk has 8, of 8 it has 2."""
+ALONE = 8
+"""So many are also asked for one by one."""
 OWN_DATA = "If it cannot use generated rows, give it yours with --samples."
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 """A model's numbers may move a little with the batch they are computed in."""
@@ -23,7 +24,7 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-6
 def assert_same(
     scoring: RewardTrial, expected: RewardOutput, found: RewardOutput, samples: list[Sample], why: str
 ) -> None:
-    """Fail with the first sample that got another reward or score; both in the order of the samples."""
+    """Fail with the first sample that got another reward or score; all in the order of the samples."""
     for name, before_B, now_B in (
         ("reward", expected.reward_B.tolist(), found.reward_B.tolist()),
         ("score", expected.score_B.tolist(), found.score_B.tolist()),
@@ -33,23 +34,24 @@ def assert_same(
                 scoring.fail(f"{why} The {name} of {sample.query!r:.100} was {before:g}, and then {now:g}.")
 
 
+def at(output: RewardOutput, places: list[int]) -> RewardOutput:
+    """Take the rewards and scores of some samples, in this order."""
+    return RewardOutput(output.reward_B[places], output.score_B[places], {})
+
+
 def steady(scoring: RewardTrial, samples: list[Sample]) -> RewardOutput:
     """Get rewards that others can be compared with."""
-    first, again = (scoring.ask(samples, "a batch of 32") for _ in range(2))
+    first, again = (scoring.ask(samples, f"a batch of {BATCH}") for _ in range(2))
     assert_same(scoring, first, again, samples, "nothing can be compared: asked again it gave another reward.")
     return first
 
 
-def distinct(samples: Sequence[Sample], count: int = 8) -> list[Sample]:
-    return list(samples[:count])
-
-
 def test_a_batch_of_one_is_rewarded(scoring: RewardTrial) -> None:
-    assert len(scoring.ask_first(OWN_DATA).reward_B) == 1
+    scoring.ask_first(OWN_DATA)
 
 
 def test_each_answer_of_a_batch_gets_one_finite_reward(scoring: RewardTrial) -> None:
-    output = scoring.ask(repeated(scoring.samples, BATCH), "a batch of 32", OWN_DATA)
+    output = scoring.ask(repeated(scoring.samples, BATCH), f"a batch of {BATCH}", OWN_DATA)
     assert len(output.reward_B) == len(output.score_B) == BATCH
 
 
@@ -61,28 +63,20 @@ def test_whatever_a_policy_writes_is_rewarded(scoring: RewardTrial, what: str) -
 
 @pytest.mark.parametrize("what", UNUSUAL_LABELS)
 def test_an_unusual_label_is_rewarded_or_refused_with_a_value_error(scoring: RewardTrial, what: str) -> None:
-    label = UNUSUAL_LABELS[what]
-    if reason := scoring.refusal(scoring.samples[0].labelled(label), what):
-        scoring.fail(
-            f"asked for {what}: {reason}. Give a number, or raise a ValueError that says what a label must be."
-        )
+    for line in scoring.watch([scoring.samples[0].labelled(UNUSUAL_LABELS[what])], what):
+        # ValueError is an answer: it says what a label has to be. The other two have contracts of their own.
+        if not line.startswith((Refused.__name__, ChangedArguments.__name__, ScoreOutOfRange.__name__)):
+            scoring.fail(f"asked for {what}: {line}. Give a number, or raise a ValueError that says what it has to be.")
 
 
 @pytest.mark.repeatable
 def test_an_answer_gets_alone_what_it_gets_in_a_batch(scoring: RewardTrial) -> None:
-    samples = distinct(scoring.samples)
-    batch = steady(scoring, repeated(samples, BATCH))
-    for place, sample in enumerate(samples):
+    samples = repeated(scoring.samples, BATCH)
+    batch = steady(scoring, samples)
+    why = "an answer alone got another reward than in a batch, and how it is cut varies: reward each for itself."
+    for place, sample in enumerate(samples[:ALONE]):
         alone = scoring.ask([sample], "one of its answers alone")
-        row = RewardOutput(batch.reward_B[place : place + 1], batch.score_B[place : place + 1], {})
-        assert_same(
-            scoring,
-            row,
-            alone,
-            [sample],
-            "an answer alone got another reward than in a batch; how a batch is "
-            "cut depends on the workers, so reward each answer for itself.",
-        )
+        assert_same(scoring, at(batch, [place]), alone, [sample], why)
 
 
 @pytest.mark.repeatable
@@ -90,21 +84,16 @@ def test_the_order_of_a_batch_does_not_matter(scoring: RewardTrial) -> None:
     samples = repeated(scoring.samples, BATCH)
     # 13 and 32 have no common factor: every answer gets a place of its own, and other neighbours.
     order = [(13 * place + 5) % BATCH for place in range(BATCH)]
+    moved = [samples[place] for place in order]
     first = steady(scoring, samples)
-    other = scoring.ask([samples[place] for place in order], "the same in another order")
-    moved = RewardOutput(first.reward_B[order], first.score_B[order], {})
-    assert_same(
-        scoring,
-        moved,
-        other,
-        [samples[place] for place in order],
-        "in another order the answers got other rewards; return them in the order of the queries.",
-    )
+    other = scoring.ask(moved, "the same in another order")
+    why = "in another order the answers got other rewards; return them in the order of the queries."
+    assert_same(scoring, at(first, order), other, moved, why)
 
 
 @pytest.mark.repeatable
 def test_the_same_answers_get_the_same_rewards_again_and_in_a_new_process(scoring: RewardTrial) -> None:
-    samples = distinct(scoring.samples)
+    samples = repeated(scoring.samples, ALONE)
     first = scoring.ask(samples, "a batch")
     why = "asked {} it gave another reward; make it depend on its arguments alone, or allow that with --allow-random."
     assert_same(scoring, first, scoring.ask(samples, "the same again"), samples, why.format("again"))
@@ -117,15 +106,16 @@ def test_the_same_answers_get_the_same_rewards_again_and_in_a_new_process(scorin
 
 
 def test_its_arguments_stay_as_they_were(reward_function: RewardTrial) -> None:
-    samples = repeated(reward_function.samples, 8)
-    advice = "Change a copy: whoever calls it goes on with these lists."
-    reward_function.ask(samples, "a batch of 8", advice, watch="arguments")
+    for line in reward_function.watch(repeated(reward_function.samples, ALONE), "a batch"):
+        if ChangedArguments.__name__ in line:
+            reward_function.fail(f"{line}. Whoever calls it goes on with these lists: change a copy.")
 
 
 def test_scores_if_it_gives_them_are_from_0_to_1(reward_function: RewardTrial) -> None:
-    samples = repeated(reward_function.samples, 8)
-    advice = "Filters and evaluation read 'scores' as 0 for wrong to 1 for right; leave them out, or scale them."
-    reward_function.ask(samples, "a batch of 8", advice, watch="scores")
+    advice = "Filters and evaluation take 0 for wrong and 1 for right: scale 'scores', or leave them out."
+    for line in reward_function.watch(repeated(reward_function.samples, ALONE), "a batch"):
+        if ScoreOutOfRange.__name__ in line:
+            reward_function.fail(f"{line}. {advice}")
 
 
 def test_extra_logs_have_the_same_names_for_every_answer(reward_function: RewardTrial) -> None:

@@ -4,46 +4,64 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from components.data.rewards import read_columns
+from components.data.scorers import Scorer
 
-Watch = Literal["arguments", "scores", "refusals"]
+# Their names are what comes back from the process, before a colon.
 
 
 class Refused(Exception):
     """The function raised ValueError: it says that it cannot use what it was given."""
 
 
+class ChangedArguments(Exception):
+    """The function left its arguments other than it found them."""
+
+
+class ScoreOutOfRange(Exception):
+    """The function gave 'scores', and not all are from 0 to 1."""
+
+
 class Watched:
-    """A function with the signature of another, which it calls.
+    """A function with the signature of another, which it calls. It raises one of the above, or what that raises."""
 
-    watch: what to look at. "arguments": whether they are afterwards what they were. "scores": whether those that were
-    given are from 0 to 1. "refusals": whether ValueError came from the function, or from reading its result.
-    """
-
-    def __init__(self, function: Callable[..., Any], watch: Watch) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         # Whoever asks for the signature gets the function's, and so passes what it would pass to the function.
         functools.update_wrapper(self, function)
         self._function = function
-        self._watch = watch
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         before = copy.deepcopy((arguments, named))
         try:
             result = self._function(*arguments, **named)
         except ValueError as error:
-            if self._watch == "refusals":
-                raise Refused(str(error)) from error
-            raise
-        if self._watch == "arguments" and (arguments, named) != before:
-            columns = [*zip(("queries", "prompts", "labels"), arguments, before[0])]
-            columns += [(name, now, before[1][name]) for name, now in named.items()]
-            changed = next((name, old, now) for name, now, old in columns if now != old)
-            raise RuntimeError(f"changed its argument {changed[0]} from {changed[1]!r:.80} to {changed[2]!r:.80}")
-        if self._watch == "scores" and isinstance(result, Mapping) and result.get("scores") is not None:
+            raise Refused(str(error)) from error
+        names = ("queries", "prompts", "labels", *named)
+        then, now = ([*positional, *named.values()] for positional, named in (before, (arguments, named)))
+        for name, old, new in zip(names, then, now):
+            if new != old:
+                raise ChangedArguments(f"{name} were {old!r:.100}, and then {new!r:.100}")
+        if isinstance(result, Mapping) and result.get("scores") is not None:
+            # Of what cannot be read, whoever reads the result says why.
             for score in read_columns(result, len(arguments[0])).scores:
                 if not 0 <= score <= 1:
-                    raise RuntimeError(f"gave the score {score:g}")
+                    raise ScoreOutOfRange(f"it gave the score {score:g}")
         return result
+
+
+def watched_scorer(scorer: Scorer) -> Callable[..., dict[str, Any]]:
+    """Make a reward function of a scorer, which sees every label as text."""
+    watched = Watched(scorer)
+
+    def reward_func(
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        responses: Sequence[str],
+    ) -> dict[str, Any]:
+        return {"rewards": [watched(response, str(label)) for response, label in zip(responses, labels)]}
+
+    return reward_func

@@ -1,0 +1,171 @@
+"""What a target is taken for, what is said where it cannot be, and the rows that users bring."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.samples import Sample, read_samples
+from tests.contracts.targets import Unusable, load_target, try_target
+from tests.contracts.test_broken_parts import run_contracts
+
+FUNCTIONS = """
+def reward_func(first, second): ...
+def whole_batch(queries, prompts, labels): ...
+def named(queries, **others): ...
+def score(response, label): return 1.0
+number = 3
+"""
+AGENTS = """
+class Base:
+    def __init__(self, agent_instance_cls):
+        self.made_of = agent_instance_cls
+    async def execute(self): ...
+class AgentInstance:
+    async def reset(self, states, **kwargs): return {"observation": states["observation"]}
+    async def step(self, states, **kwargs): ...
+class AgentExecutor(Base):
+    def __init__(self):
+        super().__init__(AgentInstance)
+class Alone(Base):
+    def __init__(self):
+        super().__init__(None)
+"""
+SCORE = "def score(response, label):\n    return float(response.strip() == label)\n"
+# Each episode is another one: the number is drawn, so --allow-random is needed.
+GAME = """
+import random
+class AgentInstance:
+    async def reset(self, states):
+        self.secret, self.turns = random.random(), 0
+        return {"observation": [{"role": "user", "content": states["observation"]}]}
+    async def step(self, states):
+        assert states["action_text"] in ("left", "right", "") or len(states["action_text"]) > 1
+        self.turns += 1
+        return {"rewards": self.secret, "scores": 1, "environment_feedback": "on", "done": self.turns >= 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget_modules() -> Iterator[None]:
+    """Let each test load other files of the same names."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kind"),
+    [
+        (FUNCTIONS, "", "reward"),
+        (FUNCTIONS, ":reward_func", "reward"),
+        (FUNCTIONS, ":whole_batch", "reward"),
+        (FUNCTIONS, ":named", "reward"),
+        (FUNCTIONS, ":score", "scorer"),
+        (AGENTS, "", "agent"),
+        (AGENTS, ":AgentExecutor", "agent"),
+    ],
+)
+def test_what_a_target_is_can_be_seen_from_its_form(tmp_path: Path, text: str, name: str, kind: str) -> None:
+    target = load_target(written(tmp_path, "parts.py", text) + name)
+    assert (target.kind, kind == "agent") == (kind, target.value.__name__ == "AgentInstance")
+
+
+def test_a_scorer_is_found_by_its_name_and_a_kind_that_is_given_holds(tmp_path: Path) -> None:
+    assert load_target("gsm8k").kind == "scorer"
+    assert load_target(written(tmp_path, "parts.py", FUNCTIONS) + ":score", "reward").kind == "reward"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        (SCORE, "", "defines none of reward_func, AgentInstance, AgentExecutor; name what is meant"),
+        (SCORE, ":scores", "has no attribute 'scores'; set what stands after the colon to a name that is there"),
+        (FUNCTIONS, ":number", "number is a int; a target is a function of (queries, prompts, labels)"),
+        (AGENTS, ":Alone", "so it plays its episodes by itself; give the class of its agents"),
+        ("import json\n1 / 0\n", "", '.py", line 2, in <module>\n    1 / 0'),
+        ("import nothing_of_this_name\n", "", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("raise SystemExit('no licence')\n", "", "cannot be imported: SystemExit: no licence"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_says_why(tmp_path: Path, text: str, name: str, reason: str) -> None:
+    found = try_target(written(tmp_path, "parts.py", text) + name, None)
+    assert isinstance(found, Unusable)
+    assert reason in found.reason
+
+
+def test_a_file_needs_a_name_of_its_own_only_where_others_import_it(tmp_path: Path) -> None:
+    # A reward file is loaded by its path, a scorer by its module.
+    assert load_target(written(tmp_path, "random.py", FUNCTIONS)).kind == "reward"
+    with pytest.raises(ValueError, match=r"random.py cannot be imported as 'random': .* another module's; rename it"):
+        load_target(written(tmp_path, "random.py", FUNCTIONS) + ":score")
+
+
+def test_a_module_or_file_that_is_not_there_is_no_target() -> None:
+    for spec, reason in (
+        ("nowhere.module:score", "there is no module 'nowhere.module' in "),
+        ("gsm9k", "or one of the scorers exact_match, gsm8k"),
+        ("nowhere.py", "the file 'nowhere.py' does not exist (looked in "),
+    ):
+        found = try_target(spec, None)
+        assert isinstance(found, Unusable)
+        assert reason in found.reason
+
+
+def rows_file(folder: Path, *rows: Any) -> Path:
+    return Path(written(folder, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+
+
+def test_rows_may_hold_queries_or_responses_or_neither(tmp_path: Path) -> None:
+    rows = [
+        {"query": "1+1=2", "prompt": "1+1=", "label": 2},
+        {"response": "7", "label": None},
+        {"input": "1+2=", "label": "3"},
+        {"prompt": "go", "query": "<s>go left", "response": "left", "actions": ["left", "right"]},
+    ]
+    assert read_samples(rows_file(tmp_path, *rows)) == [
+        Sample("1+1=", "2", 2, "1+1=2", ("2",)),
+        Sample("", "7", None, "7", ("7",)),
+        Sample("1+2=", "3", "3", "1+2=3", ("3",)),
+        Sample("go", "left", "", "<s>go left", ("left", "right")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "q", "label": "3"}, r"row 0: found the keys \['label', 'question'\]; give it a prompt, query or"),
+        ({"query": "<s>q a", "prompt": "q"}, "row 0: its query does not begin with its prompt; add a response"),
+        ({"prompt": "q", "actions": "left"}, "row 0: 'actions' must be a list of texts"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_samples(rows_file(tmp_path, row))
+
+
+def test_users_own_rows_are_used_and_what_is_random_may_be_allowed(tmp_path: Path) -> None:
+    written(tmp_path, "game.py", GAME)
+    written(tmp_path, "broken.py", "from mine import nothing\n")
+    rows = rows_file(tmp_path, {"prompt": "go", "label": "left", "actions": ["left", "right"]})
+    arguments = ["--target=game.py", "--target=broken.py", f"--samples={rows}", "--allow-random"]
+    failures, printed = run_contracts(tmp_path, *arguments)
+    (message,) = failures.pop("broken.py").values()
+    assert "cannot be imported: ModuleNotFoundError: No module named 'mine'" in message
+    assert 'broken.py", line 1, in <module>' in message
+    assert failures == {"game.py": {}}
+    # Of the 20 contracts of an agent 4 are waived; that the two can be imported is one each.
+    assert "1 failed, 17 passed, 4 deselected" in printed
