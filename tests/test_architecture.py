@@ -39,7 +39,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-FLOOR_LINES = {"core": 3300, "components": 7000, "agents": 1500}
+FLOOR_LINES = {"core": 3300, "components": 8000, "agents": 1500}
 RECIPE_LINES = 900
 LARGE_RECIPE_LINES = {"openrlhf_ppo": 1500, "verl_ppo": 1500}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""

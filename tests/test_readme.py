@@ -1,8 +1,10 @@
 """What the README shows works as it is written there."""
 
+import importlib
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +69,37 @@ def test_the_commands_of_the_readmes_name_files_that_are_there() -> None:
         for script in re.findall(r"^bash (\S+\.sh)", page.read_text(encoding="utf-8"), re.MULTILINE):
             if "my_algo" not in script:
                 assert (ROOT / script).is_file(), f"{page.relative_to(ROOT)} runs {script}"
+
+
+def test_the_options_of_the_readmes_commands_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # the configuration files that commands name
+    for name in ("reward.py", "my_reward.py"):
+        (tmp_path / name).write_text("def reward_func(queries, prompts, labels): ...")
+    found = 0
+    for page in ROOT.glob("recipes/*/README.md"):
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for command in re.findall(r"^bash recipes/.*$", block.replace("\\\n", " "), re.MULTILINE):
+                _, script, *options = shlex.split(command, comments=True)
+                if "--help" not in options:
+                    recipe = importlib.import_module(f"recipes.{Path(script).parent.name}.main")
+                    recipe.read_config(options)  # an unknown option, or one that cannot be, is an error
+                    found += 1
+    assert found > 15
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "openrlhf_ppo", "reinforce_pp"])
+def test_a_step_goes_through_at_most_ten_files_and_what_the_readme_names_in_them_is_there(recipe: str) -> None:
+    folder = ROOT / "recipes" / recipe
+    text = (folder / "README.md").read_text(encoding="utf-8").partition("## One step, from prompt to weights")[2]
+    rows = re.search(r"\|---\|---\|\n((?:\|.*\n)+)", text)
+    assert rows is not None
+    files, path = set[Path](), folder
+    for row in rows[1].splitlines():
+        for name in re.findall(r"`([\w/.]+)`", row.split("|")[1]):
+            if name.endswith(".py"):
+                path = next(p for p in (folder / name, ROOT / name) if p.is_file())
+                files.add(path)
+            else:
+                assert f"def {name}(" in path.read_text(encoding="utf-8"), f"{path} has no {name}"
+    assert 5 <= len(files) <= 10

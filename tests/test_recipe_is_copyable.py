@@ -1,22 +1,56 @@
 """A copied recipe folder is a recipe of its own: it runs itself, not the original, wherever it lies."""
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh"))
+from tests.recipe_copies import RECIPES, ROOT, copied, last_metrics, run, write_untrained
 
-ONE_STEP = {
-    "openrlhf_ppo": ["max_samples=16", "rollout_batch_size=16", "n_samples_per_prompt=2", "train_batch_size=32"],
-    "sft": ["max_samples=96", "train_batch_size=32", "eval_samples=64"],
+pytestmark = pytest.mark.timeout(300)  # each run starts a recipe; a busy machine needs a while
+
+
+class Trial(NamedTuple):
+    """How a recipe's copy is changed in one line, and what becomes of it."""
+
+    old: str
+    new: str
+    """What stands once in algorithm.py, and what replaces it."""
+    metric: str
+    """Which number shows it: 7, where the original would give 0, or the loss."""
+    options: str
+    """What makes the recipe end after one step of eight short sequences, but for the model."""
+
+
+# An untrained policy, of at most four letters where five are asked for, earns 0: what is added is all there is.
+OF_LOOPS = "data.path=task:sort data.max_rows=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
+TRIALS = {
+    "grpo": Trial('return samples["reward"]', 'return samples["reward"] + 7', "reward/shaped", OF_LOOPS),
+    "reinforce_pp": Trial(
+        "return reward_B.clamp(*config.algorithm.reward_range)",
+        "return reward_B.clamp(*config.algorithm.reward_range) + 7",
+        "reward/shaped",
+        f"{OF_LOOPS} algorithm.kl_coef=0",
+    ),
+    "openrlhf_ppo": Trial(
+        "return reward_B.clamp(*config.reward_clip_range)",
+        "return reward_B.clamp(*config.reward_clip_range) + 7",
+        "reward/shaped",
+        "prompt_data=task:sort scorer=sort max_samples=4 rollout_batch_size=4 n_samples_per_prompt=2 "
+        "train_batch_size=8 generate_max_len=4 advantage_estimator=reinforce init_kl_coef=0",
+    ),
+    "sft": Trial(
+        "token_logprobs(model, micro).logprob_N",
+        "token_logprobs(model, micro).logprob_N * 0 - 7",
+        "actor/loss",
+        "dataset=task:sort max_samples=8 train_batch_size=8",
+    ),
 }
-"""What makes a recipe's tiny preset stop after one step."""
+MODEL = {"openrlhf_ppo": "pretrain", "sft": "pretrain"}
+"""The option that names the model, where it is not model.path."""
 
 
 @pytest.fixture(params=RECIPES)
@@ -28,8 +62,7 @@ def recipe(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def inside(recipe: str) -> Iterator[Path]:
     """A copy under a new name inside the repository's recipes."""
-    target = ROOT / "recipes" / f"copied_{recipe}"
-    shutil.copytree(ROOT / "recipes" / recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
+    target = copied(recipe, ROOT / "recipes" / f"copied_{recipe}")
     yield target
     shutil.rmtree(target)
 
@@ -37,56 +70,55 @@ def inside(recipe: str) -> Iterator[Path]:
 @pytest.fixture
 def outside(recipe: str, tmp_path: Path) -> Path:
     """A copy in a folder that knows nothing of the repository."""
-    target = tmp_path / "my work" / "my_algo"
-    shutil.copytree(ROOT / "recipes" / recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
-    return target
+    return copied(recipe, tmp_path / "my work" / "my_algo")
 
 
-def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`bash run.sh options` from another directory, with nothing in the environment that helps."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TROUPE_HOME")}
-    return subprocess.run(
-        ["bash", str(folder / "run.sh"), *options],
-        cwd=folder.parent,
-        env=clean | env,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that is made in no time."""
+    return write_untrained(tmp_path_factory.mktemp("model"))
 
 
-def entrypoints(done: subprocess.CompletedProcess[str]) -> set[str]:
-    """The packages from which the plan takes its roles."""
-    assert done.returncode == 0, done.stderr
-    roles = json.loads(done.stdout)["roles"].values()
-    return {role["entrypoint"].split(":")[0].removesuffix(".trainer").split(".roles")[0] for role in roles}
+def run_changed(folder: Path, recipe: str, model: Path, *options: str, **env: str) -> tuple[str, set[str], float]:
+    """Change a line of the copy's algorithm.py and run one step.
 
-
-def test_a_copy_inside_the_repository_plans_its_own_roles(inside: Path) -> None:
-    assert entrypoints(run(inside, "--dry_run")) == {f"recipes.{inside.name}"}
-
-
-def test_a_copy_elsewhere_plans_its_own_roles(outside: Path) -> None:
-    assert entrypoints(run(outside, "--dry_run", TROUPE_HOME=str(ROOT))) == {"my_algo"}
-
-
-def test_a_copy_elsewhere_runs_what_was_changed_in_it(recipe: str, outside: Path, tmp_path: Path) -> None:
-    algorithm = outside / "algorithm.py"
-    changed = algorithm.read_text().replace("return list(", 'print("CHANGED")\n    return list(')
-    changed = changed.replace("    order: list[Tensor] = []", '    print("CHANGED")\n    order: list[Tensor] = []')
-    assert changed.count("CHANGED") == 1
-    algorithm.write_text(changed)
-    run_dir = tmp_path / "run"
-    done = run(outside, f"run_dir={run_dir}", *ONE_STEP[recipe], TROUPE_HOME=str(ROOT))
+    Returns:
+        The name of what has run, the packages that its roles came from, and the number that shows the change.
+    """
+    trial, algorithm, run_dir = TRIALS[recipe], folder / "algorithm.py", model.parent / f"run of {folder.name}"
+    assert algorithm.read_text().count(trial.old) == 1
+    algorithm.write_text(algorithm.read_text().replace(trial.old, trial.new))
+    given = [f"{MODEL.get(recipe, 'model.path')}={model}", f"run_dir={run_dir}", *trial.options.split(), *options]
+    done = run(folder, *given, **env)
     assert done.returncode == 0, done.stderr + done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["recipe"], summary["status"], summary["steps"]) == ("my_algo", "finished", 1)
-    assert any("CHANGED" in log.read_text() for log in (run_dir / "logs").glob("*.log"))
+    assert (summary["status"], summary["steps"]) == ("finished", 1)
+    roles = json.loads((run_dir / "plan.json").read_text())["roles"].values()
+    packages = {role["entrypoint"].split(":")[0].removesuffix(".trainer").split(".roles")[0] for role in roles}
+    found = last_metrics(run_dir)[trial.metric]
+    shutil.rmtree(run_dir)
+    return summary["recipe"], packages, found
 
 
-def test_a_folder_whose_name_is_no_identifier_is_refused_clearly(outside: Path) -> None:
-    renamed = outside.rename(outside.with_name("my-algo"))
-    done = run(renamed, "--dry_run", TROUPE_HOME=str(ROOT))
+def test_a_copy_inside_the_repository_runs_what_was_changed_in_it(inside: Path, recipe: str, untrained: Path) -> None:
+    name = inside.name
+    assert run_changed(inside, recipe, untrained, "backend=local") == (name, {f"recipes.{name}"}, 7)
+
+
+def test_a_copy_elsewhere_runs_what_was_changed_in_it(
+    outside: Path, recipe: str, untrained: Path, ray_address: str
+) -> None:
+    # With Ray: its workers are processes of their own, which have to find the folder too.
+    env = {"TROUPE_HOME": str(ROOT), "RAY_ADDRESS": ray_address}
+    assert run_changed(outside, recipe, untrained, **env) == ("my_algo", {"my_algo"}, 7)
+
+
+def test_every_recipe_has_a_trial() -> None:
+    assert sorted(TRIALS) == RECIPES
+
+
+def test_a_folder_whose_name_is_no_identifier_is_refused_clearly(tmp_path: Path) -> None:
+    done = run(copied("grpo", tmp_path / "my-algo"), "--dry_run", TROUPE_HOME=str(ROOT))
     assert done.returncode == 2
     assert "my-algo" in done.stderr
 

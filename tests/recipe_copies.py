@@ -1,0 +1,46 @@
+"""Copies of a recipe's folder, and how they are started: as a user does, with nothing in the environment that helps."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh") if "copied" not in path.parent.name)
+
+
+def copied(recipe: str, target: Path) -> Path:
+    """A copy of the recipe's folder, as `cp -r` makes it."""
+    shutil.copytree(ROOT / "recipes" / recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`bash run.sh options`, from another directory."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TROUPE_HOME")}
+    return subprocess.run(
+        ["bash", str(folder / "run.sh"), *options],
+        cwd=folder.parent,
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def write_untrained(folder: Path) -> Path:
+    """A policy with random weights that speaks the letters of the task sort."""
+    from components.data.tasks import get_task
+    from components.data.tiny_model import task_tokenizer, tiny_model
+
+    tokenizer = task_tokenizer(get_task("sort"))
+    tiny_model(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def last_metrics(run_dir: Path) -> dict[str, Any]:
+    """The last line of metrics.jsonl."""
+    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
