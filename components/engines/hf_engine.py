@@ -29,8 +29,8 @@ __all__ = ["HFRolloutConfig", "HFRolloutEngine", "SamplingConfig"]
 
 # Float64 probabilities of all rows at once would be the largest thing in memory for a large vocabulary.
 _CHUNK_ELEMENTS = 2**25
-# Finished rows leave when no more than this share of the cache is unfinished: leaving copies the cache.
-_DROP_BELOW = 15 / 16
+# Finished rows leave when no more than this share of the cache is unfinished: leaving takes a few operations.
+_DROP_BELOW = 31 / 32
 
 
 class _Rows:
@@ -201,7 +201,7 @@ class HFRolloutEngine:
             if remaining == 0 or k + 1 == sampling.max_new_tokens:
                 break
             if remaining <= len(token_A) * _DROP_BELOW:
-                keep = unfinished_A.nonzero().squeeze(1)
+                keep = _fill_gaps(unfinished_A, remaining)
                 cache.batch_select_indices(keep)
                 rows.cached_A, token_A, position_A = rows.cached_A[keep], token_A[keep], position_A[keep]
                 mask_AS = None if mask_AS is None else mask_AS[keep]
@@ -221,14 +221,14 @@ class HFRolloutEngine:
             The cache of all R rows; their logits, [R, V]; their attention mask over the slots of the prompts
             and of all new tokens, [R, S + K], or None when no row is padded.
         """
-        from transformers import DynamicCache
+        from components.engines.decode_cache import roomy_cache
 
         # Padding is told from token 0 by -1, or [0, 5] and [5] would be the same row.
         tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
         tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
         real_US = tokens_US >= 0
         padded = not bool(real_US.all())
-        cache = DynamicCache(config=self.model.config)
+        cache = roomy_cache(self.model)
         logits_U1V = self.model(
             input_ids=tokens_US.clamp(min=0),
             attention_mask=real_US.long() if padded else None,
@@ -272,6 +272,14 @@ class HFRolloutEngine:
         version_B = torch.full((len(prompts),), self._weight_version, dtype=torch.int64)
         own = {"prompt_length": prompts.lengths, "truncated": ~ended_B, "weight_version": version_B}
         return Batch(lengths_B, per_token, {**prompts.per_sequence, **own}, prompts.objects)
+
+
+def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
+    """[remaining] places of the unfinished rows, so ordered that few rows move: the last ones fill the gaps."""
+    keep = torch.arange(remaining, device=unfinished_A.device)
+    gaps = (~unfinished_A[:remaining]).nonzero().squeeze(1)
+    keep[gaps] = remaining + unfinished_A[remaining:].nonzero().squeeze(1)
+    return keep
 
 
 def _draw(logits_AV: Tensor, temperature: float, uniform_A: NDArray[np.float64]) -> tuple[Tensor, Tensor]:

@@ -299,10 +299,11 @@ class TrainEngine(ABC):
         if self.rank != 0:
             return
         model: Any = self.model
+        dtype = next(iter(weights.values())).dtype  # transformers empties `weights` while it writes them
         with disk_errors(f"write {path}"):
             with without_progress_bars():
                 model.save_pretrained(path, state_dict=weights)
-            _note_type(Path(path) / "config.json", weights)
+            _note_type(Path(path) / "config.json", dtype)
             if tokenizer is not None:
                 tokenizer.save_pretrained(path)
 
@@ -397,10 +398,10 @@ def _plan(minibatch: Batch, world_size: int, config: TrainConfig) -> list[list[T
     return plans
 
 
-def _note_type(file: Path, weights: dict[str, Tensor]) -> None:
-    """Save the type of `weights`: transformers notes the type of the parameters in the engine, maybe of masters."""
+def _note_type(file: Path, dtype: torch.dtype) -> None:
+    """Save the type of the weights: transformers notes the type of the parameters in the engine, maybe of masters."""
     note = json.loads(file.read_text(encoding="utf-8"))
-    note["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    note["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(note, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

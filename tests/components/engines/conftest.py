@@ -63,7 +63,7 @@ RunRanks = Callable[[dict[int, list[str]]], None]
 
 @pytest.fixture(scope="session")
 def run_ranks() -> RunRanks:
-    """Run deepspeed_worker.py with the arguments given for each number of ranks, all at the same time.
+    """Run train_worker.py with the arguments given for each number of ranks, all at the same time.
 
     The second argument is the folder where each rank leaves `log<rank>.txt`, which has to stay empty.
     """
@@ -77,7 +77,7 @@ def run_ranks() -> RunRanks:
             environment |= {name: str(value) for name, value in rendezvous.items()}
         folder = Path(arguments[1])
         folder.mkdir(parents=True, exist_ok=True)
-        worker = Path(__file__).with_name("deepspeed_worker.py")
+        worker = Path(__file__).with_name("train_worker.py")
         with (folder / f"log{rank}.txt").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, str(worker), *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT

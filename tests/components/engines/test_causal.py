@@ -265,7 +265,7 @@ def test_an_unknown_dtype_is_named(tied_model: Path) -> None:
 def test_configurations_import_without_torch_and_engines_without_deepspeed() -> None:
     script = (
         "import sys; import components.engines.config, components.engines.sampling; assert 'torch' not in sys.modules;"
-        "import components.engines.hf_engine, components.engines.deepspeed_engine;"
+        "import components.engines.hf_engine, components.engines.deepspeed_engine, components.engines.fsdp_engine;"
         "assert not {'deepspeed', 'ray', 'vllm'} & set(sys.modules)"
     )
     root = Path(__file__).parents[3]

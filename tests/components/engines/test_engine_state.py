@@ -1,4 +1,4 @@
-"""A state that one process saved is gone on from in another, with the real DeepSpeed, by one rank and by two.
+"""A state that one process saved is gone on from in another, by one rank and by two, with both engines.
 
 The processes that load start from other weights. Both kinds are started once; every test reads what they recorded.
 """
@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from components.engines.engine_state import disk_errors
-from tests.components.engines import deepspeed_worker as worker
+from tests.components.engines import train_worker as worker
 from tests.components.engines.conftest import RunRanks
 
 # The first test waits for six processes that import DeepSpeed, which may be slow on a busy machine.
@@ -134,9 +134,8 @@ def test_other_ranks_and_stages_have_the_same_state_and_the_same_losses_but_for_
     inexact = record["inexact"]
     assert inexact[0].startswith(f"saved by {other} rank(s), loaded by {world_size}: gradients are added in another")
     before, after = worker.STATES[saved], worker.STATES[loaded]
-    changed = [
-        name for name in ("engine", "zero_stage", "precision", "adam_offload") if before.get(name) != after.get(name)
-    ]
+    settings = ("zero_stage", "engine", "precision", "adam_offload")
+    changed = [name for name in settings if before.get(name) != after.get(name)]
     assert [line.split()[2].split("=")[0] for line in inexact[1:]] == changed
     for found, expected in zip(record["metrics"], runs.saved[other][0][saved]["metrics"], strict=True):
         assert found["learning_rate"] == expected["learning_rate"]

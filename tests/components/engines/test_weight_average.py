@@ -1,4 +1,4 @@
-"""The average by hand and against a slow loop; and in real DeepSpeed engines, on one rank and on two."""
+"""The average by hand and against a slow loop; and in real engines, on one rank and on two."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from components.engines.weight_average import WeightAverage
-from tests.components.engines import deepspeed_worker as worker
+from tests.components.engines import train_worker as worker
 from tests.components.engines.conftest import RunRanks
 
 # The first test of the engines waits for three processes that import DeepSpeed, which may be slow on a busy machine.

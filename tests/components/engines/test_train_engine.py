@@ -1,4 +1,4 @@
-"""Real DeepSpeed: one plain process and two ranks, started once each; every test reads what they recorded."""
+"""The engines of both libraries: one plain process and two ranks, started once each; every test reads their record."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from components.engines.config import TrainConfig
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
 from components.engines.train_engine import init_process_group
 from components.rl.aggregation import Totals
-from tests.components.engines import deepspeed_worker as worker
+from tests.components.engines import train_cases as cases
 
 # The first test waits for three processes that import DeepSpeed, which may be slow on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def start(folder: Path, model: Path, rank: int, world_size: int, port: int) -> "
         environment |= {name: str(value) for name, value in rendezvous.items()}
     with (folder / f"log{rank}.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, str(Path(worker.__file__)), str(model), str(folder)],
+            [sys.executable, str(Path(__file__).with_name("train_worker.py")), str(model), str(folder)],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -103,26 +103,26 @@ class Plain(NamedTuple):
 def plain(tied_model: Path) -> Plain:
     """The same training written out with torch alone: one process, one padded batch per step, no micro-batches."""
     model = load_policy(tied_model)
-    evaluated = Batch.concat(worker.evaluated())
+    evaluated = Batch.concat(cases.evaluated())
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": worker.WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": cases.WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=worker.BETAS, eps=worker.EPS)
-    before = worker.logprobs(model, evaluated).detach()
+    optimizer = torch.optim.AdamW(groups, betas=cases.BETAS, eps=cases.EPS)
+    before = cases.logprobs(model, evaluated).detach()
     metrics = []
     # 4 steps in all, linear decay without warm-up
-    for share, batch in zip((1.0, 0.75, 0.5), worker.minibatches(), strict=True):
+    for share, batch in zip((1.0, 0.75, 0.5), cases.minibatches(), strict=True):
         loss = -token_logprobs(model, batch).logprob_N[batch["loss_mask"]].mean()
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), worker.MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), cases.MAX_NORM)
         for group in optimizer.param_groups:
-            group["lr"] = worker.LEARNING_RATE * share
+            group["lr"] = cases.LEARNING_RATE * share
         optimizer.step()
-        metrics.append({"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": worker.LEARNING_RATE * share})
+        metrics.append({"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": cases.LEARNING_RATE * share})
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Plain(metrics, weights, before, worker.logprobs(model, evaluated).detach())
+    return Plain(metrics, weights, before, cases.logprobs(model, evaluated).detach())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -131,7 +131,7 @@ def plain(tied_model: Path) -> Plain:
     [
         *(f"fp32-{stage}" for stage in STAGES),
         *("large_micro_batches", "few_sequences", "offload", "fsdp-checkpointing"),
-        *(case for case in worker.FSDP if case not in {"fsdp-bf16-2", "fsdp-bf16-3", "fsdp-learning_rate_0"}),
+        *(case for case in cases.FSDP if case not in {"fsdp-bf16-2", "fsdp-bf16-3", "fsdp-learning_rate_0"}),
     ],
 )
 def test_training_equals_plain_torch(runs: dict[int, Run], plain: Plain, world_size: int, case: str) -> None:
@@ -168,11 +168,11 @@ def test_metrics_are_sums_over_micro_batches_and_ranks_and_equal_on_all_ranks(ru
                 assert metrics["token_share"] == pytest.approx(1.0, abs=1e-6)
                 assert metrics["sequence_share"] == pytest.approx(1.0, abs=1e-6)
             assert all(record[case]["metrics"] == run.records[0][case]["metrics"] for record in run.records)
-            assert run.records[0][case]["step_count"] == worker.STEPS
+            assert run.records[0][case]["step_count"] == cases.STEPS
 
 
 def test_forward_keeps_the_order_of_the_batch(runs: dict[int, Run], tied_model: Path) -> None:
-    batch, model = Batch.concat(worker.evaluated()), load_policy(tied_model)
+    batch, model = Batch.concat(cases.evaluated()), load_policy(tied_model)
     with torch.no_grad():
         alone_N = torch.cat([token_logprobs(model, batch.select([i])).logprob_N for i in range(len(batch))])
     for run in runs.values():
@@ -238,7 +238,7 @@ def test_the_saved_folder_loads_with_from_pretrained(runs: dict[int, Run], world
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", ["fsdp-3", "fsdp-bf16-2"])
+@pytest.mark.parametrize("case", cases.SAVED)
 def test_fsdp_saves_the_model_as_deepspeed_does(runs: dict[int, Run], world_size: int, case: str) -> None:
     folder, own = runs[world_size].folder, runs[world_size].records[0][case]["weights"]
     saved = load_file(folder / f"hf-{case}" / "model.safetensors")
@@ -268,7 +268,7 @@ def test_fsdp_equals_deepspeed_and_itself_with_other_micro_batches(
 def test_partitioned_weights_reach_the_rollout_engine(runs: dict[int, Run], tied_model: Path, world_size: int) -> None:
     engine = HFRolloutEngine(tied_model)
     engine.receive(runs[world_size].records[0]["handle"])
-    batch = Batch.concat(worker.evaluated())
+    batch = Batch.concat(cases.evaluated())
     with torch.no_grad():
         engine_N = token_logprobs(engine.model, batch).logprob_N
     torch.testing.assert_close(engine_N, whole(runs[world_size], "fp32-3", "after"), atol=1e-4, rtol=0)
@@ -288,7 +288,7 @@ def test_a_value_model_trains_and_is_saved(runs: dict[int, Run], world_size: int
     model = load_value_model(run.folder / case)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, record["weights"][name])
-    value_N = token_values(model, Batch.concat(worker.evaluated()))
+    value_N = token_values(model, Batch.concat(cases.evaluated()))
     torch.testing.assert_close(value_N, whole(run, case, "after"), atol=1e-4, rtol=0)
 
 
