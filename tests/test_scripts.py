@@ -118,14 +118,17 @@ def test_set_up_names_the_extras_there_are_when_it_is_asked_for_another(project:
     assert not (project / ".venv").exists()
 
 
-def prove(folder: Path, ends: dict[str, float], control_end: float = 0.2) -> subprocess.CompletedProcess[str]:
+def prove(
+    folder: Path, ends: dict[str, float], control_end: float = 0.2, recipe: str = "openrlhf_ppo"
+) -> subprocess.CompletedProcess[str]:
     """The verdict on runs that start at 0.2 and end as given, and a control with learning rate 0."""
+    folder.mkdir(exist_ok=True)
     for name, end in {**ends, "lr-0": control_end}.items():
         score = {"start": 0.2, "end": end, "start_greedy": 0.1, "end_greedy": 0.1, "examples": 2048}
         summary = {"status": "finished", "score": score, "seconds": {"training": 61.4}, "peak_memory_bytes": 2**31}
         (folder / name).mkdir()
         (folder / name / "summary.json").write_text(json.dumps(summary))
-    command = [sys.executable, str(ROOT / "scripts" / "prove_table.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "scripts" / "prove_table.py"), str(folder), recipe]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -134,6 +137,43 @@ def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "seed-1 finished 0.200 0.720 0.520 0.100 0.100 61 2.0" in " ".join(done.stdout.split())
     assert done.stdout.count("\npass ") == 5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "lowest"), [("grpo", 0.8, 0.77), ("reinforce_pp", 0.75, 0.72), ("openrlhf_ppo", 0.75, 0.72)]
+)
+def test_each_recipe_has_its_own_bar(tmp_path: Path, recipe: str, asked: float, lowest: float) -> None:
+    done = prove(tmp_path, {"seed-1": lowest, "seed-2": asked, "seed-3": asked + 0.03}, recipe=recipe)
+    assert done.returncode == 0, done.stdout
+    assert f"at least {asked}" in done.stdout
+    missed = prove(tmp_path / "below", {"seed-1": lowest - 0.001, "seed-2": 1.0}, recipe=recipe)
+    assert f"FAIL the lowest of them {lowest - 0.001:.3f}, at least {lowest}" in missed.stdout
+
+
+def test_what_has_no_bar_cannot_be_proved(project: Path) -> None:
+    for given in (["--recipe", "sft"], ["--recipe"], ["--recipe", "nowhere", "1"]):
+        done = bash(project / "scripts" / "prove.sh", *given)
+        assert done.returncode == 2, done.stdout
+        assert "set --recipe to openrlhf_ppo, grpo or reinforce_pp" in done.stderr
+    done = bash(project / "scripts" / "prove.sh", "--recipe", "grpo", "one")
+    assert (done.returncode, done.stderr) == (2, 'prove.sh: a seed is a whole number, not "one"\n')
+    assert not (project / "runs").exists()
+
+
+def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: Path) -> None:
+    (project / "recipes" / "grpo").mkdir()
+    (project / "recipes" / "grpo" / "run.sh").write_text('echo "called: $*"\n')
+    venv = project / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").symlink_to(sys.executable)
+    proof = project / "proof"
+    done = bash(project / "scripts" / "prove.sh", "--recipe", "grpo", "4", "7", PROVE_DIR=str(proof))
+    assert [line for line in done.stdout.splitlines() if line.startswith("called")] == [
+        f"called: run_dir={proof}/seed-4 seed=4",
+        f"called: run_dir={proof}/seed-7 seed=7",
+        f"called: run_dir={proof}/lr-0 seed=4 train.learning_rate=0",
+    ]
+    assert done.returncode == 1  # nothing has written a summary
 
 
 @pytest.mark.parametrize(

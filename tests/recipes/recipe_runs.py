@@ -8,18 +8,52 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 
 
-class Run:
+class RunFolder:
+    """What a run has written so far."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, a dict per step."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def learnt(self) -> list[dict[str, Any]]:
+        """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
+        timed = ("time", "timing_s", "perf", "checkpoint")
+        return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.metrics]
+
+    def weights(self) -> "dict[str, Tensor]":
+        """All tensors in the checkpoint of the last step, by file and name."""
+        folder = self.run_dir / "checkpoints" / f"step_{self.summary['steps']}"
+        files = {file: load_file(file) for file in sorted(folder.rglob("*.safetensors"))}
+        return {f"{file.relative_to(folder)}:{name}": x for file, found in files.items() for name, x in found.items()}
+
+
+class Run(RunFolder):
     """A recipe in a process of its own, as a user starts it."""
 
     def __init__(
         self, recipe: str, ray_address: str, run_dir: Path, *options: str, env: Mapping[str, str] | None = None
     ) -> None:
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         env = os.environ | {"RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)} | dict(env or {})
         command = [sys.executable, "-m", f"recipes.{recipe}.main", f"run_dir={run_dir}", *options]
         self.process = subprocess.Popen(
@@ -35,17 +69,6 @@ class Run:
             raise
         self.code = self.process.returncode
         return self
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """summary.json."""
-        return json.loads((self.run_dir / "summary.json").read_text())
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, a dict per step."""
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def pids(self) -> dict[str, int]:
         """Process id of each worker as it was started last, from its log."""

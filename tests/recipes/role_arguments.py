@@ -1,12 +1,13 @@
-"""Calls every method of openrlhf_ppo's roles in this process, and tells which of them changed its arguments.
+"""Calls every method of a recipe's roles in this process, and tells which of them changed its arguments.
 
-`python role_arguments.py MODEL FOLDER` prints a line per method: its name, and `kept` or `changed`.
+`python role_arguments.py RECIPE MODEL FOLDER` prints a line per method: its name, and `kept` or `changed`.
 """
 
 import contextlib
 import copy
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,15 @@ from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import entered
 from core.invocation import exports_of
-from recipes.openrlhf_ppo.layout import resolved
-from recipes.openrlhf_ppo.main import read_config
-from recipes.openrlhf_ppo.roles.actor import Actor
-from recipes.openrlhf_ppo.roles.critic import Critic
-from recipes.openrlhf_ppo.roles.reference import Reference
-from recipes.openrlhf_ppo.roles.reward import Reward
-from recipes.openrlhf_ppo.roles.rollout import Rollout
+
+Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
+"""The methods of each role, with their arguments, in the order of a step; "handle" stands for published weights."""
 
 
 def experience() -> Batch:
     """Two answers of three tokens after a prompt of two, with all columns that any role reads."""
-    columns = {name: torch.full((10,), 0.25) for name in ("logprob", "advantage", "value", "return")}
+    names = ("logprob", "advantage", "value", "return", "rollout_logprob", "reference_logprob")
+    columns = {name: torch.full((10,), 0.25) for name in names}
     mask_N = torch.tensor([False, False, True, True, True] * 2)
     prompts: dict[str, Any] = {"prompt_length": torch.tensor([2, 2])}
     return Batch(
@@ -50,19 +48,16 @@ def same(before: Any, after: Any) -> bool:
     )
 
 
-def main(model: str, folder: Path) -> None:
-    """Walk the roles in the order of a step."""
-    prompts = Batch.from_rows(
-        {"tokens": [[3, 4], [5, 6]]},
-        per_sequence={"prompt_id": torch.tensor([0, 1]), "sample_id": torch.tensor([0, 0])},
-    )
-    sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
-    config = resolved(read_config([f"run_dir={folder}", *sizes]))
-    handle: Any = None
-    ends: list[Callable[[], None]] = []
-    inside = contextlib.ExitStack()
-    calls: dict[type, list[tuple[str, tuple[Any, ...]]]] = {
-        Actor: [
+def prompts() -> Batch:
+    """Two of two tokens."""
+    ids = {"prompt_id": torch.tensor([0, 1]), "sample_id": torch.tensor([0, 0])}
+    return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids)
+
+
+def ppo_calls(model: str, folder: Path) -> Calls:
+    """Of openrlhf_ppo."""
+    return {
+        "Actor": [
             ("actor_init", (model, 1)),
             ("actor_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
@@ -72,7 +67,7 @@ def main(model: str, folder: Path) -> None:
             ("save_state", (str(folder / "state"),)),
             ("load_state", (str(folder / "state"),)),
         ],
-        Critic: [
+        "Critic": [
             ("critic_init", (model, 1)),
             ("critic_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
@@ -81,16 +76,54 @@ def main(model: str, folder: Path) -> None:
             ("save_state", (str(folder / "state"),)),
             ("load_state", (str(folder / "state"),)),
         ],
-        Rollout: [
+        "Rollout": [
             ("rollout_init", (model,)),
-            ("generate_samples", (prompts, SamplingConfig(max_new_tokens=4))),
+            ("generate_samples", (prompts(), SamplingConfig(max_new_tokens=4))),
             ("receive_weights", ("handle",)),
         ],
-        Reward: [("reward_init", (model,)), ("reward_forward", (experience(),))],
-        Reference: [("reference_init", (model,)), ("reference_forward", (experience().only("tokens"),))],
+        "Reward": [("reward_init", (model,)), ("reward_forward", (experience(),))],
+        "Reference": [("reference_init", (model,)), ("reference_forward", (experience().only("tokens"),))],
     }
-    for cls, methods in calls.items():
-        identity = Identity("test", "0", 0.0, Role(cls.__name__), 0, 1)
+
+
+def role_group_calls(model: str, folder: Path) -> Calls:
+    """Of grpo and reinforce_pp."""
+    return {
+        "Actor": [
+            ("load", (model, 1)),
+            ("logprobs", (experience().only("tokens"),)),
+            ("update", (experience(), 1)),
+            ("publish_weights", (1,)),
+            ("save", (str(folder / "saved"),)),
+            ("save_state", (str(folder / "state"),)),
+            ("load_state", (str(folder / "state"),)),
+        ],
+        "Rollout": [
+            ("load", (model,)),
+            ("generate", (prompts(), SamplingConfig(max_new_tokens=4))),
+            ("receive_weights", ("handle",)),
+        ],
+        "Reference": [("load", (model,)), ("logprobs", (experience().only("tokens"),))],
+    }
+
+
+def main(recipe: str, model: str, folder: Path) -> None:
+    """Walk the roles in the order of a step."""
+    read_config = import_module(f"recipes.{recipe}.main").read_config
+    if recipe == "openrlhf_ppo":
+        sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
+        config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))
+        calls = ppo_calls(model, folder)
+    else:
+        sizes = ["prompts_per_step=1", "samples_per_prompt=2", "minibatches=1"]
+        config = read_config([f"run_dir={folder}", "algorithm.kl_coef=0.1", *sizes])
+        calls = role_group_calls(model, folder)
+    handle: Any = None
+    ends: list[Callable[[], None]] = []
+    inside = contextlib.ExitStack()
+    for role_name, methods in calls.items():
+        cls = getattr(import_module(f"recipes.{recipe}.roles.{role_name.lower()}"), role_name)
+        identity = Identity("test", "0", 0.0, Role(role_name), 0, 1)
         context = WorkloadContext(identity, config, {}, RayTransport(), print, folder)
         inside.enter_context(entered(context))
         role = cls(None, config)
@@ -108,11 +141,12 @@ def main(model: str, folder: Path) -> None:
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
         untested = set(exports) - {name for name, _ in methods} - {"end_job", "mesh_position"}
         print(f"{cls.__name__} untested: {sorted(untested)}")
-        ends.append(exports["end_job"][1])
+        if "end_job" in exports:
+            ends.append(exports["end_job"][1])
     for end in ends:
         end()
     inside.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from recipe_runs import Run
 
 SMALL = [
@@ -236,6 +237,20 @@ def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[
     options = [i for i, line in enumerate(lines) if line.startswith("--")]
     assert len(options) > 50
     assert [lines[i] for i in options if i + 1 == len(lines) or not lines[i + 1].startswith("    ")] == []
+
+
+def test_the_whole_configuration_is_printed_without_keys_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.openrlhf_ppo.main import main
+
+    key = "0123456789abcdef0123456789abcdef01234567"
+    assert main(["--print_config", "seed=5", f"run_dir={tmp_path}/run", "--use_wandb", key]) == 0
+    text = capsys.readouterr().out
+    printed = yaml.safe_load(text)
+    assert (printed["seed"], printed["pretrain"], printed["bf16"]) == (5, "warm_start:sort", False)
+    assert key not in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:

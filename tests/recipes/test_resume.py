@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from recipe_runs import Run, is_alive, running
-from safetensors.torch import load_file
 
 STEPS = {"openrlhf_ppo": 8, "sft": 64}
 SAVE_STEPS = {"openrlhf_ppo": 2, "sft": 16}
@@ -49,17 +48,10 @@ def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def exact(run: Run) -> dict[str, Any]:
     """Everything that a run has learnt and measured, but for times."""
-    timed = ("time", "timing_s", "perf", "checkpoint")
-    metrics = [{name: v for name, v in entry.items() if not name.startswith(timed)} for entry in run.metrics]
-    folder = run.run_dir / "checkpoints" / f"step_{run.summary['steps']}"
-    files = sorted(file for file in folder.rglob("*.safetensors"))
-    assert len(files) >= 3 if "openrlhf" in run.summary["recipe"] else len(files) >= 2
-    weights = {
-        f"{file.relative_to(folder)}:{name}": tensor.numpy().tobytes()
-        for file in files
-        for name, tensor in load_file(file).items()
-    }
-    return {"metrics": metrics, "weights": weights}
+    weights = {name: tensor.numpy().tobytes() for name, tensor in run.weights().items()}
+    assert {name.partition("/")[0] for name in weights} == {"hf", "state"}
+    assert any("critic" in name for name in weights) == ("openrlhf" in run.summary["recipe"])
+    return {"metrics": run.learnt(), "weights": weights}
 
 
 def same(one: Run, other: Run) -> None:

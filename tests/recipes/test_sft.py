@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from recipe_runs import Run
 
 
@@ -27,6 +28,17 @@ def test_it_learns_from_a_jsonl_of_prompts_and_responses_and_exports_what_it_lea
     prompt = tokenizer("ccccc>", return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "ccccc"
+
+
+def test_the_whole_configuration_is_printed_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.sft.main import main
+
+    assert main(["--print_config", "seed=5", f"run_dir={tmp_path}/run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["seed"], printed["pretrain"]) == (5, "new:sort")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,226 @@
+"""Golden traces: stored rollouts go through the update of each recipe, and the metrics are compared with stored ones.
+
+    python scripts/golden.py [--folder FOLDER] [RECIPE ...]
+
+Plays the five steps of each recipe (all of them) and prints what moved, old -> new, with the relative change; nothing
+when nothing moved. What moved is written to <folder>/<recipe>.json, so run it after a change that is meant to move
+numbers, and read what it prints. <recipe>.parquet, the rollouts, is only made where it is missing.
+
+`B` answers, `N` all tokens end to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.batch import Batch
+from components.data.supervised import encode_demonstrations
+from components.data.tasks import get_task
+from components.data.tiny_model import task_tokenizer, tiny_model
+from components.engines.causal import without_progress_bars
+from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.engines.hf_engine import HFRolloutEngine
+from core import Identity, Role, WorkloadContext
+from core.backends.local import LocalTransport
+from core.context import entered
+from core.invocation import exports_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "recipes" / "golden"
+STEPS, PROMPTS, SAMPLES = 5, 4, 4
+"""Steps of so many prompts with so many answers each."""
+RELATIVE, ABSOLUTE = 1e-4, 1e-6
+"""What may differ. Other instruction sets and thread counts add up in another order, which the steps of the optimizer
+carry on: measured with generic kernels on two threads, 1e-5 of a metric or 1e-7. A changed formula moves per cents."""
+
+EPS = 1e-5
+"""Of Adam: large, so that what is only rounding in a gradient is not made as large as the rest of it."""
+
+Metrics = dict[str, float]
+Exports = dict[str, Callable[..., Any]]
+
+
+class Stage(contextlib.ExitStack):
+    """Roles of a recipe in this process, one rank each, as local mode has them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def role(self, cls: type[Any], config: Any) -> Exports:
+        """What can be called of a role."""
+        identity = Identity("golden", "0", 0.0, Role(cls.__name__), 0, 1)
+        context = WorkloadContext(identity, config, {}, LocalTransport(), print, self.folder)
+        self.enter_context(entered(context))
+        role = cls(None, config)
+        role.setup()
+        calls = {name: call for name, (_, call) in exports_of(role).items()}
+        if "end_job" in calls:
+            self.callback(calls["end_job"])
+        return calls
+
+
+def play_role_groups(recipe: str, own: str, stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """A recipe whose trainer calls actor and reference as groups, with these options of its algorithm."""
+    config = import_module(f"recipes.{recipe}.main").read_config(
+        f"""run_dir={stage.folder} model.path={model} data.path=task:sort prompts_per_step={PROMPTS}
+        samples_per_prompt={SAMPLES} minibatches=2 rollout.max_new_tokens=8 train.learning_rate=1e-2
+        train.eps={EPS}""".split()
+        + [f"algorithm.{option}" for option in own.split()]
+    )
+    roles = f"recipes.{recipe}.roles"
+    actor = stage.role(import_module(f"{roles}.actor").Actor, config)
+    reference = stage.role(import_module(f"{roles}.reference").Reference, config)
+    add_advantages = import_module(f"recipes.{recipe}.algorithm").add_advantages
+    actor["load"](model, STEPS)
+    reference["load"](model)
+    found = []
+    for number, samples in enumerate(steps, 1):
+        views = [role["logprobs"](samples.only("tokens")).per_token for role in (actor, reference)]
+        experience = add_advantages(samples.with_tokens(**views[0], **views[1]), config)
+        found.append(summary(experience) | actor["update"](experience, number))
+    return found
+
+
+def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """PPO with a critic and a KL in the reward."""
+    from recipes.openrlhf_ppo.algorithm import add_advantages
+    from recipes.openrlhf_ppo.layout import resolved
+    from recipes.openrlhf_ppo.main import read_config
+    from recipes.openrlhf_ppo.roles.actor import Actor
+    from recipes.openrlhf_ppo.roles.critic import Critic
+    from recipes.openrlhf_ppo.roles.reference import Reference
+
+    options = f"""pretrain={model} prompt_data=task:sort scorer=sort run_dir={stage.folder} rollout_batch_size={PROMPTS}
+        n_samples_per_prompt={SAMPLES} train_batch_size={PROMPTS * SAMPLES // 2} generate_max_len=8
+        actor_learning_rate=1e-2 critic_learning_rate=1e-2 lr_warmup_ratio=0 lr_scheduler=constant init_kl_coef=0.1
+        gamma=0.95 lambd=0.9 adam_eps={EPS} entropy_loss_coef=0.01"""
+    config = resolved(read_config(options.split()))
+    actor, critic, reference = (stage.role(cls, config) for cls in (Actor, Critic, Reference))
+    actor["actor_init"](model, STEPS)
+    critic["critic_init"](model, STEPS)
+    reference["reference_init"](model)
+    forwards = (actor["actor_forward"], critic["critic_forward"], reference["reference_forward"])
+    found = []
+    for number, samples in enumerate(steps, 1):
+        experience = samples
+        for forward in forwards:
+            experience = experience.with_tokens(**forward(samples.only("tokens")).per_token)
+        experience = add_advantages(experience, config, config.init_kl_coef)
+        actor["append_experience"](experience)
+        critic["append_experience"](experience)
+        learnt = {f"critic_{name}": value for name, value in critic["critic_update"](number).items()}
+        found.append(summary(experience) | learnt | actor["actor_update"](number, config.init_kl_coef))
+    return found
+
+
+def play_sft(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """An optimizer step per stored minibatch."""
+    from recipes.sft.main import read_config
+    from recipes.sft.roles.actor import Actor
+
+    options = f"pretrain={model} dataset=task:sort run_dir={stage.folder} learning_rate=1e-2 zero_stage=0"
+    actor = stage.role(Actor, read_config(options.split()))
+    actor["load"](model, STEPS)
+    return [actor["train_step"](demonstrations) for demonstrations in steps]
+
+
+RECIPES: dict[str, Callable[[Stage, str, list[Batch]], list[Metrics]]] = {
+    # With all that the loss knows: a KL, clip-higher, a correction, a penalty on length.
+    "grpo": partial(play_role_groups, "grpo", "kl_coef=0.05 clip_high=0.28 correction=tis overlong_buffer=3"),
+    "openrlhf_ppo": play_openrlhf_ppo,
+    # REINFORCE++-baseline with a KL in the reward.
+    "reinforce_pp": partial(play_role_groups, "reinforce_pp", "kl_coef=0.1 baseline=group_mean gamma=0.9"),
+    "sft": play_sft,
+}
+
+
+def summary(experience: Batch) -> Metrics:
+    """What the advantages come to."""
+    advantage_N, mask_N = experience["advantage"], experience["action_mask"]
+    found = {"advantage_mean": advantage_N[mask_N].mean(), "advantage_size": advantage_N[mask_N].abs().mean()}
+    return {name: float(value) for name, value in found.items()} | {
+        "shaped_reward_mean": float(experience["shaped_reward"].mean())
+    }
+
+
+def make_rollouts(recipe: str, model: str) -> Batch:
+    """Answers of the untrained model to a few prompts, and what each is worth: the share of its letters that come
+    later than the one before. For sft, demonstrations. All steps end to end, told apart by `step`.
+    """
+    task = get_task("sort")
+    tokenizer = task_tokenizer(task)
+    count = STEPS * PROMPTS * SAMPLES
+    step_B = torch.arange(count) // (PROMPTS * SAMPLES)
+    if recipe == "sft":
+        return encode_demonstrations(task.demonstrations(count, 0), tokenizer).batch.with_sequences(step=step_B)
+    rows = [tokenizer(row["input"])["input_ids"] for row in task.rows("train", STEPS * PROMPTS, 0)]
+    ids = {"prompt_id": torch.arange(len(rows)).repeat_interleave(SAMPLES)}
+    ids["sample_id"] = torch.arange(SAMPLES).repeat(len(rows))
+    prompts = Batch.from_rows({"tokens": [row for row in rows for _ in range(SAMPLES)]}, per_sequence=ids)
+    samples = HFRolloutEngine(model, HFRolloutConfig()).generate(prompts, SamplingConfig(max_new_tokens=8, seed=1))
+    answers = [samples.row(i, "tokens")[int(samples["prompt_length"][i]) :] for i in range(count)]
+    later = [(answer[1:] > answer[:-1]).float().sum() / max(len(answer) - 1, 1) for answer in answers]
+    return samples.with_sequences(reward=torch.stack(later), step=step_B)
+
+
+def played(recipe: str, folder: Path) -> list[Metrics]:
+    """The metrics of each step; makes the rollouts where they are missing."""
+    with tempfile.TemporaryDirectory() as scratch, Stage(Path(scratch)) as stage:
+        model, tokenizer = f"{scratch}/model", task_tokenizer(get_task("sort"))
+        with without_progress_bars():
+            tiny_model(tokenizer, 0, hidden=32, layers=1, intermediate=64).save_pretrained(model)
+        tokenizer.save_pretrained(model)
+        stored = folder / f"{recipe}.parquet"
+        if not stored.exists():
+            make_rollouts(recipe, model).save(stored)
+        rollouts = Batch.load(stored)
+        steps = [rollouts.select((rollouts["step"] == step).nonzero().squeeze(1)) for step in range(STEPS)]
+        return RECIPES[recipe](stage, model, steps)
+
+
+def moved(old: list[Metrics], new: list[Metrics]) -> list[str]:
+    """One line for each metric that is not where it was."""
+    lines = []
+    for step in range(max(len(old), len(new))):
+        before, after = ((trace[step] if step < len(trace) else {}) for trace in (old, new))
+        for name in sorted(before | after):
+            was, now = before.get(name, math.nan), after.get(name, math.nan)
+            if not math.isclose(was, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
+                change = f" ({(now - was) / abs(was):+.3%})" if was and math.isfinite(was + now) else ""
+                lines.append(f"step {step + 1} {name}: {was:.6g} -> {now:.6g}{change}")
+    return lines
+
+
+def main() -> None:
+    """Refresh the files of the recipes that are asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the files are")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
+    given = parser.parse_args()
+    unknown = sorted(set(given.recipes) - set(RECIPES))
+    if unknown:
+        parser.error(f"there is no golden trace of {', '.join(unknown)}; choose from {', '.join(RECIPES)}")
+    for recipe in given.recipes or RECIPES:
+        file = given.folder / f"{recipe}.json"
+        old = json.loads(file.read_text()) if file.exists() else []
+        new = played(recipe, given.folder)
+        lines = moved(old, new)
+        for line in lines:
+            print(f"{recipe}: {line}")
+        if lines:
+            file.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""recipes/grpo/algorithm.py: what each option makes of the same four answers, by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from components.batch import Batch
+from components.rl.aggregation import Totals
+from recipes.grpo.algorithm import add_advantages, minibatches, policy_loss, shaped_rewards
+from recipes.grpo.config import AlgorithmOptions, GRPOConfig, RolloutOptions
+from recipes.grpo.main import read_config
+
+
+def config(**algorithm: Any) -> GRPOConfig:
+    """Two prompts, two answers each, of 4 tokens at most."""
+    common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
+    common.rollout = RolloutOptions(max_new_tokens=4)
+    common.algorithm = AlgorithmOptions(**algorithm)
+    return common
+
+
+def answers() -> Batch:
+    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' answers are not next to each other."""
+    mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
+    return Batch(
+        [2, 3, 3, 4],
+        {"tokens": torch.arange(12), "action_mask": torch.tensor(mask)},
+        {"reward": torch.tensor([1.0, 4.0, 3.0, 2.0]), "prompt_id": torch.tensor([7, 5, 7, 5])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("std_norm", "worth"),
+    [
+        # Group 7 has 1 and 3, group 5 has 4 and 2: means 2 and 3, both standard deviations the square root of 2.
+        (True, [-(2**-0.5), 2**-0.5, 2**-0.5, -(2**-0.5)]),
+        (False, [-1.0, 1.0, 1.0, -1.0]),
+    ],
+)
+def test_every_token_of_an_answer_is_worth_what_the_answer_is_beside_the_others(
+    std_norm: bool, worth: list[float]
+) -> None:
+    experience = add_advantages(answers(), config(std_norm=std_norm))
+    a, b, c, d = worth
+    assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-5)
+    assert experience["shaped_reward"].tolist() == [1.0, 4.0, 3.0, 2.0]
+    assert "correction" not in experience
+
+
+@pytest.mark.parametrize("std_norm", [True, False])
+def test_a_prompt_whose_answers_earn_the_same_teaches_nothing(std_norm: bool) -> None:
+    equal = answers().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
+    experience = add_advantages(equal, config(std_norm=std_norm))
+    assert experience["advantage"][[0, 1, 5, 6, 7]].tolist() == [0.0] * 5
+
+
+def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
+    # Free are 4 - 3 = 1 tokens. Answers of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
+    found = shaped_rewards(answers(), config(overlong_buffer=3, overlong_penalty=3.0))
+    assert found.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"), [("tis", [1, 2, 2, 0.5, 2, 2, 1, 1]), ("icepop", [1, 0, 0, 0, 0, 0, 1, 1])]
+)
+def test_tokens_that_the_engine_saw_otherwise_count_otherwise(correction: Any, weights: list[float]) -> None:
+    # p / q of the four answers' tokens: 1 | 4 4 | 1/4 4 | 8 1 1.
+    gap_N = torch.tensor([1, 1, 1, 4, 4, 1, 0.25, 4, 1, 8, 1, 1]).log()
+    batch = answers().with_tokens(logprob=gap_N - 9, rollout_logprob=torch.full((12,), -9.0))
+    experience = add_advantages(batch, config(correction=correction, correction_range=(0.5, 2.0)))
+    assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+
+
+class Fixed(torch.nn.Module):
+    """A policy over four tokens, all equally likely, that looks at nothing before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_V = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        class Output:
+            logits = self.logit_V.expand(*input_ids.shape, 4) * 1.0
+
+        return Output
+
+
+NOW = -math.log(4)
+"""What the policy says of every token."""
+
+
+def learnt_from(old: list[float]) -> Batch:
+    """An answer of two tokens with advantage 1, and one of one token with advantage -2, each after a prompt of one;
+    `old` are the three ratios that the policy has moved by.
+    """
+    one, two, three = (NOW - math.log(ratio) for ratio in old)
+    return Batch(
+        [3, 2],
+        {
+            "tokens": torch.tensor([0, 1, 2, 0, 3]),
+            "action_mask": torch.tensor([False, True, True, False, True]),
+            "logprob": torch.tensor([0, one, two, 0, three]),
+            "rollout_logprob": torch.full((5,), NOW - 0.5),
+            "reference_logprob": torch.tensor([0.0, NOW, NOW - math.log(2), 0, NOW]),
+            "advantage": torch.tensor([0.0, 1.0, 1.0, 0.0, -2.0]),
+            "correction": torch.tensor([9.0, 2.0, 1.0, 9.0, 0.0]),
+        },
+    )
+
+
+TOTALS = Totals(tokens=3, sequences=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        # Ratios 1.5, 1.25, 0.5; the first is cut to 1.2, the second is not cut at 1.28, the third is cut to 0.8:
+        # -1.2, -1.2, 1.6 over three tokens; and with clip-higher -1.28, -1.25, 1.6.
+        ({}, (-1.2 - 1.2 + 1.6) / 3),
+        ({"clip_high": 0.28}, (-1.28 - 1.25 + 1.6) / 3),
+        # Means over answers, their sums, and their sums over the 4 tokens that there may be.
+        ({"loss_aggregation": "seq-mean-token-mean"}, (-1.2 + 1.6) / 2),
+        ({"loss_aggregation": "seq-mean-token-sum"}, (-2.4 + 1.6) / 2),
+        ({"loss_aggregation": "seq-mean-token-sum-norm"}, (-2.4 + 1.6) / 2 / 4),
+        # GSPO: both tokens of the first answer have the root of 1.5 * 1.25.
+        ({"ratio": "sequence", "clip_high": 1.0}, (-2 * math.sqrt(1.875) + 1.6) / 3),
+        # The first token counts twice, the last not at all.
+        ({"correction": "tis"}, (-2.4 - 1.2) / 3),
+    ],
+)
+def test_the_loss_is_what_it_is_by_hand(options: dict[str, Any], loss: float) -> None:
+    output = policy_loss(Fixed(), learnt_from([1.5, 1.25, 0.5]), TOTALS, config(**options))
+    assert float(output.loss) == pytest.approx(loss, abs=1e-5)
+    assert float(output.metrics["entropy"]) == pytest.approx(math.log(4), abs=1e-5)
+    assert float(output.metrics["engine_gap"]) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_kl_in_the_loss_is_weighed_beside_the_surrogate() -> None:
+    output = policy_loss(Fixed(), learnt_from([1.0, 1.0, 1.0]), TOTALS, config(kl_coef=0.1))
+    # d is 0, ln 2, 0: k3 is exp(-d) - 1 + d = ln 2 - 1/2 at the second token alone.
+    kl = (math.log(2) - 0.5) / 3
+    assert float(output.metrics["kl_loss"]) == pytest.approx(kl, abs=1e-6)
+    assert float(output.loss) == pytest.approx(0.1 * kl, abs=1e-6)  # -1 - 1 + 2 is nothing
+    assert float(output.metrics["policy_loss"]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_without_a_look_back_the_policy_is_its_own_old_one() -> None:
+    batch, model = learnt_from([1.5, 1.25, 0.5]).without("logprob", "correction"), Fixed()
+    output = policy_loss(model, batch, TOTALS, config())
+    assert float(output.loss) == pytest.approx(0.0, abs=1e-6)
+    assert float(output.metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
+    output.loss.backward()
+    assert model.logit_V.grad is not None
+    # d(-A log p) by logit v is -A (1[v] - 1/4): tokens 1 and 2 with A = 1, token 3 with A = -2, over 3 tokens.
+    assert model.logit_V.grad.tolist() == pytest.approx([0, -1 / 3, -1 / 3, 2 / 3], abs=1e-6)
+
+
+def test_each_epoch_takes_every_answer_once_in_an_order_of_its_own() -> None:
+    settings = config()
+    settings.minibatches, settings.epochs = 2, 2
+    parts = [part.tolist() for part in minibatches(8, settings, step=1)]
+    assert [len(part) for part in parts] == [4] * 4
+    assert sorted(parts[0] + parts[1]) == sorted(parts[2] + parts[3]) == list(range(8))
+    assert parts[:2] != parts[2:]
+    assert parts == [part.tolist() for part in minibatches(8, settings, step=1)]
+    assert parts != [part.tolist() for part in minibatches(8, settings, step=2)]
+    # At the end of filtered data a step may have fewer answers than there are optimizer steps.
+    assert [len(part) for part in minibatches(1, settings, step=1)] == [1, 1]

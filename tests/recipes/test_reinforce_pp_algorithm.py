@@ -1,0 +1,93 @@
+"""recipes/reinforce_pp/algorithm.py: what each option makes of the same four answers, by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from components.batch import Batch
+from recipes.reinforce_pp.algorithm import add_advantages, shaped_rewards
+from recipes.reinforce_pp.config import AlgorithmOptions, ReinforceConfig
+from recipes.reinforce_pp.main import read_config
+
+HALF = math.log(2)
+
+
+def config(**algorithm: Any) -> ReinforceConfig:
+    """Two prompts, two answers each; no KL and no whitening where it is not asked for."""
+    common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
+    common.algorithm = AlgorithmOptions(**({"kl_coef": 0.0, "whiten": False} | algorithm))
+    return common
+
+
+def answers() -> Batch:
+    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' answers are not next to each other."""
+    mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
+    return Batch(
+        [2, 3, 3, 4],
+        {
+            "tokens": torch.arange(12),
+            "action_mask": torch.tensor(mask),
+            # The policy is twice as sure as the reference of the second answer's tokens, and agrees elsewhere.
+            "logprob": torch.full((12,), -1.0),
+            "reference_logprob": torch.tensor([-1, -1, -1, -1 - HALF, -1 - HALF, -1, -1, -1, -1, -1, -1, -1]),
+        },
+        {"reward": torch.tensor([1.0, 4.0, 3.0, 2.0]), "prompt_id": torch.tensor([7, 5, 7, 5])},
+    )
+
+
+def learnt(**algorithm: Any) -> list[float]:
+    """The advantages of the eight tokens that the policy made."""
+    experience = add_advantages(answers(), config(**algorithm))
+    assert experience["advantage"][~experience["action_mask"]].tolist() == [0.0] * 4
+    return experience["advantage"][experience["action_mask"]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "shaped"),
+    [
+        ("none", [1.0, 4.0, 3.0, 2.0]),
+        # Group 7 has 1 and 3, group 5 has 4 and 2: less the means 2 and 3,
+        ("group_mean", [-1.0, 1.0, 1.0, -1.0]),
+        # and less the other one.
+        ("leave_one_out", [-2.0, 2.0, 2.0, -2.0]),
+    ],
+)
+def test_what_is_subtracted_from_a_reward(baseline: Any, shaped: list[float]) -> None:
+    a, b, c, d = shaped
+    assert shaped_rewards(answers(), config(baseline=baseline)).tolist() == shaped
+    assert learnt(baseline=baseline) == pytest.approx([a, b, b, c, c, d, d, d])
+
+
+def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
+    found = shaped_rewards(answers(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
+    assert found.tolist() == [-1.5, 0.5, 0.5, -1.5]
+
+
+def test_a_discount_makes_early_tokens_worth_less() -> None:
+    assert learnt(gamma=0.5) == pytest.approx([1, 2, 4, 1.5, 3, 0.5, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "each"),
+    # d is ln 2 at the two tokens of the second answer.
+    [("k1", HALF), ("abs", HALF), ("k2", HALF**2 / 2), ("k3", 0.5 - 1 + HALF)],
+)
+def test_the_kl_is_taken_off_each_token_on_the_way_and_the_reward_comes_at_the_end(estimator: Any, each: float) -> None:
+    # Without a discount the last token still pays its own, the first one both.
+    pays = 0.1 * each
+    found = learnt(kl_coef=0.1, kl_estimator=estimator)
+    assert found == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
+
+
+def test_whitening_is_over_all_tokens_of_the_step_so_long_answers_weigh_more() -> None:
+    # 1, twice 4, twice 3, thrice 2: mean 21 / 8, mean square 63 / 8, so the variance is 63 / 64.
+    spread = math.sqrt(63 / 64)
+    expected = [(x - 21 / 8) / spread for x in (1, 4, 4, 3, 3, 2, 2, 2)]
+    assert learnt(whiten=True) == pytest.approx(expected, abs=1e-4)
+
+
+def test_reinforce_pp_baseline_compares_first_and_whitens_then() -> None:
+    # -1, 1 1, 1 1, -1 -1 -1: mean 0 and variance 1 as they are.
+    assert learnt(whiten=True, baseline="group_mean") == pytest.approx([-1, 1, 1, 1, 1, -1, -1, -1], abs=1e-4)

@@ -1,0 +1,291 @@
+"""The options of grpo and reinforce_pp, and what is refused before anything starts."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_runs import ROOT
+
+RECIPES = ("grpo", "reinforce_pp")
+OWN = ["model.path=x", "data.path=task:sort"]
+"""A model and data of the user's own: no preset is read."""
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def main(recipe: str) -> Any:
+    """main.py of the recipe."""
+    return import_module(f"recipes.{recipe}.main")
+
+
+@pytest.fixture
+def refused(main: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Runs with options that cannot be; gives the one line that says why."""
+
+    def run(*options: str) -> str:
+        folder = tmp_path / "refused"
+        assert main.main([f"run_dir={folder}", *options]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        assert not (folder / "plan.json").exists()
+        return error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("prompts_per_stp", "prompts_per_step"),
+        ("train.learning_rte", "train.learning_rate"),
+        ("learning_rate", "train.learning_rate"),
+        ("algorithm.klcoef", "algorithm.kl_coef"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(refused: Callable[..., str], key: str, nearest: str) -> None:
+    assert f"did you mean '{nearest}'" in refused(f"--{key}=1")
+
+
+def test_later_files_and_then_the_command_line_win(main: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("prompts_per_step: 8\nsamples_per_prompt: 4\ntrain: {learning_rate: 0.5}\n")
+    (tmp_path / "b.yaml").write_text("samples_per_prompt: 2\ntrain: {max_tokens: 77}\n")
+    files = ["--config", f"{tmp_path}/a.yaml", "--config", f"{tmp_path}/b.yaml"]
+    config = main.read_config([*OWN, *files, "--train.max_tokens=99", "--train.eps", "1e-3", "seed=7"])
+    assert (config.prompts_per_step, config.samples_per_prompt, config.seed) == (8, 2, 7)
+    assert (config.train.learning_rate, config.train.max_tokens, config.train.eps) == (0.5, 99, 1e-3)
+
+
+def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_own(main: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: {path: mine}\ndata: {path: 'task:sort'}\n")
+    assert main.read_config([]).train.learning_rate == 3e-4
+    assert main.read_config(["seed=3"]).model.path == "warm_start:sort"
+    for given in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
+        config = main.read_config(given)
+        assert config.train.learning_rate == 1e-6, given
+        assert config.model.path in ("x", "mine")
+
+
+def test_the_demonstration_is_40_steps_of_512_answers(main: Any) -> None:
+    config = main.read_config([])
+    assert config.arithmetic(2560) == (
+        "40 steps of 64 prompts x 8 answers = 512; in each 4 optimizer steps of 128 answers, in micro-batches of at "
+        "most 16384 tokens"
+    )
+
+
+def test_prompts_that_fill_no_step_are_named(main: Any) -> None:
+    config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "epochs=2", "data.passes=3"])
+    # 3 times 9 are 3 steps of 8, and 3 more.
+    assert config.arithmetic(9).startswith("3 steps of 8 prompts x 2 answers = 16; in each 2 optimizer steps of 16 ans")
+    assert config.arithmetic(9).endswith("; the last 3 prompts fill no step and are not used")
+
+
+def test_what_is_printed_as_the_configuration_can_be_read_again(
+    main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["--print_config", "seed=5", f"run_dir={tmp_path}/run"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "printed.yaml").write_text(text)
+    again = main.read_config(["--config", f"{tmp_path}/printed.yaml", "print_config=false"])
+    assert (again.seed, again.model.path, again.train.precision) == (5, "warm_start:sort", "fp32")
+    assert again == main.read_config(["seed=5", f"run_dir={tmp_path}/run"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_option_has_its_meaning_in_the_help(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = [i for i, line in enumerate(lines) if line.startswith("--")]
+    assert len(options) > 70
+    assert [lines[i] for i in options if i + 1 == len(lines) or not lines[i + 1].startswith("    ")] == []
+
+
+def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
+    script = (
+        f"import sys; from recipes.{recipe}.main import main;"
+        "code = main(['--dry_run', 'placement.rollout_engines=2', 'algorithm.kl_coef=0.1']);"
+        "print('HEAVY', sorted({'ray', 'torch', 'transformers'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "HEAVY []\n")
+    plan = json.loads(done.stdout)["placement"]
+    assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "ROLLOUT": 2, "REFERENCE": 1}
+    # In CPU seconds: on a busy machine the clock on the wall measures the neighbours.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+@pytest.mark.parametrize(
+    ("cores", "options", "threads"),
+    [
+        # Roles that take turns have all cores each; ranks and engines that work at the same time share them.
+        (4, [], {"ACTOR": 4, "ROLLOUT": 4, "REFERENCE": 4}),
+        (4, ["placement.rollout_engines=2"], {"ACTOR": 4, "ROLLOUT": 2, "REFERENCE": 4}),
+        (4, ["placement.actor_ranks=2", "train.zero_stage=2"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 4}),
+        # Apart, policy and reference look back at the same time.
+        (4, ["placement.collocate=false"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 2}),
+        (4, ["placement.collocate=false", "placement.references=3"], {"ACTOR": 1, "ROLLOUT": 4, "REFERENCE": 1}),
+        (4, ["placement.collocate=false", "algorithm.kl_coef=0"], {"ACTOR": 4, "ROLLOUT": 4}),
+        (1, ["placement.rollout_engines=2"], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
+        # On a cluster nobody knows the cores of the others: one each, as core has it.
+        (None, [], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
+    ],
+)
+def test_the_plan_says_who_has_how_many_threads(
+    main: Any, cores: int | None, options: list[str], threads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores or 4))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if cores is None:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    job = main.build_job(main.read_config(["algorithm.kl_coef=0.1", *options]))
+    found = {host.workers[0][0]: host.threads for host in job.placement.hosts}
+    assert {role: count for role, count in found.items() if role != "TRAINER"} == threads
+    assert f"rollout {job.placement.processes['ROLLOUT']} x {threads['ROLLOUT']} threads" in main.describe(
+        main.read_config(["algorithm.kl_coef=0.1", *options]), job
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "devices"),
+    [
+        # Of two devices, two ranks of each role have a third each, or a half.
+        ("0,1", ["algorithm.kl_coef=0.1"], {"ACTOR": 2 / 3, "ROLLOUT": 2 / 3, "REFERENCE": 2 / 3}),
+        ("0,1", ["algorithm.kl_coef=0"], {"ACTOR": 1.0, "ROLLOUT": 1.0}),
+        (
+            "0,1,2",
+            ["algorithm.kl_coef=0.1", "placement.collocate=false"],
+            {"ACTOR": 1.0, "ROLLOUT": 1.0, "REFERENCE": 1.0},
+        ),
+    ],
+)
+def test_on_gpus_the_roles_share_them_or_have_their_own(
+    main: Any, gpus: str, options: list[str], devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = main.read_config(options)
+    assert config.train.precision == "bf16"
+    assert config.placement.rollout_engines == (1 if "placement.collocate=false" in options else 2)
+    found = main.build_job(config).placement.devices
+    assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
+
+
+BOTH = [
+    ([], "model.path is empty; set model.path=..."),
+    (["model.path=x"], "data.path is empty; set data.path=..."),
+    ([*OWN, "prompts_per_step=0"], "prompts_per_step=0; set it to at least 1"),
+    ([*OWN, "minibatches=0"], "minibatches=0; set it to at least 1"),
+    ([*OWN, "epochs=0"], "epochs=0; set it to at least 1"),
+    ([*OWN, "prompts_per_step=5", "samples_per_prompt=3", "minibatches=4"], "minibatches=4 does not divide a step's"),
+    (["model.path=x", "data.path=rows.jsonl"], "data.path=rows.jsonl names no task with a reward of its own"),
+    ([*OWN, "algorithm.clip_low=1.5"], "set algorithm.clip_low from 0 to 1"),
+    ([*OWN, "algorithm.clip_high=-0.1"], "algorithm.clip_high to 0 or more"),
+    ([*OWN, "algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0; set it to 0 or more"),
+    ([*OWN, "algorithm.kl_estimator=k9"], "k9"),
+    ([*OWN, "rollout.temperature=-1"], "temperature=-1.0"),
+    ([*OWN, "rollout.max_new_tokens=0"], "max_new_tokens=0"),
+    ([*OWN, "train.learning_rate=-1"], "learning_rate=-1.0 is not possible; use 0 or more"),
+    ([*OWN, "data.passes=0"], "data.passes=0; set it to at least 1"),
+    ([*OWN, "evaluation.every=0"], "evaluation.every=0; set 1 or more, or -1"),
+    ([*OWN, "checkpoint.every=0"], "checkpoint.every=0; set 1 or more, or -1"),
+    ([*OWN, "reward.workers=0"], "reward.workers=0"),
+    ([*OWN, "seed=-1"], "seed=-1; set it to at least 0"),
+    ([*OWN, "placement.nodes=2", "placement.actor_ranks=3"], "placement.actor_ranks=3 cannot be spread over placement"),
+    ([*OWN, "backend=local", "placement.actor_ranks=2"], "local"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BOTH)
+def test_options_that_cannot_be_are_refused_with_what_to_set(
+    refused: Callable[..., str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "none.yaml").write_text("model: {path: ''}\n")
+    own = "model.path=x" in options
+    assert message in refused(*options, *([] if own else ["--config", str(tmp_path / "none.yaml")]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("grpo", ["samples_per_prompt=1"], "GRPO compares the answers to one prompt; set 2 or more"),
+        ("grpo", ["algorithm.filter_range=[1,0]"], "algorithm.filter_range=(1.0, 0.0); set two scores"),
+        ("grpo", ["algorithm.overlong_buffer=0"], "algorithm.overlong_buffer=0; set 1 to rollout.max_new_tokens=1024"),
+        ("grpo", ["algorithm.overlong_buffer=1025"], "set 1 to rollout.max_new_tokens=1024"),
+        ("grpo", ["algorithm.correction_range=[2,1]"], "algorithm.correction_range=2.0 1.0; set two ratios"),
+        ("grpo", ["algorithm.ratio=word"], "word"),
+        ("reinforce_pp", ["samples_per_prompt=0"], "samples_per_prompt=0; set it to at least 1"),
+        ("reinforce_pp", ["algorithm.baseline=group_mean"], "but samples_per_prompt=1; set it to 2 or more"),
+        ("reinforce_pp", ["algorithm.baseline=leave_one_out"], "algorithm.baseline=leave_one_out compares the answers"),
+        ("reinforce_pp", ["algorithm.gamma=1.1"], "algorithm.gamma=1.1; set a discount from 0 to 1"),
+        ("reinforce_pp", ["algorithm.reward_range=[1,1]"], "set two rewards, the lower first"),
+        ("reinforce_pp", ["algorithm.kl_estimator=k3+"], "k3+"),  # its gradient means nothing in a reward
+    ],
+)  # fmt: skip
+def test_options_of_one_recipe_that_cannot_be_are_refused(
+    recipe: str, refused: Callable[..., str], options: list[str], message: str
+) -> None:
+    assert message in refused(*OWN, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.path=./nowhere", "data.path=task:sort"], "model.path=./nowhere"),
+        (["data.path=nowhere.jsonl", "reward.source=exact_match"], "'nowhere.jsonl' does not exist"),
+        (["data.path=task:sport", "reward.source=sort"], "sport"),
+        (["reward.source=nowhere.py"], "nowhere.py"),
+        (["reward.source=sport"], "no scorer 'sport'"),
+        (["data.path=DIR/rows.jsonl", "data.input_key=question", "reward.source=gsm8k"], "label"),
+        (["data.path=DIR/rows.jsonl", "data.input_key=quest", "reward.source=exact_match"], "quest"),
+        (["evaluation.path=DIR/gone.jsonl"], "gone.jsonl"),
+        (["prompts_per_step=4000"], "task:sort gives 2560 prompts, fewer than prompts_per_step=4000; lower it"),
+        (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be made"),
+        (["resume=DIR/nothing"], "nothing"),
+    ],
+)
+def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_starts(
+    refused: Callable[..., str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "ab>", "answer": "ab"}\n')
+    options = [option.replace("DIR", str(tmp_path)) for option in options]
+    if any(option.startswith("data.path=") and "jsonl" in option for option in options):
+        options.append("evaluation.path=null")
+    assert message in refused(*options)
+
+
+def test_dapo_is_clip_higher_with_filtered_prompts_and_a_soft_limit() -> None:
+    own = load("grpo", "dapo").algorithm
+    assert (own.clip_low, own.clip_high, own.loss_aggregation, own.kl_coef) == (0.2, 0.28, "token-mean", 0.0)
+    assert (own.filter_range, own.overlong_buffer, own.overlong_penalty, own.std_norm) == ((0.0, 1.0), 2, 1.0, True)
+    # The filter leaves fewer prompts for the last step, so there may be one more.
+    assert load("grpo", "dapo").arithmetic(2561).startswith("at most 41 steps")
+
+
+def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
+    own = load("grpo", "dr_grpo").algorithm
+    assert (own.std_norm, own.loss_aggregation, own.kl_coef) == (False, "seq-mean-token-sum-norm", 0.0)
+    assert (own.clip_low, own.clip_high, own.filter_range) == (0.2, 0.2, None)
+
+
+def test_the_two_variants_of_reinforce_pp_differ_in_baseline_and_whitening() -> None:
+    found = [load("reinforce_pp", name).algorithm for name in ("baseline", "rloo")]
+    assert [(own.baseline, own.whiten) for own in found] == [("group_mean", True), ("leave_one_out", False)]
+    plain = import_module("recipes.reinforce_pp.main").read_config(OWN).algorithm
+    assert (plain.baseline, plain.whiten, plain.kl_estimator) == ("none", True, "k1")
+
+
+def load(recipe: str, name: str) -> Any:
+    """The demonstration's configuration with one of the recipe's files."""
+    file = ROOT / "recipes" / recipe / f"{name}.yaml"
+    return import_module(f"recipes.{recipe}.main").read_config(["--config", str(file)])

@@ -1,0 +1,199 @@
+"""grpo and reinforce_pp as their users meet them: what a run is told about ranks, engines and micro-batches, and what
+happens to it, changes nothing of what it learns.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from local_runs import run_locally
+from recipe_runs import Run, RunFolder, is_alive
+from safetensors.torch import load_file
+
+from components.batch import Batch
+
+pytestmark = pytest.mark.timeout(300)
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
+    answers = [query[len(prompt):len(prompt) + 5] for query, prompt in zip(queries, prompts)]
+    return {"rewards": [sum(a < b for a, b in zip(answer, answer[1:])) / 4 for answer in answers]}
+"""
+COMMON = """
+    data.path=task:sort data.max_prompt_tokens=16 evaluation.path=task:sort evaluation.max_rows=32
+    evaluation.samples_per_prompt=1 prompts_per_step=8 samples_per_prompt=4 minibatches=2 rollout.max_new_tokens=8
+    train.learning_rate=1e-3 train.eps=1e-5
+"""
+"""Adam divides by the root of its second moment: with a small eps, what is only rounding in the gradient of a weight
+that does not matter would be as large a step as any."""
+OWN = {
+    "grpo": ["algorithm.kl_coef=0.05"],
+    "reinforce_pp": ["algorithm.kl_coef=0.05", "algorithm.baseline=group_mean"],
+}
+TWO_STEPS = ["data.max_rows=16"]
+LONG = ["data.max_rows=62", "checkpoint.every=2", "algorithm.kl_coef=0"]
+FILTERED = {"grpo": ["algorithm.filter_range=[0.3,0.7]"], "reinforce_pp": []}
+"""Seven steps of 8 prompts, and 6 more prompts; grpo drops what is too easy or too hard."""
+APART = """placement.collocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
+    train.zero_stage=2
+"""
+
+
+@pytest.fixture(scope="module", params=["grpo", "reinforce_pp"])
+def recipe(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def options(recipe: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What all runs of a recipe share."""
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    return [*COMMON.split(), *OWN[recipe], f"model.path={policy}", f"reward.source={reward}"]
+
+
+@pytest.fixture(scope="module")
+def local(recipe: str, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Four runs in one process."""
+    still = ["train.learning_rate=0", "minibatches=1", "algorithm.kl_coef=0"]
+    runs = {
+        "plain": [*options, *TWO_STEPS],
+        "cut": [*options, *TWO_STEPS, "train.max_tokens=64"],
+        "still": [*options, *TWO_STEPS, *still],
+        "long": [*options, *LONG, *FILTERED[recipe]],
+    }
+    return run_locally(recipe, tmp_path_factory.mktemp(recipe), runs)
+
+
+def agree(one: RunFolder, other: RunFolder) -> None:
+    """The same answers, and the rest within 1e-5."""
+    assert one.summary["steps"] == other.summary["steps"] == 2
+    for step in (1, 2):
+        tokens = [Batch.load(run.run_dir / f"rollouts/step_{step:06d}.parquet")["tokens"] for run in (one, other)]
+        assert tokens[0].equal(tokens[1])
+    for ours, theirs in zip(one.learnt(), other.learnt(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    exported = [load_file(run.run_dir / "checkpoints/step_2/hf/model.safetensors") for run in (one, other)]
+    assert exported[0].keys() == exported[1].keys()
+    for name, tensor in exported[0].items():
+        torch.testing.assert_close(tensor, exported[1][name], rtol=0, atol=1e-5, msg=name)
+
+
+def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder]) -> None:
+    run = local["plain"]
+    assert (run.summary["status"], run.summary["recipe"], run.summary["seed"]) == ("finished", recipe, 42)
+    assert run.summary["score"]["examples"] == 32
+    assert [line["step"] for line in run.metrics] == [1, 2]
+    for name in ("config.yaml", "environment.json", "plan.json", "events.jsonl", "checkpoints/latest"):
+        assert (run.run_dir / name).is_file(), name
+    samples = Batch.load(run.run_dir / "rollouts/step_000002.parquet")
+    assert len(samples) == 32
+    columns = {"logprob", "reference_logprob", "rollout_logprob", "advantage", "reward", "shaped_reward", "status"}
+    assert columns <= set(samples.names)
+    assert run.metrics[1]["reward/reward"] == pytest.approx(float(samples["reward"].mean()))
+    assert 0 < run.metrics[1]["reward/reward"] < 1
+
+
+def test_the_first_update_of_each_step_starts_at_ratio_one(local: dict[str, RunFolder]) -> None:
+    for line in [*local["plain"].metrics, *local["cut"].metrics, *local["still"].metrics]:
+        assert line["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_engine_and_trainer_agree_on_log_probabilities_with_and_without_a_look_back(
+    local: dict[str, RunFolder],
+) -> None:
+    for line in local["plain"].metrics:
+        assert line["rollout/logprob_gap_max"] < 1e-4
+        assert line["actor/first_engine_gap"] < 1e-4
+    for line in local["still"].metrics:  # one optimizer step, no KL: nobody looks back
+        assert "rollout/logprob_gap_max" not in line
+        assert line["actor/first_engine_gap"] < 1e-4
+
+
+def test_with_learning_rate_zero_no_weight_and_no_score_moves(local: dict[str, RunFolder], policy: Path) -> None:
+    score = local["still"].summary["score"]
+    assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
+    exported = local["still"].run_dir / "checkpoints/step_2/hf/model.safetensors"
+    before, after = load_file(policy / "model.safetensors"), load_file(exported)
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if not tensor.equal(after[name])] == []
+
+
+def test_the_size_of_micro_batches_changes_nothing(local: dict[str, RunFolder]) -> None:
+    agree(local["cut"], local["plain"])
+
+
+def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
+    recipe: str, options: list[str], local: dict[str, RunFolder], ray_address: str, tmp_path: Path
+) -> None:
+    run = Run(recipe, ray_address, tmp_path / "run", *options, *TWO_STEPS, *APART.split()).wait()
+    assert run.code == 0, run.err
+    agree(run, local["plain"])
+    assert run.starts().keys() == {
+        "trainer-0",
+        *(f"{role}-{i}" for role in ("actor", "rollout", "reference") for i in (0, 1)),
+    }
+    assert run.left_behind() == []
+
+
+def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(
+    recipe: str, local: dict[str, RunFolder]
+) -> None:
+    run = local["long"]
+    sizes = [len(Batch.load(file)) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    if recipe == "reinforce_pp":
+        assert sizes == [32] * 7
+        return
+    *whole, last = run.metrics
+    assert sizes[:-1] == [32] * len(whole)
+    assert 0 < sizes[-1] < 32
+    passed = last["rollout/filter_pass_rate"] * last["rollout/filter_prompts_seen"]
+    assert passed == pytest.approx(sizes[-1] / 4)
+    assert sum(line["rollout/filter_prompts_seen"] for line in run.metrics) == 62
+    assert max(line["rollout/filter_rounds"] for line in run.metrics) > 1
+    for line in whole:
+        # Eight prompts passed, of so many that were tried.
+        assert line["rollout/filter_pass_rate"] == pytest.approx(8 / line["rollout/filter_prompts_seen"])
+    for file in (run.run_dir / "rollouts").glob("*.parquet"):
+        samples = Batch.load(file)
+        means = [part["score"].mean() for part in samples.group_by("prompt_id").values()]
+        assert all(0.3 < mean < 0.7 for mean in means)
+
+
+def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happened(
+    recipe: str, options: list[str], local: dict[str, RunFolder], ray_address: str, tmp_path: Path
+) -> None:
+    given = [*options, *LONG, *FILTERED[recipe]]
+    run = Run(recipe, ray_address, tmp_path / "run", *given)
+    if recipe == "grpo":  # the other has the same roles
+        run.wait_for_step(1)
+        os.kill(run.pids()["rollout-0"], signal.SIGKILL)
+        run.wait_until(lambda: len(run.starts()["rollout-0"]) == 2)
+    run.wait_until((run.run_dir / "checkpoints/step_2").is_dir, pause=0.01)
+    run.process.kill()
+    run.process.wait(10)
+    pids = list(run.pids().values())
+    assert len(pids) == 3
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    happened = [event["kind"] for event in events if event["event"] == "job"]
+    assert happened == (["start", "lost", "replaced"] if recipe == "grpo" else ["start"])
+
+    again = Run(recipe, ray_address, tmp_path / "run", *given).wait()
+    assert again.code == 0, again.err
+    undisturbed = local["long"]
+    assert again.summary["resumed_from"] in (2, 4)
+    assert again.summary["steps"] == undisturbed.summary["steps"]
+    assert again.summary["score"] == undisturbed.summary["score"]
+    assert again.learnt() == undisturbed.learnt()
+    ours, theirs = again.weights(), undisturbed.weights()
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in ours.items() if not tensor.equal(theirs[name])] == []
+    assert again.left_behind() == []
