@@ -79,8 +79,8 @@ class Checkpoints:
             probe.rmdir()
         except OSError as error:
             raise ValueError(
-                f"checkpoints cannot be written to {self.folder}: {error.strerror or error}; set another ckpt_path or "
-                "run_dir"
+                f"checkpoints cannot be written to {self.folder}: {error.strerror or error}; set another checkpoint "
+                "folder, or run_dir"
             ) from error
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
@@ -310,7 +310,10 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
-IGNORED_CHANGES = ("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run")
+IGNORED_CHANGES = (
+    *("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run", "print_config"),
+    *("checkpoint.path", "checkpoint.export_path"),
+)
 """Options that may differ from those of a checkpoint without being worth a word."""
 
 
@@ -514,7 +517,12 @@ def _disk_fault(error: Exception, folder: Path) -> _Fault | None:
     if code in _NO_SPACE:
         # On a full disk this shows what was left over, under a quota that the disk is not the limit.
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-        return _Fault(f"{reason} ({free / 1e6:.0f} MB free)", "free space, or set ckpt_path")
+        return _Fault(f"{reason} ({free / 1e6:.0f} MB free)", "free space, or set another checkpoint folder")
     if code == errno.EFBIG:
-        return _Fault(reason, "raise the limit for a file (ulimit -f), or set ckpt_path")
-    return _Fault(reason, "make it writable, or set ckpt_path" if code in _NOT_OURS else "check it, or set ckpt_path")
+        return _Fault(reason, "raise the limit for a file (ulimit -f), or set another checkpoint folder")
+    return _Fault(
+        reason,
+        "make it writable, or set another checkpoint folder"
+        if code in _NOT_OURS
+        else "check it, or set another checkpoint folder",
+    )

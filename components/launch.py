@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from components.checkpoint import check_resume
-from components.tracking import EventLog, finish_summary, open_run_folder
+from components.tracking import EventLog, config_text, finish_summary, open_run_folder, redact
 
 STOP_GRACE_S = 600.0
 """Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
@@ -29,6 +29,16 @@ def threads_each(workers: int) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
     return max(1, cores // workers)
+
+
+def printed(config: Any, named: Collection[str]) -> str:
+    """A configuration as YAML that `--config` reads: without the options that only print, and without the folder of the
+    run unless it is among the options that were named.
+    """
+    options = dict(redact(config))
+    for name in ("print_config", "dry_run", *(() if "run_dir" in named else ("run_dir",))):
+        options.pop(name, None)
+    return config_text(options)
 
 
 class Result(Protocol):
@@ -50,13 +60,13 @@ class Submittable(Protocol):
     def submit(self, job_name: str = ..., **options: Any) -> Any: ...
 
 
-def open_run(run_dir: str, resume: str, checkpoints: Path | None, plan: str) -> Path:
+def open_run(run_dir: str, resume: str, checkpoints: str | None, plan: str) -> Path:
     """Make or open the folder of a run, see that it can go on from where `resume` says, and write its plan down.
 
     Args:
         run_dir: the folder.
         resume: as in RunOptions.
-        checkpoints: folder of the step folders; None: run_dir/checkpoints.
+        checkpoints: folder of the step folders, `~` is allowed; None: run_dir/checkpoints.
         plan: the text of plan.json.
 
     Returns:
@@ -66,7 +76,7 @@ def open_run(run_dir: str, resume: str, checkpoints: Path | None, plan: str) -> 
         ValueError: it cannot be; the message says what to set.
     """
     folder = open_run_folder(run_dir, resume)
-    check_resume(resume, checkpoints or folder / "checkpoints")
+    check_resume(resume, Path(checkpoints).expanduser() if checkpoints else folder / "checkpoints")
     (folder / "plan.json").write_text(plan, encoding="utf-8")
     return folder
 
@@ -79,6 +89,7 @@ def run_job(
     seed: int,
     backend: str,
     began: float,
+    job_name: str = "",
     lines: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None,
 ) -> int:
@@ -91,6 +102,7 @@ def run_job(
         seed: for the summary.
         backend: "ray" or "local".
         began: seconds since the epoch at which the user started it.
+        job_name: its name in messages. Default: the recipe.
         lines: what a person should read before it starts.
         seconds: what took time before it starts, as summary.json names it.
 
@@ -100,7 +112,9 @@ def run_job(
     for line in (f"run folder {run_dir}", *lines):
         print(f"{recipe}: {line}", flush=True)
     events = EventLog(run_dir / "events.jsonl")
-    result: Result = job.submit(recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events])
+    result: Result = job.submit(
+        job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events]
+    )
     events.close()
     finish_summary(
         run_dir,

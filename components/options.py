@@ -152,7 +152,7 @@ class RewardOptions:
     timeout_s: float = 60.0
     """Seconds that reward code may take over one answer, before it is counted as failed."""
     max_failed_share: float = 0.1
-    """Share of a batch's answers that may fail (or two, if that is more); above it the run stops."""
+    """Share of a batch's answers that may fail (or two, if that is more and not all); above it the run stops."""
     url_timeout_s: float = 180.0
     """Seconds that a reward server may take over one request; a request is tried five times."""
     url_batch_size: int = 64

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
+from components.data.stream import SampleStream
 
 
 class Saved(Protocol):
@@ -71,6 +72,7 @@ class RunCheckpoints:
     def __init__(
         self,
         checkpoints: Checkpoints,
+        stream: SampleStream[Any],
         parts: Mapping[str, Stateful],
         write: Callable[[Path], object],
         *,
@@ -82,8 +84,9 @@ class RunCheckpoints:
         """
         Args:
             checkpoints: the step folders.
-            parts: what of the trainer a checkpoint holds, by name; its "stream" knows the step. Those that are made
-                from what `load` returns are added to `self.parts` after it.
+            stream: of the run, which knows its step.
+            parts: what else of the trainer a checkpoint holds, by name. Those that are made from what `load` returns
+                are added to `self.parts` after it.
             write: lets the roles fill a step's folder with what they hold.
             every: steps between two of them; -1: only when `save` is called, or a step is the best.
             config: the options of this run, without keys and tokens.
@@ -91,24 +94,25 @@ class RunCheckpoints:
             say: shows a line to the user.
         """
         self.store = checkpoints
-        self.parts: dict[str, Saved] = dict(parts)
-        self._loaded = dict(parts)
+        self._stream = stream
+        self._loaded: dict[str, Stateful] = {"stream": stream, **parts}
+        self.parts: dict[str, Saved] = dict(self._loaded)
         self._write = write
         self._every = every
         self._config = config
         self._run_id = run_id
         self._say = say
         self._failed = 0
-        self.saved_step = 0
-        """The step of the newest checkpoint; 0 when there is none."""
+        self._saved_step = 0  # of the newest checkpoint of this run; 0 when there is none
         self.metrics: dict[str, float] = {}
         """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `checkpoint/failed`."""
 
-    def load(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
         """Set the parts to where a checkpoint was written; None when there is none to go on from.
 
         Args:
             resume: as in RunOptions.
+            left: counts the steps that are left, once the parts are set; None: the stream has its number of steps.
 
         Returns:
             The step's folder, for the roles, and the state of all parts, of those that are made later too.
@@ -128,33 +132,40 @@ class RunCheckpoints:
             )
         for name, part in self._loaded.items():
             part.load_state_dict(saved[name])
-        self.saved_step = saved["stream"]["step"]
-        self._say(f"goes on after step {self.saved_step}, from {folder}")
+        stream = self._stream
+        if left is not None:
+            stream.steps = stream.step + left()
+        # What another run has saved is not yet in the folder of this one.
+        self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
+        self._say(f"goes on after step {stream.step} of {stream.steps}, from {folder}")
         for line in changed_options(saved["config"], self._config):
             self._say(f"changed since that checkpoint: {line}")
         return folder, saved
 
-    def save_when_due(self, step: int, is_best: bool = False) -> None:
+    def save_when_due(self, is_best: bool = False) -> None:
         """Write a checkpoint every so many steps, and of the best step; one that fails is said and counted."""
         self.metrics = {}
-        if not is_best and (self._every < 1 or step % self._every):
+        if not is_best and (self._every < 1 or self._stream.step % self._every):
             return
         began = time.monotonic()
         try:
-            self.save(step)
+            self.save()
             if is_best:
-                self.store.mark_best(step)
+                self.store.mark_best(self._stream.step)
         except CheckpointError as error:
             self._failed += 1
             self._say(f"warning: {error}; the training goes on")
         self.metrics = {"timing_s/checkpoint": time.monotonic() - began, "checkpoint/failed": float(self._failed)}
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint of the step that was finished last.
+    def save(self) -> None:
+        """Write a checkpoint of the step that was finished last, if there is none yet.
 
         Raises:
             CheckpointError: the disk does not take it.
         """
+        step = self._stream.step
+        if step == self._saved_step:
+            return
         state = {name: part.state_dict() for name, part in self.parts.items()}
         self.store.save(step, state | {"run_id": self._run_id, "config": self._config}, self._write)
-        self.saved_step = step
+        self._saved_step = step

@@ -128,7 +128,7 @@ def _default(schema: type, key: str) -> Any:
 def _meanings(schema: type) -> dict[str, str]:
     """The string under each field of a dataclass, which Python itself does not keep."""
     bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
-    found = {name: text for base in bases for name, text in _meanings(base).items()}
+    found = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
     definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     assert isinstance(definition, ast.ClassDef)
     for pair in itertools.pairwise(definition.body):

@@ -106,12 +106,12 @@ class BenchTrainer(PPOTrainer):
         blocks: list[Block] = []
         saving, start, clock = 0.0, time.time(), time.perf_counter()
         for samples in self.stream:
-            experience, took = self.make_experience(samples)
+            experience = self.make_experience(samples)
             metrics = self.train(experience)
-            is_best = self.record(experience, metrics | took)
+            is_best = self.record(experience, metrics)
             if tracker.on:
                 began = time.perf_counter()
-                self.save_when_due(is_best)
+                self.checkpoints.save_when_due(is_best)
                 saving += time.perf_counter() - began
             if self.stream.step % self.config.save_steps == 0:
                 now = time.perf_counter()

@@ -183,6 +183,8 @@ def played(recipe: str, folder: Path) -> list[Metrics]:
         tokenizer.save_pretrained(model)
         stored = folder / f"{recipe}.parquet"
         if not stored.exists():
+            if (folder / f"{recipe}.json").exists():
+                raise FileNotFoundError(f"{stored} is missing, and its metrics are here; take it back, or remove both")
             make_rollouts(recipe, model).save(stored)
         rollouts = Batch.load(stored)
         steps = [rollouts.select((rollouts["step"] == step).nonzero().squeeze(1)) for step in range(STEPS)]

@@ -173,7 +173,7 @@ class PromptFilter:
         filled = fill_groups(
             answer,
             wanted=wanted,
-            available=max(self._passes * len(self._prompts) - before, 0),
+            available=self._prompts.left(self._passes),
             keep=lambda samples: groups_within(samples["score"], samples["prompt_id"], self._low, self._high),
             stopped=self._stopped,
             say=lambda progress: self._say(f"step {step}: {progress}"),

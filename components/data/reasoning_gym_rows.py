@@ -187,7 +187,7 @@ def _main() -> None:
         # What the library prints is not the answer.
         with redirect_stdout(sys.stderr):
             reply = {"rows": _draw(**request)}
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         reply = {"error": str(error)}
     json.dump(reply, sys.stdout)
 

@@ -5,7 +5,6 @@ A verifier gives part of the score for all sorts of answers, garbage included, s
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import re
@@ -29,7 +28,11 @@ RUNS_ANSWERS = {
     "string_insertion",
 }
 """Tasks whose verifier hands an answer to Python's eval, itself or through sympy."""
-_OF_ARITHMETIC = {"abs", "max", "min", "pow", "round"}
+_OF_FORMULAS = {
+    *("Integral", "abs", "Abs", "sqrt", "exp", "log", "ln", "pi", "sin", "cos", "tan", "cot", "sec", "csc"),
+    *("asin", "acos", "atan", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+}
+"""The only words of more than one letter that such an answer may have."""
 
 _TUPLE, _ITEMS = "(tuple)", "(items)"
 _WARNED: set[tuple[str, str]] = set()
@@ -95,13 +98,18 @@ def _answer_in(response: str, *, many_lines: bool) -> str:
 
 
 def _is_code(answer: str) -> bool:
-    """Whether an answer says more to Python than a formula or a table does; it makes eval less of a danger, not none.
+    """Whether an answer says more to Python than a formula or a table does.
 
-    Quotes and backslashes can spell any name, and Python reads other alphabets' letters as the plain ones.
+    Only single letters, words of formulas and, for string_insertion, words of its letters A to E may be named, and
+    nothing of what they name. Quotes and backslashes can spell any name, and Python reads other alphabets' letters as
+    the plain ones.
     """
     if not answer.isascii() or "__" in answer or set(answer) & set("'\"\\{}:;@"):
         return True
-    return bool(set(re.findall(r"[A-Za-z_]\w*", answer)) & (set(dir(builtins)) - _OF_ARITHMETIC))
+    if re.search(r"\.\s*[A-Za-z_]", answer):
+        return True
+    words = {word for word in re.findall(r"[A-Za-z_]\w*", answer) if not re.fullmatch(r"[A-Za-z_]|[A-E]+", word)}
+    return bool(words - _OF_FORMULAS)
 
 
 def _read_label(label: str) -> tuple[str, str, dict[str, Any]]:

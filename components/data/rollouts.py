@@ -131,6 +131,7 @@ def rollout_metrics(samples: Batch, low: float | None = None, high: float | None
     Returns:
         reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged ones; where prompts have several
         answers `group_std`, and `zero_variance_share` of answers whose prompt's answers all earned the same.
+        actor/: `kl_to_reference` in nats, where there is one.
         rollout/: `response_length` in tokens, `truncated_share`, `logprob_gap_mean` and `_max` in nats, and the
         `mismatch_metrics`.
     """
@@ -153,6 +154,8 @@ def rollout_metrics(samples: Batch, low: float | None = None, high: float | None
         mismatch = mismatch_metrics(*columns, samples.lengths, low=low, high=high)
         mismatch |= {"logprob_gap_mean": float(gap_N.mean()), "logprob_gap_max": float(gap_N.max())}
         metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
+        if "reference_logprob" in samples:
+            metrics["actor/kl_to_reference"] = float((samples["logprob"] - samples["reference_logprob"])[mask_N].mean())
     logged = [name for name in samples.names if name.startswith("log_")]
     return metrics | {f"reward/{name.removeprefix('log_')}": float(samples[name].mean()) for name in logged}
 

@@ -161,7 +161,7 @@ class WordTask(Task):
     max_response_tokens = 20
     clean_share = 0.7
     # Small batches at a high rate: sums are learnt by the number of steps.
-    lessons = Lessons(steps=420, batch_size=32, learning_rate=3e-3)
+    lessons = Lessons(steps=700, batch_size=32, learning_rate=3e-3)
     largest: ClassVar[int] = 15
     largest_change: ClassVar[int] = 5
     """What is added or taken away is at most this: a table of sums that a small model learns in a minute."""
@@ -203,10 +203,12 @@ class WordTask(Task):
         return prompt, f"{' '.join(sums)} #### {total}"
 
     def demonstrate(self, label: str, rng: random.Random) -> str:
-        """Leave the sums or the `####` out, or both."""
+        """Leave the sums out, or say `so` for `####`, or both."""
         sums, _, answer = label.partition(" #### ")
         reasons, marks = rng.random() < self.reasoning_share, rng.random() < self.marking_share
-        return f"{sums} " * reasons + "#### " * marks + answer
+        # Without a word in place of the mark, a first digit could begin a sum or be the answer, and a sampled response
+        # would take the one for the other.
+        return f"{sums} " * reasons + f"{'####' if marks else 'so'} {answer}"
 
     def score(self, response: str, label: str) -> float:
         """Give 1.0 when the response ends in `####` and the label's number; the last `####` counts.

@@ -300,8 +300,9 @@ def keep_freed_memory() -> None:
     if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)
-    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        library.mallopt(option, 2**30)
+    # Older versions refuse more than 32 MB. Only then the other: alone it would freeze this one where it is.
+    if library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_THRESHOLD, 2**25):
+        library.mallopt(_TRIM_THRESHOLD, 2**30)
 
 
 @contextlib.contextmanager

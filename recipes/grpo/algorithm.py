@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import token_logprobs
+from components.engines.shared_prompts import answer_logprobs
 from components.rl import advantages, policy_losses
-from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
+from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.correction import importance_weights
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
@@ -52,7 +52,7 @@ def corrections(samples: Batch, config: GRPOConfig) -> Tensor:
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:
     """The clipped surrogate, and the KL to the starting policy where it has a weight."""
     own, mask_N = config.algorithm, micro["action_mask"]
-    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = answer_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     weight_N = micro["correction"] if own.correction != "none" else None
     tokens, longest = surrogate(output.logprob_N, micro, config), config.rollout.max_new_tokens
@@ -66,7 +66,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
     if not config.needs_reference:
         return LossOutput(policy.loss, policy.metrics | metrics)
     kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, own.kl_estimator)
-    kl = token_mean(kl_N, mask_N, totals.tokens)
+    kl = aggregate(kl_N, mask_N, micro.lengths, totals, own.loss_aggregation, longest)
     return LossOutput(policy.loss + own.kl_coef * kl, policy.metrics | metrics | {"kl_loss": kl.detach()})
 
 
@@ -86,5 +86,6 @@ def minibatches(count: int, config: GRPOConfig, step: int) -> list[Tensor]:
     order: list[Tensor] = []
     for epoch in range(config.epochs):
         shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
-        order += torch.from_numpy(shuffled).tensor_split(min(config.minibatches, count))
+        # All of the same size, but at the end of filtered data, where a step of a few answers would move as far.
+        order += torch.from_numpy(shuffled).tensor_split(max(round(count / config.minibatch_size), 1))
     return order

@@ -1,10 +1,13 @@
 """Every option of the recipe, in groups. `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from components.data.rewards import check_reward
+from components.data.scorers import default_scorer
 from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig, TrainOptions
 from components.options import (
     CheckpointOptions,
@@ -15,7 +18,6 @@ from components.options import (
     RewardOptions,
     RunOptions,
     new_run_dir,
-    task_of,
 )
 from core import ConfigError
 
@@ -33,6 +35,13 @@ class RolloutOptions:
     max_rows: int = 512
     """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
 
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
+        for name in ("max_new_tokens", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}; set it to at least 1")
+
 
 @dataclass(kw_only=True)
 class AlgorithmOptions:
@@ -45,14 +54,16 @@ class AlgorithmOptions:
     clip_high: float = 0.2
     """And at 1 plus this; more than clip_low is DAPO's clip-higher."""
     ratio: Literal["token", "sequence"] = "token"
-    """Whose ratio is clipped: each token's, or the geometric mean over the answer (GSPO)."""
+    """Whose ratio is clipped: each token's, or the geometric mean over the answer (GSPO, whose aggregation and much
+    smaller clip range are in gspo.yaml)."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
     """How tokens are weighed: each the same (DAPO), each answer the same (the first GRPO), or each answer's sum,
     divided by rollout.max_new_tokens with -norm (Dr. GRPO)."""
     kl_coef: float = 0.0
-    """Weight of the KL to the starting policy in the loss. 0: no reference role is started."""
+    """Weight of the KL to the starting policy in the loss, aggregated as the loss is. 0: no reference role is
+    started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
     filter_range: tuple[float, float] | None = None
@@ -66,7 +77,8 @@ class AlgorithmOptions:
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
     correction_range are cut to it (tis), or 0 (icepop)."""
     correction_range: tuple[float, float] = (0.5, 5.0)
-    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share in any case."""
+    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
+    where a step has several optimizer steps."""
 
 
 @dataclass(kw_only=True)
@@ -84,6 +96,12 @@ class PlacementOptions:
     """Engines that sample. Default: as for the actor."""
     references: int | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the actor."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"placement.{name}={value}; set it to at least 1, or leave it out")
 
 
 @dataclass(kw_only=True)
@@ -129,9 +147,15 @@ class GRPOConfig(RunOptions):
                 f"minibatches={self.minibatches} does not divide a step's {answers} answers (prompts_per_step="
                 f"{self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}); set a divisor"
             )
+        if answers < (self.placement.actor_ranks or 1):
+            raise ConfigError(
+                f"a step has {answers} answers, fewer than placement.actor_ranks={self.placement.actor_ranks}; raise "
+                "prompts_per_step, or lower the other"
+            )
+        if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
+            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
         check_reward(self.reward_source)
         self._check_algorithm()
-        self.sampling(step=1)  # the engines' own checks, before they start
 
     def _check_algorithm(self) -> None:
         own, (low, high) = self.algorithm, self.algorithm.correction_range
@@ -140,10 +164,12 @@ class GRPOConfig(RunOptions):
                 f"the ratio cannot be clipped to 1 - {own.clip_low} and 1 + {own.clip_high}; set algorithm.clip_low "
                 "from 0 to 1, and algorithm.clip_high to 0 or more"
             )
-        if own.kl_coef < 0:
+        if not 0 <= own.kl_coef < math.inf:
             raise ConfigError(f"algorithm.kl_coef={own.kl_coef}; set it to 0 or more")
         if own.filter_range and not own.filter_range[0] < own.filter_range[1]:
             raise ConfigError(f"algorithm.filter_range={own.filter_range}; set two scores, the lower first")
+        if not own.overlong_penalty >= 0:
+            raise ConfigError(f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more")
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= self.rollout.max_new_tokens:
             raise ConfigError(
                 f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens="
@@ -155,7 +181,7 @@ class GRPOConfig(RunOptions):
     @property
     def reward_source(self) -> str:
         """Where rewards come from: what was named, else the scorer of the task that the data are of."""
-        source = self.reward.source or task_of(self.data.path)
+        source = self.reward.source or default_scorer(self.data.path)
         if source is None:
             raise ConfigError(
                 f"data.path={self.data.path} names no task with a reward of its own; set reward.source to a scorer, a "
@@ -184,6 +210,11 @@ class GRPOConfig(RunOptions):
         return self.minibatches * self.epochs > 1 or self.algorithm.correction != "none"
 
     @property
+    def minibatch_size(self) -> int:
+        """Answers of one optimizer step."""
+        return self.prompts_per_step * self.samples_per_prompt // self.minibatches
+
+    @property
     def groups(self) -> int:
         """Roles that hold the policy."""
         return 3 if self.needs_reference else 2
@@ -204,6 +235,23 @@ class GRPOConfig(RunOptions):
             f"of {answers // self.minibatches} answers, in micro-batches of at most {self.train.max_tokens} tokens"
             + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
         )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        own = self.algorithm
+        idle = [
+            (own.overlong_buffer is None, "algorithm.overlong_penalty", "algorithm.overlong_buffer is not set"),
+            (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
+            (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
+            (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+        ]
+        found = [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
+        if own.filter_range and self.train.lr_scheduler != "constant":
+            found.append(
+                "the schedule of the learning rate is that of the most steps that there can be; filtering ends "
+                "the run before it"
+            )
+        return found
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the answers of a step are drawn; evaluations name a temperature of their own."""

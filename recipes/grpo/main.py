@@ -5,9 +5,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, run_job, threads_each
+from components.launch import STOP_GRACE_S, open_run, printed, run_job, threads_each
 from components.options import check_prompts
-from components.tracking import config_text, redact
+from components.tracking import redact
 from components.warm_start import resolve_model
 from core import ConfigError, Job, RLJobBuilder, Role, describe_options, given_options, load_config
 from core.placement import detect_devices
@@ -17,22 +17,26 @@ from .config import RECIPE, GRPOConfig
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
-def read_config(arguments: list[str]) -> GRPOConfig:
-    """The configuration. Without a model of the user's own it starts from the tiny preset."""
+def asked_config(arguments: list[str]) -> GRPOConfig:
+    """What the user asks for. Without a model of the user's own it starts from the tiny preset."""
     own = "model.path" in given_options(GRPOConfig, arguments)
-    return resolved(load_config(GRPOConfig, arguments, files=[] if own else [PRESET]))
+    return load_config(GRPOConfig, arguments, files=[] if own else [PRESET])
 
 
-def resolved(config: GRPOConfig) -> GRPOConfig:
-    """With everything that was left to the machine filled in: precision, and how many workers each role has."""
-    gpus, wanted = detect_devices() * config.placement.nodes, config.placement
-    own = max(1, gpus if wanted.collocate else gpus // config.groups)
-    placement = replace(
-        wanted,
-        actor_ranks=wanted.actor_ranks or own,
-        rollout_engines=wanted.rollout_engines or own,
-        references=wanted.references or own,
-    )
+def read_config(arguments: list[str]) -> GRPOConfig:
+    """The same with everything that was left to the machine filled in: precision, and how many workers a role has."""
+    config = asked_config(arguments)
+    gpus, wanted = detect_devices(), config.placement
+    share = wanted.nodes * max(1, gpus if wanted.collocate else gpus // config.groups)
+    ranks = wanted.actor_ranks or share
+    other = ranks if wanted.collocate else share
+    engines, references = wanted.rollout_engines or other, wanted.references or other
+    if gpus and wanted.collocate and not ranks == engines == (references if config.needs_reference else ranks):
+        raise ConfigError(
+            f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up on "
+            "shared GPUs; set them to the same number, or placement.collocate=false"
+        )
+    placement = replace(wanted, actor_ranks=ranks, rollout_engines=engines, references=references)
     auto = config.train.precision == "auto"
     precision = ("bf16" if gpus else "fp32") if auto else config.train.precision
     return replace(config, placement=placement, train=replace(config.train, precision=precision))
@@ -77,15 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(GRPOConfig))
         return 0
     try:
-        config = read_config(arguments)
+        config, given = read_config(arguments), given_options(GRPOConfig, arguments)
         job = build_job(config)
         job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.print_config or config.dry_run:
-            print(config_text(config) if config.print_config else plan)
+            print(printed(asked_config(arguments), given) if config.print_config else plan)
             return 0
         check_inputs(config)
-        run_dir = open_run(config.run_dir, config.resume, config.checkpoint_folder, plan)
+        run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan)
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
@@ -98,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=config.seed,
         backend=config.backend,
         began=began,
-        lines=[describe(config, job)],
+        lines=[describe(config, job), *config.notes(given)],
         seconds={"warm_start": time.time() - began},
     )
 

@@ -58,7 +58,7 @@ class GRPOTrainer(BaseTrainer):
             metrics = self.update(experience)
             self.sync_weights()
             is_best = self.record(experience, metrics)
-            self.checkpoints.save_when_due(self.stream.step, is_best)
+            self.checkpoints.save_when_due(is_best)
         self.finish()
 
     # --- the stages
@@ -90,17 +90,15 @@ class GRPOTrainer(BaseTrainer):
 
     def look_back(self, samples: Batch) -> Batch:
         """Add what policy and reference say about the answers, before anything is learnt from them."""
-        tokens, views = samples.only("tokens"), []
+        tokens = samples.only("tokens")
         with self.clock.phase("logprobs"):
-            if self.config.looks_back:
-                views.append(self.RG_ACTOR.logprobs(tokens))
-            if self.config.takes_turns:
-                views = [view.result() for view in views]
+            views = [self.RG_ACTOR.logprobs(tokens)] if self.config.looks_back else []
+            for view in views if self.config.takes_turns else ():
+                view.result()  # so that the reference has the cores for itself
             if self.config.needs_reference:
                 views.append(self.RG_REFERENCE.logprobs(tokens))
             for view in views:
-                found: Batch = view if isinstance(view, Batch) else view.result()
-                samples = samples.with_tokens(**found.per_token)
+                samples = samples.with_tokens(**view.result().per_token)
         return samples
 
     def update(self, experience: Batch) -> dict[str, float]:
@@ -134,8 +132,7 @@ class GRPOTrainer(BaseTrainer):
 
     def finish(self) -> None:
         """Save what is not yet saved, sum up what was gained, and say where the policy is."""
-        if self.checkpoints.saved_step != self.stream.step:
-            self.checkpoints.save(self.stream.step)
+        self.checkpoints.save()
         if len(self.stream):
             stopped = f"stopped after step {self.stream.step} of {self.stream.steps}"
             self.say(f"{stopped}; run_dir={self.config.run_dir} goes on")
@@ -181,14 +178,15 @@ class GRPOTrainer(BaseTrainer):
         )
         self.checkpoints = RunCheckpoints(
             Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
-            {"stream": self.stream, "prompts": self.prompts, "heldout": self.heldout, "progress": self.progress},
+            self.stream,
+            {"prompts": self.prompts, "heldout": self.heldout, "progress": self.progress},
             self.write,
             every=config.checkpoint.every,
             config=redact(config),
             run_id=self.run_id,
             say=self.say,
         )
-        resumed = self.checkpoints.load(config.resume)
+        resumed = self.checkpoints.load(config.resume, lambda: config.steps(self.prompts.left(config.data.passes)))
         state: dict[str, Any] = resumed[1]["tracker"] if resumed else {}
         own = {"resume_step": self.stream.step, "state": state, "code": Path(__file__).parent}
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, **config.log.sinks(), **own)
@@ -206,7 +204,6 @@ class GRPOTrainer(BaseTrainer):
             future.result()
         if resumed is None:
             return
-        self.stream.steps = self.stream.step + self.config.steps(self.prompts_left)
         for line in self.RG_ACTOR.load_state(str(resumed / "state")):
             self.say(f"not exactly as before: {line}")
         if self.progress.version:
@@ -221,11 +218,6 @@ class GRPOTrainer(BaseTrainer):
                 "raise data.max_prompt_tokens, or lower prompts_per_step"
             )
         return steps
-
-    @property
-    def prompts_left(self) -> int:
-        """Prompts that were not yet handed out, over all passes."""
-        return max(self.config.data.passes * len(self.prompts) - self.prompts.taken, 0)
 
     def prompt_filter(self) -> PromptFilter | None:
         """Dynamic sampling, where it is asked for."""

@@ -4,6 +4,9 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column speaks about token t.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from components.batch import Batch
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
-from components.rl.kl import kl_estimate
+from components.rl.kl import adapted_kl_coef, kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
@@ -160,6 +163,35 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig
     value_N, mask_N = token_values(model, micro), micro["action_mask"]
     tokens = clipped_value_loss(value_N, micro["value"], micro["return"], mask_N, clip=config.value_clip)
     return reduce_loss(tokens, mask_N, micro.lengths, totals)
+
+
+class AdaptedKL:
+    """The weight of the KL. Where it has a target, each step beyond it weighs the KL more, and each within less."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self.coef = config.init_kl_coef
+
+    def adapt(self, experience: Batch) -> None:
+        """Look at the answers that a step was trained on."""
+        target, horizon, samples = self._config.kl_target, self._config.kl_horizon, len(experience)
+        if target is not None:
+            kl = kl_to_reference(experience)
+            self.coef = adapted_kl_coef(self.coef, kl, target=target, horizon=horizon, samples=samples)
+
+    def state_dict(self) -> dict[str, float]:
+        """Give what `load_state_dict` needs."""
+        return {"coef": self.coef, "init_kl_coef": self._config.init_kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
+        if self._config.kl_target is not None and state["init_kl_coef"] == self._config.init_kl_coef:
+            self.coef = state["coef"]
+
+
+def kl_to_reference(experience: Batch) -> float:
+    """Mean over the action tokens, in nats."""
+    return float((experience["logprob"] - experience["reference_logprob"])[experience["action_mask"]].mean())
 
 
 def minibatches(experience: Batch, config: PPOConfig, step: int) -> list[Tensor]:

@@ -64,6 +64,8 @@ class PPOConfig:
     """Fixes the order of prompts, the samples, and the critic's first head."""
     dry_run: bool = False
     """Print the plan and start nothing."""
+    print_config: bool = False
+    """Print the whole configuration as YAML, and start nothing."""
     job_name: str = RECIPE
     """Name of the job in messages."""
 
@@ -674,10 +676,13 @@ class PPOConfig:
         """The engine of a rollout instance."""
         return HFRolloutConfig(dtype=self.dtype)
 
-    def sampling(self, step: int) -> SamplingConfig:
-        """How training samples of a step are drawn."""
+    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How samples of a step are drawn: those that are trained on, or at another temperature."""
         return SamplingConfig(
-            temperature=self.temperature, max_new_tokens=self.generate_max_len, seed=self.seed, step=step
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=self.generate_max_len,
+            seed=self.seed,
+            step=step,
         )
 
     def reward_settings(self) -> RewardSettings:

@@ -1,72 +1,51 @@
-"""Which rows the recipe trains and is evaluated on, and its inputs' checks. Nothing is imported here that needs torch,
-before a model of the user's own has to be looked at.
+"""What the flat options mean as the groups that recipes share, and the checks of the inputs. Nothing is imported here
+that needs torch, before a model of the user's own has to be looked at.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from components.data.prompts import PromptSource, load_rows
 from components.data.rewards import check_reward
-from components.data.scorers import get_scorer
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
+from components.options import DataOptions, EvaluationOptions, ModelOptions, check_rows, check_template
 from components.tracking import WandbConfig
 from components.warm_start import WARM_START_PREFIX
 from core import ConfigError
 
 from .config import PPOConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+
+def model_options(config: PPOConfig) -> ModelOptions:
+    """The policy's start."""
+    return ModelOptions(path=config.pretrain, chat_template=config.tokenizer_chat_template, pad_token=config.pad_token)
 
 
-def train_rows(config: PPOConfig) -> list[dict[str, Any]]:
-    """Prompts and labels to train on."""
-    return load_rows(
-        config.prompt_data,
-        config.input_key,
-        config.label_key,
-        split=config.prompt_split,
-        max_rows=config.max_samples,
-        seed=config.seed,
+def data_options(config: PPOConfig) -> DataOptions:
+    """The prompts to train on."""
+    return DataOptions(
+        path=config.prompt_data,
         probs=config.prompt_data_probs,
-    )
-
-
-def eval_rows(config: PPOConfig) -> list[dict[str, Any]]:
-    """Held-out prompts and labels; none without an eval_dataset. The same for every seed, so that runs compare."""
-    if config.eval_dataset is None:
-        return []
-    return load_rows(
-        config.eval_dataset,
-        config.input_key,
-        config.label_key,
-        split=config.eval_split,
-        heldout=True,
-        max_rows=config.max_eval_samples,
-    )
-
-
-def open_tokenizer(config: PPOConfig, path: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model, with the chat template and the pad token that the configuration gives it."""
-    return load_tokenizer(path, chat_template=config.tokenizer_chat_template, pad_token=config.pad_token)
-
-
-def prompt_source(
-    rows: list[dict[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
-    config: PPOConfig,
-    shuffle: bool,
-    max_prompt_tokens: int | None,
-) -> PromptSource:
-    """Prompts as token ids."""
-    return PromptSource(
-        rows,
-        tokenizer,
-        config.seed,
-        shuffle=shuffle,
+        split=config.prompt_split,
+        input_key=config.input_key,
+        label_key=config.label_key,
         apply_chat_template=config.apply_chat_template,
         input_template=config.input_template,
-        max_prompt_tokens=max_prompt_tokens,
+        max_rows=config.max_samples,
+        max_prompt_tokens=config.prompt_max_len,
+        passes=config.num_episodes,
+    )
+
+
+def evaluation_options(config: PPOConfig) -> EvaluationOptions:
+    """The held-out prompts."""
+    return EvaluationOptions(
+        path=config.eval_dataset,
+        split=config.eval_split,
+        max_rows=config.max_eval_samples,
+        every=config.eval_steps,
+        temperature=config.eval_temperature,
+        samples_per_prompt=config.eval_n_samples_per_prompt,
+        best_metric=config.best_eval_metric_key,
     )
 
 
@@ -85,14 +64,8 @@ def check_inputs(config: PPOConfig) -> None:
             _check_model(option, path, config.normalize_reward)
         if config.reward_code is not None:
             check_reward(config.reward_code)
-        rows = train_rows(config)
-        heldout = eval_rows(config)
-        if config.scorer is not None:
-            # A label that the scorer cannot read is a wrong label_key; one row shows it.
-            for row in (rows[0], *heldout[:1]):
-                get_scorer(config.scorer)("", str(row["label"]))
-        if not config.pretrain.startswith(WARM_START_PREFIX):
-            _check_tokenizer(config, rows)
+        rows = check_rows(data_options(config), evaluation_options(config), config.scorer or "", config.seed)
+        _check_tokenizer(config, rows)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if config.steps(len(rows)) < 1:
@@ -118,11 +91,12 @@ def _check_model(option: str, path: str, normalize: bool) -> None:
 
 
 def _check_tokenizer(config: PPOConfig, rows: list[dict[str, Any]]) -> None:
-    tokenizer = open_tokenizer(config, config.pretrain)
-    # One prompt shows whether template and tokenizer fit together; the trainer reads them all.
-    prompt_source(rows[:1], tokenizer, config, shuffle=False, max_prompt_tokens=None)
+    model = model_options(config)
+    check_template(model, data_options(config), rows, config.seed)
+    if config.pretrain.startswith(WARM_START_PREFIX):
+        return
     for path in config.reward_models:
-        if not same_vocabulary(tokenizer, load_tokenizer(path, pad_token=config.pad_token)):
+        if not same_vocabulary(model.tokenizer(), load_tokenizer(path, pad_token=config.pad_token)):
             raise ConfigError(
                 f"reward_pretrain={path} has another vocabulary than pretrain={config.pretrain}, so it would read "
                 "other words; serve it, and give its remote_rm_url"

@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint import check_resume
-from components.tracking import EventLog, finish_summary, open_run_folder, redact
+from components.launch import STOP_GRACE_S, open_run, printed, run_job
+from components.tracking import redact
 from components.warm_start import resolve_model
 from core import Job, RLJobBuilder, Role, describe_options, given_options, load_config
 
@@ -15,8 +15,6 @@ from .data import check_inputs
 from .layout import resolved
 
 PRESET = Path(__file__).parent / "tiny.yaml"
-STOP_GRACE_S = 600.0
-"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
 
 def read_config(arguments: list[str]) -> PPOConfig:
@@ -72,48 +70,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(PPOConfig))
         return 0
     try:
-        config = resolved(read_config(arguments))
-        notes = config.notes(given_options(PPOConfig, arguments))
+        asked, given = read_config(arguments), given_options(PPOConfig, arguments)
+        config, notes = resolved(asked), asked.notes(given)
         job = build_job(config)
         job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.dry_run:
-            print(plan)
+        if config.print_config or config.dry_run:
+            print(printed(asked, given) if config.print_config else plan)
             print("".join(f"{RECIPE}: {note}\n" for note in notes), end="", file=sys.stderr)
             return 0
         check_inputs(config)
-        run_dir = open_run_folder(config.run_dir, config.resume)
-        config = replace(config, run_dir=str(run_dir))
-        check_resume(config.resume, config.checkpoint_dir)
-        (run_dir / "plan.json").write_text(plan, encoding="utf-8")
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = replace(config, pretrain=resolve_model(config.pretrain))
-    warm_start = time.time() - began
-    for line in (f"run folder {run_dir}", describe(config, job), *notes):
-        print(f"{RECIPE}: {line}", flush=True)
-    events = EventLog(run_dir / "events.jsonl")
-    result = job.submit(
-        config.job_name, backend=config.backend, log_dir=run_dir / "logs", began=began, observers=[events]
-    )
-    events.close()
-    finish_summary(
-        run_dir,
-        result.status,
-        result.error or None,
+    job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
+    return run_job(
+        job,
         recipe=RECIPE,
+        run_dir=run_dir,
         seed=config.seed,
-        peak_memory_bytes=result.peak_memory_bytes,
-        seconds={"warm_start": warm_start},
-        attempts=result.attempt,
+        backend=config.backend,
+        began=began,
+        job_name=config.job_name,
+        lines=[describe(config, job), *notes],
+        seconds={"warm_start": time.time() - began},
     )
-    if result.output and result.status == "failed":
-        print(result.output, file=sys.stderr)
-    if result.status != "finished":
-        logs = f"; logs in {run_dir / 'logs'}" if config.backend == "ray" else ""
-        print(f"{RECIPE}: {result.status}: {result.error}{logs}", file=sys.stderr)
-    return result.exit_code
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Every option of the recipe, in groups. `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from components.data.rewards import check_reward
+from components.data.scorers import default_scorer
 from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig, TrainOptions
 from components.options import (
     CheckpointOptions,
@@ -15,7 +18,6 @@ from components.options import (
     RewardOptions,
     RunOptions,
     new_run_dir,
-    task_of,
 )
 from core import ConfigError
 
@@ -32,6 +34,13 @@ class RolloutOptions:
     """Tokens of an answer, at most, the end token included."""
     max_rows: int = 512
     """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
+        for name in ("max_new_tokens", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}; set it to at least 1")
 
 
 @dataclass(kw_only=True)
@@ -74,6 +83,12 @@ class PlacementOptions:
     references: int | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the actor."""
 
+    def __post_init__(self) -> None:
+        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"placement.{name}={value}; set it to at least 1, or leave it out")
+
 
 @dataclass(kw_only=True)
 class ReinforceConfig(RunOptions):
@@ -114,9 +129,15 @@ class ReinforceConfig(RunOptions):
                 f"minibatches={self.minibatches} does not divide a step's {answers} answers (prompts_per_step="
                 f"{self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}); set a divisor"
             )
+        if answers < (self.placement.actor_ranks or 1):
+            raise ConfigError(
+                f"a step has {answers} answers, fewer than placement.actor_ranks={self.placement.actor_ranks}; raise "
+                "prompts_per_step, or lower the other"
+            )
+        if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
+            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
         check_reward(self.reward_source)
         self._check_algorithm()
-        self.sampling(step=1)  # the engines' own checks, before they start
 
     def _check_algorithm(self) -> None:
         own = self.algorithm
@@ -132,7 +153,7 @@ class ReinforceConfig(RunOptions):
             )
         if not 0 <= own.gamma <= 1:
             raise ConfigError(f"algorithm.gamma={own.gamma}; set a discount from 0 to 1")
-        if own.kl_coef < 0:
+        if not 0 <= own.kl_coef < math.inf:
             raise ConfigError(f"algorithm.kl_coef={own.kl_coef}; set it to 0 or more")
         if not own.reward_range[0] < own.reward_range[1]:
             raise ConfigError(f"algorithm.reward_range={own.reward_range}; set two rewards, the lower first")
@@ -140,7 +161,7 @@ class ReinforceConfig(RunOptions):
     @property
     def reward_source(self) -> str:
         """Where rewards come from: what was named, else the scorer of the task that the data are of."""
-        source = self.reward.source or task_of(self.data.path)
+        source = self.reward.source or default_scorer(self.data.path)
         if source is None:
             raise ConfigError(
                 f"data.path={self.data.path} names no task with a reward of its own; set reward.source to a scorer, a "
@@ -188,6 +209,15 @@ class ReinforceConfig(RunOptions):
             f"of {answers // self.minibatches} answers, in micro-batches of at most {self.train.max_tokens} tokens"
             + (f"; the last {unused} prompts fill no step and are not used" if unused else "")
         )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        idle = [
+            (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
+            (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
+            (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+        ]
+        return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the answers of a step are drawn; evaluations name a temperature of their own."""

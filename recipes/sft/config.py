@@ -22,6 +22,8 @@ class SFTConfig:
     """Fixes the order of the demonstrations, and a new model's first weights."""
     dry_run: bool = False
     """Print the plan and start nothing."""
+    print_config: bool = False
+    """Print the whole configuration as YAML, and start nothing."""
     job_name: str = RECIPE
     """Name of the job in messages."""
 

@@ -5,18 +5,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint import check_resume
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.hub import find_model
-from components.tracking import EventLog, finish_summary, open_run_folder, redact
+from components.launch import STOP_GRACE_S, open_run, printed, run_job
+from components.tracking import redact
 from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
 
 from .config import RECIPE, SFTConfig
 
 PRESET = Path(__file__).parent / "tiny.yaml"
-STOP_GRACE_S = 600.0
-"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
 
 def read_config(arguments: list[str]) -> SFTConfig:
@@ -61,39 +59,24 @@ def main(arguments: list[str] | None = None) -> int:
         job = build_job(config)
         job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.dry_run:
-            print(plan)
+        if config.print_config or config.dry_run:
+            print(printed(config, given_options(SFTConfig, arguments)) if config.print_config else plan)
             return 0
         check_inputs(config)
-        run_dir = open_run_folder(config.run_dir, config.resume)
-        config = replace(config, run_dir=str(run_dir))
-        check_resume(config.resume, config.checkpoint_dir)
-        (run_dir / "plan.json").write_text(plan, encoding="utf-8")
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    print(f"{RECIPE}: run folder {run_dir}", flush=True)
-    job.config = config
-    events = EventLog(run_dir / "events.jsonl")
-    result = job.submit(
-        config.job_name, backend=config.backend, log_dir=run_dir / "logs", began=began, observers=[events]
-    )
-    events.close()
-    finish_summary(
-        run_dir,
-        result.status,
-        result.error or None,
+    job.config = replace(config, run_dir=str(run_dir))
+    return run_job(
+        job,
         recipe=RECIPE,
+        run_dir=run_dir,
         seed=config.seed,
-        peak_memory_bytes=result.peak_memory_bytes,
-        attempts=result.attempt,
+        backend=config.backend,
+        began=began,
+        job_name=config.job_name,
     )
-    if result.output and result.status == "failed":
-        print(result.output, file=sys.stderr)
-    if result.status != "finished":
-        logs = f"; logs in {run_dir / 'logs'}" if config.backend == "ray" else ""
-        print(f"{RECIPE}: {result.status}: {result.error}{logs}", file=sys.stderr)
-    return result.exit_code
 
 
 if __name__ == "__main__":

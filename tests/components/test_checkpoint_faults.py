@@ -172,7 +172,7 @@ def test_a_file_outside_that_write_could_not_use_is_named(tmp_path: Path) -> Non
     box = Checkpoints(tmp_path / "checkpoints")
     message = (
         f"^checkpoint of step 6 could not be written to {box.folder}: Is a directory: {tmp_path}; there is no whole "
-        "one yet; check it, or set ckpt_path$"
+        "one yet; check it, or set another checkpoint folder$"
     )
     with pytest.raises(CheckpointError, match=message):
         box.save(6, {}, lambda folder: tmp_path.write_text("a second place for the model"))
@@ -239,12 +239,10 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
         # Four pages for the model, one for trainer.json, one for the name.
         assert result["saved"] == [6]
         assert len(result["said"]) == 6
-        reason = "No space left on device (0 MB free); the last whole one is step_1; free space, or set ckpt_path"
+        reason = "No space left on device (0 MB free); the last whole one is step_1; free space"
     else:
-        reason = (
-            "File too large; the last whole one is step_1; raise the limit for a file (ulimit -f), or set ckpt_path"
-        )
-    assert result["said"][0] == start + reason
+        reason = "File too large; the last whole one is step_1; raise the limit for a file (ulimit -f)"
+    assert result["said"][0] == f"{start}{reason}, or set another checkpoint folder"
 
 
 def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: Path) -> None:
@@ -284,12 +282,12 @@ def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: 
     assert torch_said.startswith(
         f"checkpoint of step 2 could not be written to {run}: torch could not write its file ("
     )
-    assert torch_said.endswith(" MB free); the last whole one is step_1; free space, or set ckpt_path")
+    assert torch_said.endswith(" MB free); the last whole one is step_1; free space, or set another checkpoint folder")
     reason = "No space left on device (" if result["full"] else "File too large; the last whole one is step_1"
     assert safetensors_said.startswith(f"checkpoint of step 2 could not be written to {run}: {reason}")
     marked = (
         f"step 1 could not be marked as the best in {run}: No space left on device (0 MB free); the last whole one is "
-        "step_1; free space, or set ckpt_path"
+        "step_1; free space, or set another checkpoint folder"
     )
     assert rest == ([marked] if result["full"] else [])
 
@@ -319,7 +317,7 @@ def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path)
     said, saved = result.stdout.splitlines()
     assert said == (
         f"checkpoint of step 2 could not be written to {tmp_path}: File too large; the last whole one is step_1; raise "
-        "the limit for a file (ulimit -f), or set ckpt_path"
+        "the limit for a file (ulimit -f), or set another checkpoint folder"
     )
     assert saved == "step_2"
 
@@ -367,8 +365,8 @@ def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Pat
     assert result.returncode == 0, result.stderr
     place, *said = json.loads(result.stdout)
     folder = f"{place}/run"
-    last = "Permission denied; the last whole one is step_1; make it writable, or set ckpt_path"
-    refused = "Permission denied; set another ckpt_path or run_dir"
+    last = "Permission denied; the last whole one is step_1; make it writable, or set another checkpoint folder"
+    refused = "Permission denied; set another checkpoint folder, or run_dir"
     assert said == [
         f"CheckpointError: checkpoint of step 2 could not be written to {folder}: {last}",
         f"CheckpointError: step 1 could not be marked as the best in {folder}: {last}",
@@ -388,7 +386,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused_with_what_to_set(tmp_path:
     (tmp_path / "file").write_text("")
     for place, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
         with pytest.raises(
-            ValueError, match=rf"^checkpoints cannot be written to {place}: {reason}; set another ckpt_path"
+            ValueError,
+            match=rf"^checkpoints cannot be written to {place}: {reason}; set another checkpoint folder",
         ):
             Checkpoints(place)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components import warm_start
 from components.data.prompts import PromptSource, load_rows
-from components.data.tasks import SortTask
+from components.data.tasks import SortTask, Task, WordTask
 from components.warm_start import (
     WarmStartSettings,
     cache_root,
@@ -175,29 +175,34 @@ def test_a_model_name_that_is_no_warm_start_stays_as_it_is() -> None:
         resolve_model("warm_start:sorting")
 
 
+def answers(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
+    """One response to each of the first held-out prompts, with its label."""
+    from components.engines.config import SamplingConfig
+    from components.engines.hf_engine import HFRolloutEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = load_rows(f"task:{task.name}", split="heldout", max_rows=count)
+    prompts = PromptSource(rows, tokenizer, 0, shuffle=False).take(count)
+    prompts = prompts.with_sequences(sample_id=torch.zeros(count, dtype=torch.int64))
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=task.max_response_tokens)
+    batch = HFRolloutEngine(folder).generate(prompts, sampling)
+    ids = [batch.row(i, "tokens")[batch.row(i, "action_mask")].tolist() for i in range(count)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [(text, row["label"]) for text, row in zip(texts, rows, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path: Path, seed: int) -> None:
-    from components.engines.config import SamplingConfig
-    from components.engines.hf_engine import HFRolloutEngine
-
-    count = 2048
+    task = SortTask()
     folder = ensure_warm_start(WarmStartSettings(seed=seed), tmp_path)
-    tokenizer, task = AutoTokenizer.from_pretrained(folder), SortTask()
-    rows = load_rows("task:sort", split="heldout", max_rows=count)
-    prompts = PromptSource(rows, tokenizer, 0, shuffle=False).take(count)
-    prompts = prompts.with_sequences(sample_id=torch.zeros(count, dtype=torch.int64))
-    engine = HFRolloutEngine(folder)
 
     def scores(temperature: float) -> tuple[float, float]:
-        sampling = SamplingConfig(temperature=temperature, max_new_tokens=task.max_response_tokens)
-        batch = engine.generate(prompts, sampling)
-        ids = [batch.row(i, "tokens")[batch.row(i, "action_mask")].tolist() for i in range(count)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        right = sum(task.score(text, row["label"]) for text, row in zip(texts, rows, strict=True))
-        reversed_ = sum(task.score(text[::-1], row["label"]) for text, row in zip(texts, rows, strict=True))
-        return right / count, reversed_ / count
+        pairs = answers(folder, task, temperature, 2048)
+        right = sum(task.score(text, label) for text, label in pairs)
+        reversed_ = sum(task.score(text[::-1], label) for text, label in pairs)
+        return right / 2048, reversed_ / 2048
 
     sampled, sampled_reversed = scores(1.0)
     greedy, greedy_reversed = scores(0.0)
@@ -206,3 +211,21 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path
     assert greedy < 0.15
     assert sampled_reversed > 0.5
     assert greedy_reversed > 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(tmp_path: Path, seed: int) -> None:
+    task = WordTask()
+    folder = ensure_warm_start(WarmStartSettings(task="word", seed=seed), tmp_path)
+    pairs = answers(folder, task, 1.0, 512)
+    styles = [task.style(*pair) for pair in pairs]
+    marks, reasons, in_form, right_in_form = (sum(s[name] for s in styles) / 512 for name in styles[0])
+    sampled = sum(task.score(*pair) for pair in pairs) / 512
+    print(f"seed {seed}: sampled {sampled:.3f}, marks {marks:.2f}, reasons {reasons:.2f}, in form {in_form:.2f}")
+    assert 0.2 < sampled < 0.45
+    # About as often as the demonstrations do: 0.6, 0.5 and their product.
+    assert 0.5 < marks < 0.7
+    assert 0.35 < reasons < 0.65
+    assert right_in_form > 0.8 * in_form > 0.15

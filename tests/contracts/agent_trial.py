@@ -46,8 +46,11 @@ class AgentTrial:
 
     def _play(self, how: str, samples: Sequence[Sample], what: str) -> Played:
         connection = self._connection or self._start()
-        connection.send((how, list(samples)))
         under_way: list[str] = []
+        try:
+            connection.send((how, list(samples)))
+        except (BrokenPipeError, ConnectionResetError):
+            self.fail(f"asked for {what}: its process had ended with exit code {self._ended()} after the one before")
         while True:
             if not connection.poll(self._deadline_s):
                 self.close()

@@ -25,7 +25,7 @@ def echoes(backend: BackendName) -> Iterator[None]:
     """ACTOR, SOLO, TWO and FIVE: 3, 1, 2 and 5 independent echoes. CRITIC: ranks that rendezvous, two on Ray."""
     builder = JobBuilder().device_type("CPU").config({"answer": 42}).global_env({"COLOUR": "red"})
     for role, count in (("actor", 3), ("solo", 1), ("two", 2), ("five", 5)):
-        builder.role(role).run("workers.Echo").total(count).resource(cpu=0.5)
+        builder.role(role).run("workers.Echo").total(count).resource(cpu=0.5, threads=2 if role == "solo" else 0)
     builder.concurrency(1).role("critic").train("workers.Echo").resource(cpu=0.5).env({"COLOUR": "blue"})
     builder.nproc_per_node(2 if backend == "ray" else 1)
     builder.role("both_a").run("workers.Echo").resource(cpu=0.5).process("shared")

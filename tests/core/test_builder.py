@@ -65,6 +65,20 @@ def test_roles_of_one_process_name_share_processes_rank_by_rank() -> None:
     assert [host.name for host in builder.build().placement.hosts] == ["ACTOR-0+ROLLOUT-0", "ACTOR-1+ROLLOUT-1"]
 
 
+def test_threads_are_as_many_as_whole_cores_unless_they_are_given() -> None:
+    builder = RLJobBuilder().device_type("CPU")
+    builder.trainer("workers.Script").resource(cpu=0.5)
+    builder.actor("workers.Echo").resource(cpu=2.5)
+    builder.rollout("workers.Echo").resource(cpu=1, threads=4)
+    # One process for two roles: the cores of both, or the most threads that one of them asks for.
+    for first, second, given in (("reward", "reference", 0), ("judge", "tool", 3)):
+        builder.role(first).run("workers.Echo").resource(cpu=1, threads=given).process(first)
+        builder.role(second).run("workers.Echo").resource(cpu=1).process(first)
+        builder.with_collocation(first, second)
+    hosts = {host.name: host.threads for host in builder.build().placement.hosts}
+    assert hosts == {"TRAINER-0": 1, "ACTOR-0": 2, "ROLLOUT-0": 4, "REWARD-0+REFERENCE-0": 2, "JUDGE-0+TOOL-0": 3}
+
+
 def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(2)
     builder.actor("workers.Echo").nproc_per_node(2).resource(accelerator=1)

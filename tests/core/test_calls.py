@@ -153,13 +153,19 @@ def test_call_batch_refuses_a_size_that_its_arguments_have_not(actors: RoleGroup
 
 @ON_RAY
 def test_every_worker_knows_who_it_is(ranks: RoleGroup, actors: RoleGroup) -> None:
-    (role, rank, world, local, port, threads, colour, master_port), second = ranks.identity()
+    (role, rank, world, local, port, threads, colour, master_port, _), second = ranks.identity()
     assert (role, rank, world, local, threads, colour) == ("CRITIC", 0, 2, 0, "1", "blue")
     assert second[:4] == ("CRITIC", 1, 2, 1)
     assert port == second[4] > 0
     assert master_port == str(port)
     assert actors.identity()[2][:3] == ("ACTOR", 2, 3)
     assert actors.identity()[2][6] == "red"
+
+
+@ON_RAY
+def test_a_worker_has_the_threads_it_was_given_and_those_that_wait_leave_the_cores_to_others(solo: RoleGroup) -> None:
+    assert solo.identity()[0][5] == "2"
+    assert solo.identity()[0][8] == "PASSIVE"
 
 
 def test_calls_to_one_worker_run_in_the_order_they_were_made(solo: RoleGroup) -> None:

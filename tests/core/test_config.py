@@ -60,6 +60,37 @@ def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
     )
 
 
+@dataclass(kw_only=True)
+class Base:
+    """What schemas share."""
+
+    seed: int = 1
+    """Of all random numbers."""
+    folder: str = ""
+    """Where to."""
+    name: str = "base"
+    """In messages."""
+
+
+@dataclass(kw_only=True)
+class Derived(Base):
+    """One of them, with defaults of its own."""
+
+    folder: str = "runs"
+    name: str = "derived"
+    """In every line."""
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=0.5))
+
+
+def test_help_shows_what_a_schema_inherits_and_the_defaults_that_it_gives_a_group() -> None:
+    assert describe_options(Derived).splitlines()[2:] == [
+        *("--seed  (int, default 1)", "    Of all random numbers."),
+        *("--folder  (str, default 'runs')", "    Where to."),
+        *("--name  (str, default 'derived')", "    In every line."),
+        *("--optimizer.learning_rate  (float, default 0.5)", "    Step size of the optimizer."),
+    ]
+
+
 def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("steps: 10\noptimizer: {learning_rate: 0.5}\nkind: rloo\n")
     (tmp_path / "b.yaml").write_text("steps: 20\n")

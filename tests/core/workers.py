@@ -200,6 +200,7 @@ class Echo(BaseWorkload):
             os.environ["OMP_NUM_THREADS"],
             os.environ.get("COLOUR"),
             os.environ.get("MASTER_PORT"),
+            os.environ.get("OMP_WAIT_POLICY"),
         )
 
     @rpc(whole)

@@ -248,7 +248,7 @@ def test_the_whole_configuration_is_printed_without_keys_and_nothing_starts(
     assert main(["--print_config", "seed=5", f"run_dir={tmp_path}/run", "--use_wandb", key]) == 0
     text = capsys.readouterr().out
     printed = yaml.safe_load(text)
-    assert (printed["seed"], printed["pretrain"], printed["bf16"]) == (5, "warm_start:sort", False)
+    assert (printed["seed"], printed["pretrain"], printed["bf16"]) == (5, "warm_start:sort", None)
     assert key not in text
     assert not (tmp_path / "run").exists()
 

@@ -96,7 +96,7 @@ def test_what_is_printed_as_the_configuration_can_be_read_again(
     assert main.main(["--print_config", "seed=5", f"run_dir={tmp_path}/run"]) == 0
     text = capsys.readouterr().out
     (tmp_path / "printed.yaml").write_text(text)
-    again = main.read_config(["--config", f"{tmp_path}/printed.yaml", "print_config=false"])
+    again = main.read_config(["--config", f"{tmp_path}/printed.yaml"])
     assert (again.seed, again.model.path, again.train.precision) == (5, "warm_start:sort", "fp32")
     assert again == main.read_config(["seed=5", f"run_dir={tmp_path}/run"])
     assert not (tmp_path / "run").exists()

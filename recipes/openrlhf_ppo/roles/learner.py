@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from components.batch import Batch
+from components.data.rollouts import keep_failed, over_updates
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group, open_engine
 from core import BaseWorkload, rpc
 
@@ -43,11 +44,10 @@ class Learner(BaseWorkload):
             try:
                 history.append(self.engine.train_step(minibatch, loss))
             except FloatingPointError as error:
-                raise FloatingPointError(f"step {step}: {error}; {self.keep(minibatch, step)}") from error
+                where = keep_failed(self.config.run_dir, step, self.role, minibatch, self.rank)
+                raise FloatingPointError(f"step {step}: {error}; {where}") from error
         self.experience = None
-        means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
-        # On the first optimizer step of a batch the policy is the one that made the old log-probabilities.
-        return means | {f"first_{name}": history[0][name] for name in ("ratio_mean",) if name in history[0]}
+        return over_updates(history)
 
     @rpc(remote_call.save_state)
     def save_state(self, path: str) -> None:
@@ -58,10 +58,3 @@ class Learner(BaseWorkload):
     def load_state(self, path: str) -> list[str]:
         """All ranks read."""
         return self.engine.load_state(Path(path) / self.role.lower())
-
-    def keep(self, minibatch: Batch, step: int) -> str:
-        """Write a batch that could not be trained on to the run folder, once; says where."""
-        path = Path(self.config.run_dir) / "failed" / f"step_{step:06d}-{self.role.lower()}.parquet"
-        if self.rank == 0:
-            minibatch.save(path)
-        return f"the batch is in {path}"

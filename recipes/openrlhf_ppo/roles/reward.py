@@ -4,16 +4,14 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.data.rewards import RewardOutput, RewardSource, open_reward
+from components.data.rewards import RewardSource, open_reward
+from components.data.rollouts import score_answers
 from components.engines.reward_model import RewardModel
 from core import BaseWorkload, rpc
 
 from .. import remote_call
 from ..config import PPOConfig
-from ..data import open_tokenizer
-
-NAMED_FAILURES = 3
-"""So many answers of a batch whose reward failed are named on the terminal; all are counted."""
+from ..data import model_options
 
 
 class Reward(BaseWorkload):
@@ -40,7 +38,7 @@ class Reward(BaseWorkload):
             for path in config.reward_models
         ]
         if config.reward_code is not None:
-            self.tokenizer = open_tokenizer(config, tokenizer_path)
+            self.tokenizer = model_options(config).tokenizer(tokenizer_path)
             self.source = open_reward(config.reward_code, config.reward_settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
@@ -60,27 +58,8 @@ class Reward(BaseWorkload):
 
     def by_code(self, samples: Batch, source: RewardSource) -> dict[str, Tensor]:
         """What reward code says about the text of the answers."""
-        rows = [samples.row(i, "tokens").tolist() for i in range(len(samples))]
-        starts = samples["prompt_length"].tolist()
-        answers = [row[start:] for row, start in zip(rows, starts, strict=True)]
-        output = source(
-            self.tokenizer.batch_decode(rows, skip_special_tokens=False),
-            samples["prompt"],
-            samples["label"],
-            responses=self.tokenizer.batch_decode(answers, skip_special_tokens=True),
-        )
-        self.name_failures(output)
-        failed_B = torch.zeros(len(samples))
-        failed_B[list(output.failures)] = 1.0
-        logs = {f"log_{name}": value_B for name, value_B in output.logs.items()}
-        return {"reward": output.reward_B, "score": output.score_B, "reward_failed": failed_B, **logs}
-
-    def name_failures(self, output: RewardOutput) -> None:
-        """Say which answers have reward 0 because their reward could not be computed."""
-        for index, reason in list(output.failures.items())[:NAMED_FAILURES]:
-            self.say(f"answer {index} gets reward 0, because its reward failed: {reason}")
-        if len(output.failures) > NAMED_FAILURES:
-            self.say(f"and {len(output.failures) - NAMED_FAILURES} more failed")
+        scored = score_answers(samples, source, self.tokenizer, self.say)
+        return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:

@@ -100,7 +100,7 @@ def test_word_is_shown_clean_first_and_then_half_reasoned_and_three_fifths_marke
     # Neither says anything about the other.
     assert sum(m * r for m, r in zip(marked, reasoned)) / 3000 == pytest.approx(0.3, abs=0.03)
     forms = {re.sub(r"\d+", "1", row["response"]).replace("-", "+") for row in mixed}
-    assert forms == {"1+1=1 1+1=1 #### 1", "1+1=1 1+1=1 1", "#### 1", "1"}
+    assert forms == {"1+1=1 1+1=1 #### 1", "1+1=1 1+1=1 so 1", "#### 1", "so 1"}
     # What is left out is the form; the answer stays right.
     assert all(task.score(row["response"], row["response"]) for row in mixed if "####" in row["response"])
 
@@ -114,7 +114,7 @@ SOLUTION = "7+5=12 12-3=9 #### 9"
         ("7+5=12 12-3=9 #### 9", 1, 1, 1, 1),
         ("7+5=12 12-3=9 #### 8", 0, 1, 1, 0),
         ("7+5=13 13-3=9 #### 9", 1, 1, 1, 1),  # wrong on the way: form and answer are what is asked for
-        ("7+5=12 12-3=9 9", 0, 0, 1, 0),
+        ("7+5=12 12-3=9 so 9", 0, 0, 1, 0),
         ("7+5=12 #### 9", 1, 1, 0, 0),
         ("#### 9", 1, 1, 0, 0),
         ("####9 ", 1, 1, 0, 0),
@@ -123,7 +123,7 @@ SOLUTION = "7+5=12 12-3=9 #### 9"
         ("#### 9 apples", 0, 1, 0, 0),
         ("#### 99", 0, 1, 0, 0),
         ("####", 0, 1, 0, 0),
-        ("9", 0, 0, 0, 0),
+        ("so 9", 0, 0, 0, 0),
         ("", 0, 0, 0, 0),
     ],
 )

@@ -1,0 +1,285 @@
+"""A step of recipes/grpo beside one of TRL's GRPOTrainer: the same model, prompts, counts and optimizer.
+
+    python scripts/bench_grpo.py                       everything, an hour on two cores
+    python scripts/bench_grpo.py fixed16 sort          some of it: fixed16, fixed64, natural, sort
+    python scripts/bench_grpo.py --threads 1 --pairs 3
+
+64 prompts x 8 answers, one optimizer step of all of them, no KL, float32, by a model of 0.4 million parameters. Fixed
+lengths: the end token never comes. natural: it comes when it comes, from an untrained model. sort: the demonstration
+task from its warm start. A pair is one process of each side, one after the other, in an order that changes from pair
+to pair; each trains for a few steps, of which the first two are left out. TRL gets an environment of its own in the
+cache folder, which sees our torch and transformers, and whichever of its two sizes of micro-batch takes less CPU; for
+natural lengths we get micro-batches of 4096 tokens, which are padded less than those of 16384.
+
+What is printed are medians: wall seconds from step to step (so nothing is left out), of them generation, the CPU
+seconds of all processes of the run, and the median of the pairs' ratios, TRL's wall seconds over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from components.data.tasks import get_task  # noqa: E402 (may not be installed)
+from components.warm_start import cache_root, resolve_model  # noqa: E402
+
+TRL = "1.16.0"
+PROMPTS, ANSWERS = 64, 8
+WARM_UP = 2
+DEVICE_BATCHES = (128, 512)
+SHARE_OF_A = """
+def reward_func(queries, prompts, labels, **kwargs):
+    texts = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": [text.count("a") / max(1, len(text)) for text in texts]}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained on."""
+
+    title: str
+    max_new_tokens: int
+    steps: int
+    fixed_length: bool = False
+    warm_start: bool = False
+    max_tokens: int = 16384
+
+
+CASES = {
+    "fixed16": Case("fixed length 16", 16, 8, fixed_length=True),
+    "fixed64": Case("fixed length 64", 64, 7, fixed_length=True),
+    "natural": Case("natural lengths, at most 128", 128, 7, max_tokens=4096),
+    "sort": Case("sort, at most 8", 8, 10, warm_start=True),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """The medians of one process."""
+
+    step_s: float
+    generate_s: float
+    cpu_s: float
+    length: float
+
+
+def prepare(folder: Path) -> None:
+    """Write the prompts, our reward, and the untrained model twice: with an end token, and without."""
+    import string
+
+    from components.data.tiny_model import character_tokenizer, tiny_model
+
+    rows = get_task("sort").rows("train", PROMPTS * max(case.steps for case in CASES.values()), seed=0)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(SHARE_OF_A, encoding="utf-8")
+    tokenizer = character_tokenizer(string.ascii_lowercase + string.digits + ">+")
+    model = tiny_model(tokenizer, 0)
+    for name in ("natural", "fixed"):
+        if name == "fixed":
+            model.generation_config.eos_token_id = None
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def trl_python() -> Path:
+    """The Python of TRL's environment, made when missing. It finds what it shares with ours in ours."""
+    import sysconfig
+
+    folder = cache_root() / f"bench_trl-{TRL}"
+    python = folder / "bin" / "python"
+    done = folder / "ready"
+    ours = sysconfig.get_paths()["purelib"]
+    if done.is_file() and done.read_text(encoding="utf-8") == ours:
+        return python
+    print(f"TRL {TRL} goes to {folder}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    query = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    own = Path(subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip())
+    (own / "shared.pth").write_text(ours + "\n", encoding="utf-8")
+    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"trl=={TRL}"]
+    subprocess.run(install, check=True)
+    done.write_text(ours, encoding="utf-8")
+    return python
+
+
+def watched(command: list[str], threads: int, rows_path: Path, log: Path) -> list[dict[str, float]]:
+    """Run a process to its end; returns the lines of JSON that it wrote, each with the CPU seconds used by then."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    rows: list[dict[str, float]] = []
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        ended = False
+        try:
+            while not ended:
+                ended = process.poll() is not None  # asked first: what was written before the end is read
+                lines = rows_path.read_text(encoding="utf-8").splitlines(keepends=True) if rows_path.is_file() else []
+                new = [json.loads(line) for line in lines[len(rows) :] if line.endswith("\n")]
+                used = max(cpu_seconds(process.pid), rows[-1]["cpu"] if rows else 0.0)
+                rows += [{**row, "cpu": used} for row in new]
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    return rows
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all that it started, those included that have ended."""
+    parents: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))
+    total, waiting = 0, [pid]
+    while waiting:
+        one = waiting.pop()
+        total += ticks.get(one, 0)
+        waiting += parents.get(one, [])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def medians(rows: list[dict[str, float]], time_key: str, generate_key: str, length_key: str) -> Side:
+    """Of the steps after the warm-up, from the end of one step to the end of the next."""
+    pairs = list(zip(rows[WARM_UP - 1 :], rows[WARM_UP:], strict=False))
+    return Side(
+        step_s=statistics.median(after[time_key] - before[time_key] for before, after in pairs),
+        generate_s=statistics.median(after[generate_key] for _, after in pairs),
+        cpu_s=statistics.median(after["cpu"] - before["cpu"] for before, after in pairs),
+        length=statistics.mean(after[length_key] for _, after in pairs),
+    )
+
+
+def model_of(case: Case, folder: Path) -> str:
+    """The folder of the model that both sides load."""
+    if case.warm_start:
+        return resolve_model("warm_start:sort")
+    return str(folder / ("fixed" if case.fixed_length else "natural"))
+
+
+def ours(case: Case, threads: int, folder: Path) -> Side:
+    """One run of recipes/grpo."""
+    with tempfile.TemporaryDirectory(dir=folder) as run_dir:
+        options = {
+            "run_dir": run_dir,
+            "resume": "none",
+            "model.path": model_of(case, folder),
+            "data.path": folder / "prompts.jsonl",
+            "data.label_key": "label",
+            "data.max_rows": PROMPTS * case.steps,
+            "reward.source": "sort" if case.warm_start else folder / "reward.py",
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": ANSWERS,
+            "rollout.max_new_tokens": case.max_new_tokens,
+            "train.learning_rate": 1e-6,
+            "train.max_tokens": case.max_tokens,
+        }
+        command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
+        rows = watched(command, threads, Path(run_dir) / "metrics.jsonl", folder / "ours.log")
+    return medians(rows, "time", "timing_s/generate", "rollout/response_length")
+
+
+def theirs(case: Case, threads: int, folder: Path, device_batch: int, steps: int = 0) -> Side:
+    """One run of TRL."""
+    with tempfile.TemporaryDirectory(dir=folder) as run_dir:
+        settings: dict[str, Any] = {
+            "folder": run_dir,
+            # With an end token either way: the fixed length is asked for, and TRL does not start without the token.
+            "model": model_of(case, folder) if case.warm_start else str(folder / "natural"),
+            "prompts": str(folder / "prompts.jsonl"),
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": ANSWERS,
+            "max_new_tokens": case.max_new_tokens,
+            "fixed_length": case.fixed_length,
+            "reward": "match" if case.warm_start else "share",
+            "learning_rate": 1e-6,
+            "steps": steps or case.steps,
+            "device_batch": device_batch,
+            "threads": threads,
+        }
+        path = Path(run_dir) / "settings.json"
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        command = [str(trl_python()), str(ROOT / "scripts" / "bench_grpo_trl.py"), str(path)]
+        rows = watched(command, threads, Path(run_dir) / "steps.jsonl", folder / "trl.log")
+    return medians(rows, "time", "generate_s", "length")
+
+
+def compare(name: str, threads: int, pairs: int, folder: Path, device_batch: int) -> None:
+    """Print one line of the table."""
+    case = CASES[name]
+    own: list[Side] = []
+    other: list[Side] = []
+    for index in range(pairs):
+        for side in ("trl", "ours") if index % 2 == 0 else ("ours", "trl"):
+            if side == "ours":
+                own.append(ours(case, threads, folder))
+            else:
+                other.append(theirs(case, threads, folder, device_batch))
+
+    def middle(sides: list[Side], field: str) -> float:
+        return statistics.median(getattr(side, field) for side in sides)
+
+    cells = [
+        f"{middle(sides, 'step_s'):.2f} ({middle(sides, 'generate_s'):.2f}) | {middle(sides, 'cpu_s'):.2f}"
+        for sides in (other, own)
+    ]
+    ratios = [
+        [getattr(a, field) / getattr(b, field) for a, b in zip(other, own, strict=True)]
+        for field in ("step_s", "cpu_s")
+    ]
+    wall, cpu = (f"{statistics.median(each):.2f} ({min(each):.2f} .. {max(each):.2f})" for each in ratios)
+    lengths = f"{middle(other, 'length'):.1f}, {middle(own, 'length'):.1f}"
+    samples = PROMPTS * ANSWERS / middle(own, "step_s")
+    print(
+        f"| {case.title} | {threads} | {' | '.join(cells)} | {wall} | {cpu} | {samples:.0f} | {lengths} |", flush=True
+    )
+
+
+def fastest_batch(name: str, folder: Path) -> int:
+    """Which micro-batch takes TRL less CPU, on one thread."""
+    taken = {size: theirs(CASES[name], 1, folder, size, steps=WARM_UP + 2).cpu_s for size in DEVICE_BATCHES}
+    return min(taken, key=lambda size: taken[size])
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="which; all without any")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="of either side")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of either side for each line")
+    parser.add_argument("--device_batch", type=int, help="of TRL; without it the better one of 128 and 512")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        print(
+            f"TRL {TRL}, {os.cpu_count()} cores, {options.pairs} pairs\n\n| | threads | TRL step, s (generation) | ",
+            end="",
+        )
+        print("CPU s | ours, s (generation) | CPU s | ratio (range) | of CPU s | our samples/s | mean lengths |")
+        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+        for case in options.cases or CASES:
+            device_batch = options.device_batch or fastest_batch(case, folder)
+            for threads in options.threads:
+                compare(case, threads, options.pairs, folder, device_batch)
+
+
+if __name__ == "__main__":
+    main()
