@@ -29,7 +29,7 @@ def read_config(arguments: list[str]) -> GRPOConfig:
     gpus, wanted = detect_devices(), config.placement
     share = wanted.nodes * max(1, gpus if wanted.collocate else gpus // config.groups)
     ranks = wanted.actor_ranks or share
-    other = ranks if wanted.collocate else share
+    other = ranks if gpus and wanted.collocate else share
     engines, references = wanted.rollout_engines or other, wanted.references or other
     if gpus and wanted.collocate and not ranks == engines == (references if config.needs_reference else ranks):
         raise ConfigError(

@@ -79,9 +79,9 @@ class PlacementOptions:
     actor_ranks: int | None = None
     """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
     rollout_engines: int | None = None
-    """Engines that sample. Default: as for the actor."""
+    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
     references: int | None = None
-    """Instances of the frozen policy, where there is a KL. Default: as for the actor."""
+    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "actor_ranks", "rollout_engines", "references"):

@@ -49,7 +49,7 @@ def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def exact(run: Run) -> dict[str, Any]:
     """Everything that a run has learnt and measured, but for times."""
     weights = {name: tensor.numpy().tobytes() for name, tensor in run.weights().items()}
-    assert {name.partition("/")[0] for name in weights} == {"hf", "state"}
+    assert {name.partition("/")[0] for name in weights} - {"critic"} == {"hf", "state"}
     assert any("critic" in name for name in weights) == ("openrlhf" in run.summary["recipe"])
     return {"metrics": run.learnt(), "weights": weights}
 
