@@ -32,7 +32,8 @@ def answer_logprobs(
 
     The numbers are the same up to float32's rounding. One pass over everything is made instead where that is cheaper,
     and where two would not do: parameters that ranks hold parts of, recomputed activations, layers whose cache is more
-    than keys and values. On a GPU, where the kernels for masked rows are others, it is always one.
+    than keys and values, modules that are not transformers' own. On a GPU, where masked rows have other kernels, it is
+    always one.
 
     Args:
         model: causal language model, or an engine around one; gradients flow where they are enabled.
@@ -79,7 +80,8 @@ def _plain_cache(model: Any) -> Any:
     from transformers.cache_utils import DynamicLayer
 
     inner = getattr(model, "module", model)
-    if inner.training and getattr(inner, "is_gradient_checkpointing", False):
+    recomputes = inner.training and getattr(inner, "is_gradient_checkpointing", False)
+    if recomputes or not hasattr(inner, "config"):
         return None
     # Where parameters are gathered for each pass, all ranks must make equally many, and one before each backward pass.
     gathers = any(isinstance(module, FSDPModule) for module in inner.modules())

@@ -159,6 +159,7 @@ def test_without_a_look_back_the_policy_is_its_own_old_one() -> None:
 
 def test_each_epoch_takes_every_answer_once_in_an_order_of_its_own() -> None:
     settings = config()
+    settings.prompts_per_step, settings.samples_per_prompt = 4, 2
     settings.minibatches, settings.epochs = 2, 2
     parts = [part.tolist() for part in minibatches(8, settings, step=1)]
     assert [len(part) for part in parts] == [4] * 4
@@ -166,5 +167,6 @@ def test_each_epoch_takes_every_answer_once_in_an_order_of_its_own() -> None:
     assert parts[:2] != parts[2:]
     assert parts == [part.tolist() for part in minibatches(8, settings, step=1)]
     assert parts != [part.tolist() for part in minibatches(8, settings, step=2)]
-    # At the end of filtered data a step may have fewer answers than there are optimizer steps.
+    # At the end of filtered data, of fewer answers, fewer optimizer steps are made, each of about four answers.
+    assert [len(part) for part in minibatches(5, settings, step=1)] == [5, 5]
     assert [len(part) for part in minibatches(1, settings, step=1)] == [1, 1]
