@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.shared_prompts import answer_logprobs
+from components.engines.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.correction import importance_weights
@@ -52,7 +52,7 @@ def corrections(samples: Batch, config: GRPOConfig) -> Tensor:
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:
     """The clipped surrogate, and the KL to the starting policy where it has a weight."""
     own, mask_N = config.algorithm, micro["action_mask"]
-    output = answer_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     weight_N = micro["correction"] if own.correction != "none" else None
     tokens, longest = surrogate(output.logprob_N, micro, config), config.rollout.max_new_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.shared_prompts import answer_logprobs
+from components.engines.causal import token_logprobs
 from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
@@ -50,7 +50,7 @@ def shaped_rewards(samples: Batch, config: ReinforceConfig) -> Tensor:
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: ReinforceConfig) -> LossOutput:
     """The clipped surrogate, each token the same."""
     own, mask_N = config.algorithm, micro["action_mask"]
-    output = answer_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     # In the only optimizer step of a batch the policy before it is the policy itself.
     old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
