@@ -3,17 +3,17 @@
 #
 #   bash scripts/test.sh [--full] [ARGUMENT OF PYTEST ...]
 #
-# --full adds the tests marked slow. On a quiet machine the whole may take 20 minutes, with --full 60; each folder of
+# --full adds the tests marked slow. On a quiet machine the whole takes 20 to 30 minutes, with --full 70; each folder of
 # tests has a budget of its own, in tests/conftest.py. Twice that time ends a run that hangs; a busy machine needs some
 # of it.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-minutes=40
+minutes=60
 options=()
 for argument in "$@"; do
     if [[ "$argument" == --full ]]; then
-        minutes=120
+        minutes=140
         options+=(-m "")
     else
         options+=("$argument")
