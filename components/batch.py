@@ -212,6 +212,10 @@ class Batch:
         i %= len(self)
         return self._token_column(name)[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
+    def lists(self, name: str) -> list[list[Any]]:
+        """Every sequence's part of a per-token column, as Python numbers."""
+        return [part.tolist() for part in self._token_column(name).split(self.lengths.tolist())]
+
     def _token_column(self, name: str) -> Tensor:
         if name not in self._per_token:
             if name in self.names:
@@ -393,14 +397,20 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> Self:
-        """The sequences of all batches, one batch after the other.
+        """The sequences of all batches, one batch after the other. A per-sequence column `log_...`, of numbers to log,
+        may be missing in some, and is NaN there.
 
         Raises:
-            ValueError: there is no batch, or a column is missing in one of them or differs in kind, dtype or shape.
+            ValueError: there is no batch, or another column is missing in one of them, or one differs in kind, dtype or
+                shape.
         """
         parts = list(batches)
         if not parts:
             raise ValueError("concat needs at least one batch, because an empty list has no columns")
+        logged = {name for part in parts for name in part._per_sequence if name.startswith("log_")}
+        for i, part in enumerate(parts):
+            if missing := logged - part._per_sequence.keys():
+                parts[i] = part.with_sequences(**{name: torch.full((len(part),), torch.nan) for name in missing})
         for i, part in enumerate(parts):
             for kind in ("per_token", "per_sequence", "objects"):
                 odd = set(getattr(parts[0], kind)) ^ set(getattr(part, kind))
@@ -527,14 +537,14 @@ class Batch:
 
     # --- sharing the work ---------------------------------------------------------------------------------------
 
-    def micro_batch_indices(self, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
+    def micro_batch_indices(self, max_tokens: int, max_sequences: int = 0, packing: bool = False) -> list[Tensor]:
         """Positions for micro-batches that fit a budget when padded; together they are every sequence once.
 
         Sequences are sorted by length, so that little is padded, and cut so that rows times the longest row is at
-        most `max_tokens`, and rows at most `max_sequences` (0: no limit). A sequence longer than the budget stands
-        alone.
+        most `max_tokens`, and rows at most `max_sequences` (0: no limit). With `packing`, which pads nothing, the sum
+        of the lengths is at most `max_tokens`. A sequence longer than the budget stands alone.
         """
-        return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences)
+        return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences, packing)
 
     def micro_batches(self, max_tokens: int, max_sequences: int = 0) -> list[Self]:
         """The batch cut as `micro_batch_indices` says; views of one copy, sorted by length."""

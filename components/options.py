@@ -9,18 +9,26 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from components.data.rewards import RewardSettings
+from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
+from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
 from components.tracking import WandbConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.data.prompts import PromptSource
+
+
+VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "prefix_caching")
+"""Options of RolloutOptions that only vLLM knows."""
+LORAS_OWN = ("lora_alpha", "lora_dropout", "lora_target_modules")
+"""Options of TrainOptions that only mean something with a lora_rank."""
 
 
 def new_run_dir(recipe: str) -> str:
@@ -146,7 +154,8 @@ class RewardOptions:
     source: str | None = None
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
     commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, `reasoning_gym`, or a task's
-    own. Default: that of the task which data.path names."""
+    own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and logged by itself. Default:
+    that of the task which data.path names."""
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0
@@ -173,6 +182,253 @@ class RewardOptions:
             url_timeout_s=self.url_timeout_s,
             url_batch_size=self.url_batch_size,
         )
+
+
+@dataclass(kw_only=True)
+class RolloutOptions:
+    """How answers are sampled."""
+
+    temperature: float = 1.0
+    """Of the training samples. Log-probabilities are taken at the same temperature."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
+    one that is trained."""
+    top_k: int = 0
+    """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
+    max_new_tokens: int = 1024
+    """Tokens of an answer, at most, the end token included."""
+    max_rows: int = 512
+    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+    engine: str = "auto"
+    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
+    GPU or with a large model. They draw different tokens from the same seed."""
+    tensor_parallel: int = 1
+    """vllm: devices of one engine, over which the weights are spread; on a CPU processes."""
+    gpu_memory: float | None = None
+    """vllm: share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
+    cpu_cache_gb: float = 1.0
+    """vllm: GiB of an engine's key-value cache on a CPU."""
+    enforce_eager: bool = False
+    """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
+    prefix_caching: bool = True
+    """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
+    verify_weight_sync: bool = False
+    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    engines. Costs about a step's time."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
+        _at_least(self, "rollout.", 1, "max_new_tokens", "max_rows", "tensor_parallel")
+        if self.engine not in ROLLOUT_ENGINES:
+            raise ValueError(f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}")
+        if self.engine == "hf" and self.tensor_parallel > 1:
+            raise ValueError(f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
+            raise ValueError(f"rollout.gpu_memory={self.gpu_memory}; set a share above 0, at most 1")
+        if not self.cpu_cache_gb > 0:
+            raise ValueError(f"rollout.cpu_cache_gb={self.cpu_cache_gb}; set it above 0")
+        try:
+            self.sampling(0, 0)
+        except ValueError as error:
+            raise ValueError(f"rollout.{error}") from error
+
+    def chosen(self, gpus: int, model_path: str, *temperatures: float) -> tuple[RolloutOptions, str]:
+        """With the engine filled in that the machine and the model suggest; and a line that says which, and why.
+
+        Args:
+            gpus: of a machine.
+            model_path: of the policy.
+            temperatures: that are sampled at besides its own.
+
+        Raises:
+            ValueError: the engine that was asked for cannot be had.
+        """
+        name, reason = choose_rollout_engine(self.engine, gpus, model_path, self.temperature, *temperatures)
+        engine = f"{name} generates: {reason}"
+        if self.tensor_parallel > 1 and name == "hf":
+            raise ValueError(
+                f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
+            )
+        return replace(self, engine=name), engine
+
+    def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the answers of a step are drawn. Evaluations name a temperature of their own, and leave no token out."""
+        narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
+        return SamplingConfig(
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            step=step,
+            **narrowed,
+        )
+
+    def engine_config(
+        self, dtype: str, max_prompt_tokens: int | None, shares_gpu: bool, sleeps: bool = False
+    ) -> RolloutConfig:
+        """What one engine is made with.
+
+        Args:
+            dtype: of the weights.
+            max_prompt_tokens: of the longest prompt; None: as the model allows.
+            shares_gpu: with other roles.
+            sleeps: it is put to sleep between generations.
+        """
+        if self.engine != "vllm":
+            return HFRolloutConfig(dtype=dtype, max_rows=self.max_rows)
+        return VLLMRolloutConfig(
+            dtype=dtype,
+            max_rows=self.max_rows,
+            max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
+            tensor_parallel_size=self.tensor_parallel,
+            gpu_memory_utilization=self.gpu_memory or (0.45 if shares_gpu else 0.9),
+            cpu_cache_gb=self.cpu_cache_gb,
+            enforce_eager=self.enforce_eager,
+            enable_prefix_caching=self.prefix_caching,
+            enable_sleep=sleeps,
+        )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        found = []
+        if self.top_p < 1 or self.top_k:
+            found.append(
+                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: "
+                "the engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
+            )
+        idle = [f"rollout.{name}" for name in VLLMS_OWN if self.engine == "hf" and f"rollout.{name}" in given]
+        return found + ([f"no effect of {', '.join(idle)}: hf generates"] if idle else [])
+
+
+@dataclass(kw_only=True)
+class PlacementOptions:
+    """What runs where. Without a GPU every worker is a process on the CPU."""
+
+    nodes: int = 1
+    """Machines."""
+    collocate: bool = True
+    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
+    does."""
+    actor_ranks: int | None = None
+    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
+    rollout_engines: int | None = None
+    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
+    references: int | None = None
+    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"placement.{name}={value}; set it to at least 1, or leave it out")
+
+    def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
+        """With every number filled in that was left to the machine.
+
+        Args:
+            gpus: of each machine.
+            groups: roles that hold the policy: 2, or with a reference 3.
+            tensor_parallel: devices of an engine.
+
+        Raises:
+            ValueError: they cannot be laid out; the message says what to set.
+        """
+        share = self.nodes * max(1, gpus if self.collocate else gpus // groups)
+        ranks = self.actor_ranks or share
+        other = ranks if gpus and self.collocate else share
+        if gpus and self.collocate and tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel={tensor_parallel}: an engine of several devices shares none with other roles "
+                "yet; set placement.collocate=false"
+            )
+        engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
+        if ranks % self.nodes:
+            raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.nodes={self.nodes} evenly")
+        if gpus and self.collocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
+            raise ValueError(
+                f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up "
+                "on shared GPUs; set them to the same number, or placement.collocate=false"
+            )
+        return replace(self, actor_ranks=ranks, rollout_engines=engines, references=references)
+
+
+@dataclass(kw_only=True)
+class AsyncOptions:
+    """Whether answers are generated while the policy trains on earlier ones, with weights that are a little older."""
+
+    enabled: bool = False
+    """Generate ahead of training. Needs devices of their own for both."""
+    queue_size: int = 1
+    """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
+    partial_rollout: bool = False
+    """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
+    in_flight_prompts: int | None = None
+    """Prompts that are answered at the same time, more than a step's and at most twice as many: the slowest ones come
+    in the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "asynchronous.", 0, "queue_size")
+        for name in ("partial_rollout", "in_flight_prompts"):
+            if getattr(self, name) and not self.enabled:
+                raise ValueError(f"asynchronous.{name} without asynchronous.enabled; set that to true as well")
+        if self.partial_rollout and not self.queue_size:
+            raise ValueError(
+                "asynchronous.partial_rollout with asynchronous.queue_size=0: nothing is generated while weights "
+                "change; set queue_size=1"
+            )
+        if self.in_flight_prompts is not None and not self.partial_rollout:
+            raise ValueError("asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well")
+
+    def notes(self, given: Collection[str], correct: str, corrects: bool) -> list[str]:
+        """What a user should know of before the run starts.
+
+        Args:
+            given: the options that are named.
+            correct: what a user sets so that older samples are weighed by how likely they have become.
+            corrects: whether they are.
+        """
+        if "asynchronous.queue_size" in given and not self.enabled:
+            return ["no effect of asynchronous.queue_size: asynchronous.enabled is off"]
+        if self.ahead and not corrects:
+            return [
+                f"answers are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
+            ]
+        return []
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are generated ahead; 0 where it is not enabled."""
+        return self.queue_size if self.enabled else 0
+
+    @property
+    def most_stale(self) -> int:
+        """So many versions may the weights that drew a token be behind those that train on it."""
+        return self.ahead + (self.in_flight_prompts is not None)
+
+    def check(self, collocated: bool, backend: str, prompts_per_step: int, apart: str) -> None:
+        """See that generation and training can go on at the same time.
+
+        Args:
+            collocated: the roles take turns on the same devices.
+            backend: of the run.
+            prompts_per_step: of the run.
+            apart: what a user sets to give the roles devices of their own, as `placement.collocate=false`.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if self.ahead and collocated:
+            raise ValueError(
+                "asynchronous.enabled, but the roles take turns on the same devices, and cannot work at the same time; "
+                f"set {apart}"
+            )
+        if self.ahead and backend == "local":
+            raise ValueError("asynchronous.enabled, but backend=local runs one role at a time; set backend=ray")
+        if self.in_flight_prompts and not prompts_per_step < self.in_flight_prompts <= 2 * prompts_per_step:
+            raise ValueError(
+                f"asynchronous.in_flight_prompts={self.in_flight_prompts}; set {prompts_per_step + 1} to "
+                f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, at most twice as many"
+            )
 
 
 @dataclass(kw_only=True)
@@ -294,14 +550,16 @@ def check_model(path: str) -> None:
         raise ValueError(f"model.path={path}: {error}") from error
 
 
-def check_prompts(model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str, seed: int) -> int:
+def check_prompts(
+    model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
+) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
     Args:
         model: of the policy; one that is still to be made is not looked at.
         data: of the prompts.
         evaluation: of the held-out prompts.
-        reward: what `open_reward` is to open.
+        reward: what `open_reward` is to open; None: the world of an agent rewards.
         seed: of the run.
 
     Returns:
@@ -313,25 +571,28 @@ def check_prompts(model: ModelOptions, data: DataOptions, evaluation: Evaluation
     from components.data.rewards import check_reward
 
     check_model(model.path)
-    check_reward(reward)
+    if reward is not None:
+        check_reward(reward)
     rows = check_rows(data, evaluation, reward, seed)
     check_template(model, data, rows, seed)
     return len(rows)
 
 
-def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str, seed: int) -> list[dict[str, Any]]:
+def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int) -> list[dict[str, Any]]:
     """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
 
     Raises:
         ValueError: there are none, or it cannot; the message says what to set.
     """
+    from components.data.rewards import reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
     rows, heldout = data.rows(seed), evaluation.rows(data)
-    if reward in scorer_names():
+    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
+    for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
-            get_scorer(reward)("", str(row["label"]))
+            get_scorer(scorer)("", str(row["label"]))
     return rows
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from components.data.stream import SampleStream
+
+if TYPE_CHECKING:
+    from components.batch import Batch
+
+BATCHES = Path("state", "batches")
+"""Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
+GROUPS = "groups"
+"""Name of the `GroupsInFlight` among the stream's sources: a run that begins to use it has no state of it yet."""
+_FILE = "__batch__"
 
 
 class Saved(Protocol):
@@ -23,6 +33,13 @@ class Stateful(Saved, Protocol):
     """One that can be set to where a checkpoint was written."""
 
     def load_state_dict(self, state: Any, /) -> None: ...
+
+
+@runtime_checkable
+class Savable(Protocol):
+    """One that can say before the first step that its items could not be saved."""
+
+    def check_savable(self) -> None: ...
 
 
 @dataclass
@@ -46,10 +63,11 @@ class Progress:
 
 
 class PhaseClock:
-    """How long the phases of a step take."""
+    """How long the phases of a step take. Each thread has phases of its own."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self._seconds = threading.local()
+        self._added: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -58,12 +76,29 @@ class PhaseClock:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+            own: dict[str, float] = vars(self._seconds)
+            own[name] = own.get(name, 0.0) + time.monotonic() - began
+
+    def hand_over(self) -> dict[str, float]:
+        """Seconds of each phase of this thread since the last call."""
+        seconds = dict(vars(self._seconds))
+        vars(self._seconds).clear()
+        return seconds
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Show what another thread has handed over together with the phases of the next `take`."""
+        for name, value in seconds.items():
+            self._added[name] = self._added.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """`timing_s/<phase>` of each phase since the last call, and `timing_s/step`, their sum."""
-        phases, self._seconds = self._seconds, {}
-        return {f"timing_s/{name}": value for name, value in (phases | {"step": sum(phases.values())}).items()}
+        """`timing_s/<phase>` of each phase since the last call, and `timing_s/step`, the sum of this thread's.
+
+        What was added is shown, and not in the sum: it happened meanwhile. A loop that waits for it counts that.
+        """
+        own = self.hand_over()
+        self._added, added = {}, self._added
+        shown = {name: own.get(name, 0.0) + added.get(name, 0.0) for name in {**own, **added}}
+        return {f"timing_s/{name}": value for name, value in (shown | {"step": sum(own.values())}).items()}
 
 
 class RunCheckpoints:
@@ -85,8 +120,8 @@ class RunCheckpoints:
         Args:
             checkpoints: the step folders.
             stream: of the run, which knows its step.
-            parts: what else of the trainer a checkpoint holds, by name. Those that are made from what `load` returns
-                are added to `self.parts` after it.
+            parts: what else of the trainer a checkpoint holds, by name, besides the stream and its sources. Those that
+                are made from what `load` returns are added to `self.parts` after it.
             write: lets the roles fill a step's folder with what they hold.
             every: steps between two of them; -1: only when `save` is called, or a step is the best.
             config: the options of this run, without keys and tokens.
@@ -95,8 +130,8 @@ class RunCheckpoints:
         """
         self.store = checkpoints
         self._stream = stream
-        self._loaded: dict[str, Stateful] = {"stream": stream, **parts}
-        self.parts: dict[str, Saved] = dict(self._loaded)
+        self._loaded: dict[str, Stateful] = {"stream": stream, **stream.sources, **parts}
+        self.parts: dict[str, Saved] = dict(parts)
         self._write = write
         self._every = every
         self._config = config
@@ -112,29 +147,40 @@ class RunCheckpoints:
 
         Args:
             resume: as in RunOptions.
-            left: counts the steps that are left, once the parts are set; None: the stream has its number of steps.
+            left: counts the steps that are left, once the parts are set, without the batches that wait in the stream's
+                queue; None: the stream has its number of steps.
 
         Returns:
             The step's folder, for the roles, and the state of all parts, of those that are made later too.
 
         Raises:
-            ValueError: the data are others than before, or there is no checkpoint where `resume` says.
+            ValueError: the data are others than before, there is no checkpoint where `resume` says, or it holds what
+                this run cannot go on with.
         """
+        for source in self._stream.sources.values() if self._stream.queue_size else ():
+            if isinstance(source, Savable):
+                source.check_savable()
         folder = find_checkpoint(resume, self.store.folder, self._run_id)
         if folder is None:
             return None
         saved = read_state(folder)
-        missing = sorted(set(self._loaded) - set(saved))
+        missing = sorted(set(self._loaded) - set(saved) - {GROUPS})
         if missing:
             raise ValueError(
                 f"{folder} holds no state of {', '.join(missing)}: another recipe or version wrote it; set resume=none "
                 "and another run_dir"
             )
+        saved = _with_batches(saved, folder / BATCHES)
+        if saved.get(GROUPS) and GROUPS not in self._loaded:
+            raise ValueError(
+                f"{folder} holds {len(saved[GROUPS]['steps'])} prompts whose answers were under way; resume with "
+                "asynchronous.partial_rollout, as before"
+            )
         for name, part in self._loaded.items():
-            part.load_state_dict(saved[name])
+            part.load_state_dict(saved.get(name, {}))
         stream = self._stream
         if left is not None:
-            stream.steps = stream.step + left()
+            stream.steps = stream.step + stream.queued + left()
         # What another run has saved is not yet in the folder of this one.
         self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
         self._say(f"goes on after step {stream.step} of {stream.steps}, from {folder}")
@@ -162,10 +208,49 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: the disk does not take it.
+            ValueError: batches of the stream hold objects that no file can.
         """
         step = self._stream.step
         if step == self._saved_step:
             return
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        self.store.save(step, state | {"run_id": self._run_id, "config": self._config}, self._write)
+        batches: dict[str, Batch] = {}
+        state = _without_batches(self._stream.states(), "batch", batches)
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+
+        def write(folder: Path) -> None:
+            for name, batch in batches.items():
+                try:
+                    batch.save(folder / BATCHES / name)
+                except ValueError as error:
+                    raise ValueError(f"a batch that was generated ahead cannot be saved: {error}") from error
+            self._write(folder)
+
+        self.store.save(step, state | {"run_id": self._run_id, "config": self._config}, write)
         self._saved_step = step
+
+
+def _without_batches(value: Any, name: str, found: dict[str, Batch]) -> Any:
+    """A state with names of files for its batches, which are put into `found`."""
+    from components.batch import Batch
+
+    if isinstance(value, Batch):
+        found[f"{name}.parquet"] = value
+        return {_FILE: f"{name}.parquet"}
+    if isinstance(value, Mapping):
+        return {key: _without_batches(item, f"{name}-{key}", found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_batches(item, f"{name}-{i}", found) for i, item in enumerate(value)]
+    return value
+
+
+def _with_batches(value: Any, folder: Path) -> Any:
+    """The state again, its batches read from `folder`."""
+    from components.batch import Batch
+
+    if isinstance(value, list):
+        return [_with_batches(item, folder) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_FILE}:
+        return Batch.load(folder / value[_FILE])
+    return {key: _with_batches(item, folder) for key, item in value.items()}

@@ -108,19 +108,22 @@ def longest(lengths_B: Tensor) -> int:
     return int(lengths_B.max()) if len(lengths_B) else 0
 
 
-def micro_batch_indices(lengths_B: Tensor, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
-    """Sort by length, and cut so that rows times the longest row is at most `max_tokens`, rows `max_sequences`."""
+def micro_batch_indices(
+    lengths_B: Tensor, max_tokens: int, max_sequences: int = 0, packing: bool = False
+) -> list[Tensor]:
+    """Sort by length, and cut so that tokens are at most `max_tokens`, with padding or not, rows `max_sequences`."""
     check_positive("micro-batches of max_tokens =", max_tokens)
     if max_sequences < 0:
         raise ValueError(f"micro-batches of max_sequences = {max_sequences}: set at least 1, or 0 for no limit")
     most_rows = max_sequences or len(lengths_B)
     order_B = torch.argsort(lengths_B, stable=True).cpu()
-    starts, rows = [], 0
+    starts, rows, tokens = [], 0, 0
     for i, length in enumerate(lengths_B.cpu()[order_B].tolist()):
         rows += 1
-        if rows == 1 or rows > most_rows or rows * length > max_tokens:
+        tokens = tokens + length if packing else rows * length
+        if rows == 1 or rows > most_rows or tokens > max_tokens:
             starts.append(i)
-            rows = 1
+            rows, tokens = 1, length
     return list(order_B.tensor_split(starts[1:])) if starts else []
 
 

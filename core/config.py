@@ -242,13 +242,13 @@ def _merge(base: Any, pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any]
         raise ConfigError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
 
 
-def _leaves(given: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of everything in a tree that is no group."""
+def _leaves(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of a field."""
     found: list[tuple[str, Any]] = []
     for key, value in given.items():
-        found += (
-            _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [(f"{prefix}{key}", value)]
-        )
+        name = f"{prefix}{key}"
+        is_group = isinstance(value, Mapping) and value and name not in known
+        found += _leaves(value, known, f"{name}.") if is_group else [(name, value)]
     return found
 
 
@@ -268,7 +268,7 @@ def _put(target: dict[str, Any], key: str, value: Any) -> None:
 
 def _file_pairs(schema: type, path: Path) -> list[tuple[str, Any]]:
     """(dotted key, value) of everything in a configuration file."""
-    return _translated(schema, _leaves(_read_yaml(path)), f"{path}: ")
+    return _translated(schema, _leaves(_read_yaml(path), _known(schema)), f"{path}: ")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

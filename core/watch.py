@@ -133,7 +133,9 @@ class Watch:
             elif host not in driving and link.status.doing != IDLE and link.status.seconds > limit:
                 found.append((host, f"in {link.status.doing} for {link.status.seconds:.0f} s"))
         quiet = now - self._last_sign
-        idle = all(h in driving or link.status.doing == IDLE for h, link in alive)
+        # What a process that has just stopped answering said last, that it is idle, may be long untrue.
+        known = limit / 2
+        idle = all(h in driving or (link.status.doing == IDLE and link.silent_for < known) for h, link in alive)
         if not found and quiet > limit and idle and not any(host.replacing for host in self.hosts):
             found = [
                 (host, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")

@@ -15,8 +15,10 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +31,7 @@ from components.data.supervised import encode_demonstrations
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
 from components.engines.causal import without_progress_bars
-from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig
 from components.engines.hf_engine import HFRolloutEngine
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
@@ -57,9 +59,9 @@ class Stage(contextlib.ExitStack):
         super().__init__()
         self.folder = folder
 
-    def role(self, cls: type[Any], config: Any) -> Exports:
-        """What can be called of a role."""
-        identity = Identity("golden", "0", 0.0, Role(cls.__name__), 0, 1)
+    def role(self, cls: type[Any], config: Any, name: str = "") -> Exports:
+        """What can be called of a role; `name` is its role's, where that is not its class's."""
+        identity = Identity("golden", "0", 0.0, Role(name or cls.__name__), 0, 1)
         context = WorkloadContext(identity, config, {}, LocalTransport(), print, self.folder)
         self.enter_context(entered(context))
         role = cls(None, config)
@@ -86,7 +88,8 @@ def play_role_groups(recipe: str, own: str, stage: Stage, model: str, steps: lis
     reference["load"](model)
     found = []
     for number, samples in enumerate(steps, 1):
-        views = [role["logprobs"](samples.only("tokens")).per_token for role in (actor, reference)]
+        tokens = samples.only("tokens")
+        views = [actor["logprobs"](tokens, temperature=1.0).per_token, reference["logprobs"](tokens).per_token]
         experience = add_advantages(samples.with_tokens(**views[0], **views[1]), config)
         found.append(summary(experience) | actor["update"](experience, number))
     return found
@@ -110,7 +113,11 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
     actor["actor_init"](model, STEPS)
     critic["critic_init"](model, STEPS)
     reference["reference_init"](model)
-    forwards = (actor["actor_forward"], critic["critic_forward"], reference["reference_forward"])
+    forwards = (
+        partial(actor["actor_forward"], temperature=1.0),
+        critic["critic_forward"],
+        reference["reference_forward"],
+    )
     found = []
     for number, samples in enumerate(steps, 1):
         experience = samples
@@ -121,6 +128,47 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
         critic["append_experience"](experience)
         learnt = {f"critic_{name}": value for name, value in critic["critic_update"](number).items()}
         found.append(summary(experience) | learnt | actor["actor_update"](number, config.init_kl_coef))
+    return found
+
+
+def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """PPO with a critic, a KL in the loss, and a correction for the engine."""
+    from core import load_config
+    from recipes.verl_ppo.algorithm import add_advantages
+    from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
+    from recipes.verl_ppo.main import resolved
+    from recipes.verl_ppo.roles.actor_rollout_ref import ActorRolloutRefWorker
+    from recipes.verl_ppo.roles.critic import CriticWorker
+
+    class Damped(VerlPPOConfig):
+        """verl has no key for Adam's epsilon."""
+
+        def _engine(self, part: str, steps: int) -> TrainConfig:
+            return replace(super()._engine(part, steps), eps=EPS)
+
+    options = f"""actor_rollout_ref.model.path={model} data.train_files=task:sort run_dir={stage.folder}
+        data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length=8
+        actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2} actor_rollout_ref.actor.use_dynamic_bsz=true
+        actor_rollout_ref.actor.optim.lr=1e-2 critic.optim.lr=1e-2 actor_rollout_ref.actor.entropy_coeff=0.01
+        actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.1
+        algorithm.adv_estimator=gae algorithm.gamma=0.95 algorithm.lam=0.9
+        algorithm.rollout_correction.rollout_is=token"""
+    config, _ = resolved(load_config(Damped, plain_arguments(options.split())))
+    policy, critic = stage.role(ActorRolloutRefWorker, config, "actor_ref"), stage.role(CriticWorker, config)
+    policy["init_model"](model, STEPS)
+    critic["init_model"](model, STEPS)
+    forwards = (
+        partial(policy["compute_log_prob"], temperature=1.0),
+        policy["compute_ref_log_prob"],
+        critic["compute_values"],
+    )
+    found = []
+    for number, samples in enumerate(steps, 1):
+        views = [forward(samples.only("tokens")).per_token for forward in forwards]
+        seen = samples.with_tokens(**{name: column for view in views for name, column in view.items()})
+        experience = add_advantages(seen, config, config.algorithm.kl_ctrl.kl_coef)
+        learnt = {f"critic_{name}": value for name, value in critic["update_critic"](experience, number).items()}
+        found.append(summary(experience) | learnt | policy["update_actor"](experience, number))
     return found
 
 
@@ -142,6 +190,7 @@ RECIPES: dict[str, Callable[[Stage, str, list[Batch]], list[Metrics]]] = {
     # REINFORCE++-baseline with a KL in the reward.
     "reinforce_pp": partial(play_role_groups, "reinforce_pp", "kl_coef=0.1 baseline=group_mean gamma=0.9"),
     "sft": play_sft,
+    "verl_ppo": play_verl_ppo,
 }
 
 
@@ -213,6 +262,8 @@ def main() -> None:
     unknown = sorted(set(given.recipes) - set(RECIPES))
     if unknown:
         parser.error(f"there is no golden trace of {', '.join(unknown)}; choose from {', '.join(RECIPES)}")
+    # Saving a model imports DeepSpeed where peft is installed, which would say that it has no accelerator.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for recipe in given.recipes or RECIPES:
         file = given.folder / f"{recipe}.json"
         old = json.loads(file.read_text()) if file.exists() else []

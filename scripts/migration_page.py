@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 from core import options_of  # noqa: E402 (the project may not be installed)
 from recipes.openrlhf_ppo import flags  # noqa: E402
-from recipes.openrlhf_ppo.config import RECIPE, PPOConfig  # noqa: E402
+from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
+from recipes.verl_ppo.config import KEYS, VerlPPOConfig  # noqa: E402
 
 FROM_OPENRLHF = """\
 # From OpenRLHF
@@ -56,6 +57,67 @@ What is different on purpose:
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best one by `eval_dataset`.
 """
 
+FROM_VERL = """\
+# From verl
+
+<!-- Written by scripts/migration_page.py from config.py and keys.yaml of the recipe: change those, not this page. -->
+
+Take the overrides of your `main_ppo` command as they are:
+
+```bash
+python3 -m verl.trainer.main_ppo  algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
+bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
+```
+
+`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. `+key=value` and `++key=value` mean
+`key=value`; YAML comes with `--config FILE`, not from Hydra. A key that is not taken is never ignored: it ends the
+command with exit code 2 and one line that says why and what to use, unless it asks for what happens anyway. One that
+is taken without effect is named at the start. `--dry_run` shows the plan and starts nothing.
+
+Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks;
+`..._micro_batch_size_per_gpu` count sequences on one. The start of a run says what that comes to.
+
+What is different on purpose:
+
+- **Losses** are means over the tokens (or answers) of a whole optimizer step on all ranks; micro-batch sizes and the
+  number of ranks change memory and speed, never what a mini-batch comes to. A mini-batch divides a step.
+- **Epochs**: prompts at the end of one that fill no step begin the next one's first step; there they are dropped.
+- **`balance_batch`** balances the passes before the update; updates are balanced in any case. There it changes with the
+  number of ranks which answers are in which mini-batch, here it does not: ranks change nothing but rounding.
+- **fsdp and fsdp2** are the same: torch's fully_shard. `param_offload`, `optimizer_offload` and `offload_policy` are
+  one thing, and hold for weights, gradients and optimizer states while the policy trains.
+- **Precision**: without `model_dtype` it is bfloat16 with float32 master weights where there are GPUs; `fp32` is what
+  it is there: float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`. On a CPU `fp32` is
+  float32 throughout.
+- **LoRA** with a KL loads a second copy of the model as the reference; there the adapter is switched off.
+- **A tokenizer without a token for padding** pads with its end token, as there.
+- **The hybrid engine** has an engine of its own in each process, of one device; `tensor_model_parallel_size` is read
+  where the roles are apart (`hybrid_engine=false`).
+- **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have
+  defaults, and win.
+- **`lr_warmup_steps`** counts steps of the run, as there; the learning rate changes with each optimizer step.
+- **`critic_warmup`** has no effect without a critic; there the policy would wait all the same.
+- **`rollout_correction`** takes rejected tokens out of the loss; their answers count among those to their prompt.
+  `bypass_mode` with `rollout_is` or `rollout_rs`, which judge the policy anew in each mini-batch there, is not here
+  yet, nor is `seq_max_`.
+- **KL estimates** are kept within 10 nats, k1 and k2 too. docs/algorithms.md lists every formula, and every place where
+  it differs. `actor/ppo_kl` is the k3 estimate, never negative; there it is the mean log-ratio.
+- **Reward functions** run in processes of their own, with a deadline. An answer whose reward cannot be computed is
+  named, counted and gets 0; above a tenth of a batch the run stops. Reward models are classifiers with the policy's
+  vocabulary; with `reward_model.function_weight` the function's score is added.
+- **Validation** draws from all tokens. It is greedy unless `val_kwargs.do_sample` is set, as there; at the start and
+  the end the run's own score is taken at temperature 1 and greedy besides, which makes three passes. `test_freq=-1`
+  still validates at the end. Its answers are not kept.
+- **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one for one, until the step is full or the data
+  ends.
+- **Rows** for an agent or with tools are an error without `agent.func_path`.
+- **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the
+  best one. `save_freq=-1` still writes the best and the last.
+- **`resume_mode=auto`** goes on from what is in `run_dir`, whose name carries the time unless you give it: to go on,
+  name the folder. There it is `default_local_dir`, named after project and experiment.
+- **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy.
+"""
+
 
 def cell(text: object) -> str:
     """A text as one cell of a table."""
@@ -77,7 +139,7 @@ def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
     """A default, and the other system's where it is another."""
     # A default that is made when the run starts is another one every time.
     text = "auto" if value is None and name in others else "none" if value in (None, "") else str(value)
-    text = f"runs/{RECIPE}-TIME" if name == "run_dir" else text
+    text = f"{text.rpartition('/')[0]}/{text.rpartition('/')[2].partition('-')[0]}-TIME" if name == "run_dir" else text
     return f"{text} (there: {others[name]})" if name in others else text
 
 
@@ -122,7 +184,54 @@ def from_openrlhf() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"docs/from_openrlhf.md": from_openrlhf}
+def from_verl() -> str:
+    """docs/from_verl.md."""
+    other: dict[str, list[str]] = {}
+    for name, key in KEYS["aliases"].items():
+        other.setdefault(key, []).append(name)
+    options = options_of(VerlPPOConfig)
+    ours = [option for option in options if option.name.startswith(tuple(KEYS["ours"]))]
+    taken = [option for option in options if option not in ours]
+    defaults = {option.name: shown_default(option.name, option.default, KEYS["other_defaults"]) for option in options}
+    idle = [(names(entry["keys"]), entry["why"]) for entry in KEYS["idle"]]
+    refused = [
+        (
+            names(entry["keys"]),
+            entry["why"] + (f" (`{entry['harmless']}` is let through)" if "harmless" in entry else ""),
+        )
+        for entry in KEYS["refused"]
+    ]
+    count = {part: sum(len(entry["keys"]) for entry in KEYS[part]) for part in ("idle", "refused")}
+    lines = [
+        FROM_VERL,
+        f"## Keys that work ({len(taken)})",
+        "",
+        *table(
+            ("key", "also", "default", "what it does here"),
+            [(f"`{o.name}`", names(other.get(o.name, [])), defaults[o.name], o.meaning) for o in taken],
+        ),
+        "",
+        f"## Keys without effect ({count['idle']})",
+        "",
+        "They steer how verl goes about something that is done otherwise here; whatever they are, the result stays.",
+        "",
+        *table(("keys", "why"), idle),
+        "",
+        f"## Keys that are not taken ({count['refused']})",
+        "",
+        *table(("keys", "why, and what to use"), refused),
+        "",
+        f"## Options that verl does not have ({len(ours)})",
+        "",
+        *table(
+            ("option", "also", "default", "what it does"),
+            [(f"`{o.name}`", names(other.get(o.name, [])), defaults[o.name], o.meaning) for o in ours],
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"docs/from_openrlhf.md": from_openrlhf, "docs/from_verl.md": from_verl}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,10 +3,10 @@
 #
 #   bash scripts/prove.sh [--recipe NAME] [SEED ...]
 #
-# One run of the recipe (openrlhf_ppo, grpo or reinforce_pp; the first without --recipe) for each seed (1 2 3), and one
-# with learning rate 0 of the first seed. Ends with a table and the bars it is held to (scripts/prove_table.py). The
-# runs stay in runs/prove-<time>/, or in the folder that PROVE_DIR names. Exit code: 0 all bars reached; 1 not; 2 bad
-# input.
+# One run of the recipe (openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo; the first without --recipe) for each
+# seed (1 2 3), and one with learning rate 0 of the first seed. Ends with a table and the bars it is held to
+# (scripts/prove_table.py). The runs stay in runs/prove-<time>/, or in the folder that PROVE_DIR names. Exit code: 0 all
+# bars reached; 1 not; 2 bad input.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -17,8 +17,9 @@ if [[ "${1:-}" == --recipe ]]; then
 fi
 case "$recipe" in
     openrlhf_ppo) still=(actor_learning_rate=0 critic_learning_rate=0) ;;
-    grpo | reinforce_pp) still=(train.learning_rate=0) ;;
-    *) echo "prove.sh: there is no bar for \"$recipe\"; set --recipe to openrlhf_ppo, grpo or reinforce_pp" >&2; exit 2 ;;
+    grpo | reinforce_pp | multi_turn) still=(train.learning_rate=0) ;;
+    verl_ppo) still=(actor_rollout_ref.actor.optim.lr=0 critic.optim.lr=0) ;;
+    *) echo "prove.sh: there is no bar for \"$recipe\"; set --recipe to openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo" >&2; exit 2 ;;
 esac
 seeds=("$@")
 ((${#seeds[@]})) || seeds=(1 2 3)

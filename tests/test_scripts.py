@@ -140,7 +140,14 @@ def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "asked", "lowest"), [("grpo", 0.8, 0.77), ("reinforce_pp", 0.75, 0.72), ("openrlhf_ppo", 0.75, 0.72)]
+    ("recipe", "asked", "lowest"),
+    [
+        ("grpo", 0.8, 0.77),
+        ("reinforce_pp", 0.75, 0.72),
+        ("openrlhf_ppo", 0.75, 0.72),
+        ("multi_turn", 0.7, 0.67),
+        ("verl_ppo", 0.75, 0.72),
+    ],
 )
 def test_each_recipe_has_its_own_bar(tmp_path: Path, recipe: str, asked: float, lowest: float) -> None:
     done = prove(tmp_path, {"seed-1": lowest, "seed-2": asked, "seed-3": asked + 0.03}, recipe=recipe)
@@ -154,24 +161,31 @@ def test_what_has_no_bar_cannot_be_proved(project: Path) -> None:
     for given in (["--recipe", "sft"], ["--recipe"], ["--recipe", "nowhere", "1"]):
         done = bash(project / "scripts" / "prove.sh", *given)
         assert done.returncode == 2, done.stdout
-        assert "set --recipe to openrlhf_ppo, grpo or reinforce_pp" in done.stderr
+        assert "set --recipe to openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo" in done.stderr
     done = bash(project / "scripts" / "prove.sh", "--recipe", "grpo", "one")
     assert (done.returncode, done.stderr) == (2, 'prove.sh: a seed is a whole number, not "one"\n')
     assert not (project / "runs").exists()
 
 
-def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: Path) -> None:
-    (project / "recipes" / "grpo").mkdir()
-    (project / "recipes" / "grpo" / "run.sh").write_text('echo "called: $*"\n')
+@pytest.mark.parametrize(
+    ("recipe", "still"),
+    [
+        ("grpo", "train.learning_rate=0"),
+        ("verl_ppo", "actor_rollout_ref.actor.optim.lr=0 critic.optim.lr=0"),
+    ],
+)
+def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: Path, recipe: str, still: str) -> None:
+    (project / "recipes" / recipe).mkdir()
+    (project / "recipes" / recipe / "run.sh").write_text('echo "called: $*"\n')
     venv = project / ".venv" / "bin"
     venv.mkdir(parents=True)
     (venv / "python").symlink_to(sys.executable)
     proof = project / "proof"
-    done = bash(project / "scripts" / "prove.sh", "--recipe", "grpo", "4", "7", PROVE_DIR=str(proof))
+    done = bash(project / "scripts" / "prove.sh", "--recipe", recipe, "4", "7", PROVE_DIR=str(proof))
     assert [line for line in done.stdout.splitlines() if line.startswith("called")] == [
         f"called: run_dir={proof}/seed-4 seed=4",
         f"called: run_dir={proof}/seed-7 seed=7",
-        f"called: run_dir={proof}/lr-0 seed=4 train.learning_rate=0",
+        f"called: run_dir={proof}/lr-0 seed=4 {still}",
     ]
     assert done.returncode == 1  # nothing has written a summary
 

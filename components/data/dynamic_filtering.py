@@ -90,12 +90,6 @@ def fill_groups(
         seen += count
         rounds += 1
         parts.append(answers.select(keep_B))
-        if set(parts[0].names) != set(answers.names):
-            odd = sorted(set(parts[0].names) ^ set(answers.names))
-            raise ValueError(
-                f"answers of one step came with and without {', '.join(odd)}; reward code must give the same "
-                "extra_logs each time it is called"
-            )
         if rounds % SAY_EVERY == 0 and kept < wanted:
             say(f"{kept} of {wanted} prompts pass, after {seen} were tried; {available - seen} are left")
     batch = Batch.concat(parts) if kept else None
@@ -128,8 +122,8 @@ class PromptFilter:
     def __init__(
         self,
         prompts: PromptSource,
-        low: float,
-        high: float,
+        low: float | None = None,
+        high: float | None = None,
         *,
         option: str,
         passes: int,
@@ -141,7 +135,7 @@ class PromptFilter:
         Args:
             prompts: where they come from.
             low: the mean score of a prompt's answers is above this,
-            high: and below this.
+            high: and below this. Neither: the scores are not all the same, whatever they are.
             option: how the user calls the two.
             passes: how often the prompts are gone through.
             fewest: answers that can still be trained on.
@@ -167,14 +161,12 @@ class PromptFilter:
         Raises:
             ValueError: the data end before there was anything to train on.
         """
-        from components.rl.rewards import groups_within
-
         before = self._prompts.taken
         filled = fill_groups(
             answer,
             wanted=wanted,
             available=self._prompts.left(self._passes),
-            keep=lambda samples: groups_within(samples["score"], samples["prompt_id"], self._low, self._high),
+            keep=self._keep,
             stopped=self._stopped,
             say=lambda progress: self._say(f"step {step}: {progress}"),
         )
@@ -186,11 +178,18 @@ class PromptFilter:
             return None
         self.ended = True
         enough = len(filled.batch or ()) >= self._fewest
-        passed = (
-            f"of the last {filled.prompts_seen} prompts, {filled.prompts_kept} have a mean score in {self._low} to "
-            f"{self._high}"
-        )
+        bounds = f"a mean score in {self._low} to {self._high}"
+        wanted_scores = "scores that differ" if self._low is None else bounds
+        passed = f"of the last {filled.prompts_seen} prompts, {filled.prompts_kept} have {wanted_scores}"
         if step == 1 and not enough:
             raise ValueError(f"{passed}: nothing to train on; set {self._option}, or other prompts")
         self._say(f"the data ends: {passed}" + ("" if enough else ", too few to train on"))
         return filled.batch if enough else None
+
+    def _keep(self, samples: Batch) -> Tensor:
+        from components.rl.advantages import group_std
+        from components.rl.rewards import groups_within
+
+        if self._low is None or self._high is None:
+            return group_std(samples["score"], samples["prompt_id"]) > 0
+        return groups_within(samples["score"], samples["prompt_id"], self._low, self._high)

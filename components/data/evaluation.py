@@ -5,6 +5,7 @@ B answers. Nothing here needs torch: tensors are only read.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -30,27 +31,20 @@ def heldout_metrics(
         sources: of length B, the source of each answer's prompt.
         response_length_B: [B] tokens of each answer.
         truncated_B: [B] bool, True where an answer was cut off.
-        logged: further numbers, each [B].
+        logged: further numbers, each [B]; NaN where an answer has none.
 
     Returns:
         For each source s, in the order of their names: `{s}_pass1`, the mean score; for n > 1 `{s}_pass{n}`, the mean
         over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`, and
-        `{s}_{name}`, the mean of each logged number. Over all: `response_length_mean`, `truncated_rate` and
-        `num_samples`, B.
+        `{s}_{name}`, the mean of each logged number that is there. Over all: `response_length_mean`, `truncated_rate`
+        and `num_samples`, B.
 
     Raises:
         ValueError: there is no answer, the columns differ in length, or prompts in their number of answers.
     """
-    columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
     logged = dict(logged or {})
-    columns |= logged
-    for name, x_B in columns.items():
-        if score_B.dim() != 1 or x_B.shape != score_B.shape:
-            raise ValueError(f"score_B has shape {list(score_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
-    if len(sources) != len(score_B):
-        raise ValueError(f"{len(sources)} sources for {len(score_B)} answers; name the source of each answer's prompt")
-    if not len(score_B):
-        raise ValueError("no answers to evaluate; give at least one held-out prompt, or turn the evaluation off")
+    columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
+    check_answers({"score_B": score_B, **columns, **logged}, sources)
     scores, lengths = score_B.tolist(), response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
     by_prompt: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -58,12 +52,13 @@ def heldout_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
-    n = _answers_per_prompt(by_prompt)
+    n = answers_per_prompt(by_prompt)
     metrics: dict[str, float] = {}
     for source in sorted(by_source):
         rows = by_source[source]
         # First, so that a logged number called pass1 does not take the place of ours.
-        metrics |= {f"{source}_{name}": float(x_B[rows].float().mean()) for name, x_B in logged.items()}
+        means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in logged.items()}
+        metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
         metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
         if n > 1:
             best = (max(answers) for (of, _), answers in by_prompt.items() if of == source)
@@ -74,7 +69,20 @@ def heldout_metrics(
     return metrics | over_all | {"num_samples": float(len(scores))}
 
 
-def _answers_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
+def check_answers(columns: Mapping[str, Tensor], sources: Sequence[str]) -> None:
+    """ValueError unless there are answers, and each of these columns of numbers has one entry for each of them."""
+    (first, like_B), *others = columns.items()
+    for name, x_B in others:
+        if like_B.dim() != 1 or x_B.shape != like_B.shape:
+            raise ValueError(f"{first} has shape {list(like_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
+    if len(sources) != len(like_B):
+        raise ValueError(f"{len(sources)} sources for {len(like_B)} answers; name the source of each answer's prompt")
+    if not len(like_B):
+        raise ValueError("no answers to evaluate; give at least one held-out prompt, or turn the evaluation off")
+
+
+def answers_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
+    """How many answers each prompt of a source has; ValueError unless all have as many."""
     (_, first), n = next((key, len(answers)) for key, answers in by_prompt.items())
     for (source, prompt), answers in by_prompt.items():
         if len(answers) != n:

@@ -14,6 +14,10 @@ from components.tracking import console_line
 if TYPE_CHECKING:
     from components.batch import Batch
 
+EVALUATION_STEP = -1
+"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
+same numbers, and two of the same weights are equal."""
+
 SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
 """The two scores of every run, and the temperature of the answers behind each."""
 
@@ -33,6 +37,7 @@ class Heldout:
         samples_per_prompt: int,
         best_metric_key: str,
         say: Callable[[str], None],
+        further: Callable[[Batch], Mapping[str, float]] = lambda _: {},
     ) -> None:
         """
         Args:
@@ -44,6 +49,7 @@ class Heldout:
             samples_per_prompt: N.
             best_metric_key: see `best_metric`.
             say: what a person should read.
+            further: metrics of a recipe's own, of the answers behind pass1 and passN.
         """
         self.prompts = prompts
         self._answer = answer
@@ -51,8 +57,9 @@ class Heldout:
         self._samples_per_prompt = samples_per_prompt
         self._best_metric_key = best_metric_key
         self._say = say
+        self._further = further
         self.scores: dict[str, dict[str, float]] = {}
-        """At the "start" and at the "end", the last evaluation."""
+        """At the "start", where `start` was called, and at the "end", the last evaluation."""
         self.best: tuple[str, float] | None = None
         """Name and value of the best metric so far."""
 
@@ -77,7 +84,7 @@ class Heldout:
         return {name: float(self.answers(temperature, 1)["score"].mean()) for name, temperature in SCORES}
 
     def evaluate(self) -> dict[str, float]:
-        """pass1 and passN, by source; see `heldout_metrics`."""
+        """pass1 and passN, by source (see `heldout_metrics`), and the recipe's own."""
         if self.prompts is None:
             return {}
         answers = self.answers(self._temperature, self._samples_per_prompt)
@@ -89,7 +96,7 @@ class Heldout:
             answers["truncated"],
             {name.removeprefix("log_"): answers[name] for name in answers.names if name.startswith("log_")},
         )
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        return {f"eval/{name}": value for name, value in metrics.items()} | dict(self._further(answers))
 
     def answers(self, temperature: float, count: int) -> Batch:
         """`count` scored answers to each prompt."""
@@ -113,18 +120,20 @@ class Heldout:
         return best_metric(heldout, self._best_metric_key)
 
     def finish(self, step: int) -> dict[str, Any] | None:
-        """Say what was gained, and sum it up as `score` of summary.json; None without prompts."""
+        """Say what was gained, and sum it up as `score` of summary.json; None without prompts. Where `start` was never
+        called, what that would have scored is None.
+        """
         if self.prompts is None:
             return None
-        start, end = self.scores["start"], self.scores.get("end", {})
+        start, end = self.scores.get("start", {}), self.scores.get("end", {})
         if "eval/score" not in end:  # the run ended at a step that was not known to be its last
             end = self.scores["end"] = self.score() | self.evaluate()
         self._say(f"after training: {console_line(step, shown(end))}")
-        self._say(
-            f"score on {len(self.prompts)} held-out prompts: sampled {start['eval/score']:.3f} -> "
-            f"{end['eval/score']:.3f}, greedy {start['eval/score_greedy']:.3f} -> {end['eval/score_greedy']:.3f}"
+        sampled, greedy = (
+            f"{start[name]:.3f} -> {end[name]:.3f}" if start else f"{end[name]:.3f}" for name, _ in SCORES
         )
-        names = {"start": start["eval/score"], "start_greedy": start["eval/score_greedy"]}
+        self._say(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
+        names = {"start": start.get("eval/score"), "start_greedy": start.get("eval/score_greedy")}
         names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
         return names | {"examples": len(self.prompts)}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.batch import Batch
+
+Overlong = Literal["leave_out", "left", "right", "middle"]
+"""What becomes of a prompt that is too long: it is left out, or tokens are cut away on that side of it."""
 
 DEFAULT_TASK_ROWS = 10_000
 """Prompts drawn from a task when the caller names no number."""
@@ -104,23 +108,31 @@ class PromptSource:
         apply_chat_template: bool = False,
         input_template: str | None = None,
         max_prompt_tokens: int | None = None,
+        overlong: Overlong = "leave_out",
     ) -> None:
-        """Read every prompt once, leave out those that are too long, and stand at the start of the first epoch.
+        """Read every prompt once, find those that are too long, and stand at the start of the first epoch.
 
         Args:
-            rows: as `load_rows` gives them.
+            rows: as `load_rows` gives them; they may have `extra_info` besides.
             tokenizer: turns text into ids.
             seed: of the order; unused without `shuffle`.
             shuffle: False keeps the order of the rows, as evaluation wants it.
             apply_chat_template: see `render_prompt`.
             input_template: see `render_prompt`; must hold `{}`.
-            max_prompt_tokens: longer prompts are left out and counted in `too_long`; None sets no limit.
+            max_prompt_tokens: longer prompts are left out and counted in `too_long`, or cut and counted in `cut`; None
+                sets no limit.
+            overlong: which of the two. What is cut away may be the beginning (left), the end (right), or what is
+                between the first and the last half of the tokens that stay (middle).
 
         Raises:
             ValueError: a prompt cannot be written out or encoded, with the number of its row; or all are too long.
         """
         if not rows:
             raise ValueError("the prompt source has no rows; give it at least one")
+        if overlong != "leave_out" and max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ValueError(
+                f"prompts cut to max_prompt_tokens={max_prompt_tokens} have no tokens; set it to 1 or more"
+            )
         if input_template is not None and input_template.count("{}") != 1:
             raise ValueError(f"input_template={input_template!r} must hold {{}} once, where the prompt goes")
         self.rows = rows
@@ -130,14 +142,21 @@ class PromptSource:
         self.apply_chat_template = apply_chat_template
         self.input_template = input_template
         self.max_prompt_tokens = max_prompt_tokens
+        self.overlong: Overlong = overlong
         self.epoch = 0
         """Whole passes over the rows so far."""
         self.position = 0
         """Prompts of this epoch that were already handed out."""
         self._encoder = TextEncoder(tokenizer)
-        self._kept = self._find_kept()
+        lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(rows))
+        self.longest = int(lengths.argmax()), int(lengths.max())
+        """The row of the longest prompt, and its tokens before any are cut away."""
+        self._kept = self._find_kept(lengths)
         self.too_long = int((~self._kept).sum())
         """Rows left out because they exceed `max_prompt_tokens`."""
+        self.cut = int((lengths[self._kept] > max_prompt_tokens).sum()) if max_prompt_tokens is not None else 0
+        """Rows that are cut because they exceed it."""
+        self._has_extra = any("extra_info" in row for row in rows)
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
@@ -163,7 +182,8 @@ class PromptSource:
 
         Returns:
             A batch of P = count prompts: `tokens` [N]; `prompt_id` [P] int64, which is epoch * rows + row, counting
-            those left out too, so it never repeats in a run; `prompt` (the text), `label` and `datasource` lists.
+            those left out too, so it never repeats in a run; `prompt` (the text, of what was cut what is left),
+            `label` and `datasource` lists, and `extra_info` (None of a row without it) where rows have it.
         """
         # Not at the top: a plan check loads rows without torch.
         import torch
@@ -178,7 +198,8 @@ class PromptSource:
             row = self._next_row()
             taken.append(row)
             prompt_ids.append(self.epoch * len(self.rows) + row)
-        prompts, tokens = self._encode(taken)
+        prompts, tokens = self._prompts(taken)
+        extra = {"extra_info": [self.rows[row].get("extra_info") for row in taken]} if self._has_extra else {}
         return Batch.from_rows(
             {"tokens": tokens},
             per_sequence={"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64)},
@@ -186,6 +207,7 @@ class PromptSource:
                 "prompt": prompts,
                 "label": [self.rows[row]["label"] for row in taken],
                 "datasource": [self.rows[row].get("datasource", DEFAULT_DATASOURCE) for row in taken],
+                **extra,
             },
         )
 
@@ -193,7 +215,7 @@ class PromptSource:
         """Give the prompt that `take` will hand out next, as text and as ids, without taking it."""
         ended = self.position == len(self._order)
         row = int(self._order_of(self.epoch + 1)[0] if ended else self._order[self.position])
-        prompts, tokens = self._encode([row])
+        prompts, tokens = self._prompts([row])
         return prompts[0], tokens[0]
 
     def describe_first(self, limit: int = 300) -> str:
@@ -207,13 +229,30 @@ class PromptSource:
             f"token ids{more}: {ids[:most_ids]}"
         )
 
+    def check_savable(self) -> None:
+        """See that batches with these labels can be written to a file, which a queue of them is at each checkpoint.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        from components.batch import Batch
+
+        first = {name: [self.rows[0][name]] for name in ("label", "extra_info") if name in self.rows[0]}
+        try:
+            Batch.from_rows({"tokens": [[0]]}, objects=first).to_table()
+        except ValueError as error:
+            raise ValueError(
+                f"batches are generated ahead, and no checkpoint can hold their labels ({error}); make labels text, "
+                "numbers, lists or objects of these, or train without asynchronous.enabled (async_train)"
+            ) from error
+
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs to go on with the very next prompt."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "rows": self._fingerprint()}
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "rows": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another source with the same rows and seed stood."""
-        mine = {"seed": self.seed, "rows": self._fingerprint()}
+        mine = {"seed": self.seed, "rows": self._fingerprint}
         for key, value in mine.items():
             if state[key] != value:
                 raise ValueError(
@@ -231,10 +270,9 @@ class PromptSource:
         self.position += 1
         return row
 
-    def _find_kept(self) -> np.ndarray:
-        """Tell for each row whether it is short enough, in one pass that keeps no ids."""
-        lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
-        limit = self.max_prompt_tokens
+    def _find_kept(self, lengths: np.ndarray) -> np.ndarray:
+        """Tell for each row whether it is handed out."""
+        limit = self.max_prompt_tokens if self.overlong == "leave_out" else None
         kept = np.ones(len(lengths), dtype=bool) if limit is None else lengths <= limit
         if not kept.any():
             raise ValueError(
@@ -244,18 +282,28 @@ class PromptSource:
         return kept
 
     def _lengths(self) -> Iterator[int]:
+        """Tokens of each prompt, in one pass that keeps no ids."""
         # As many as the tokenizer needs to be worth calling, and few enough to hold.
         chunk = 1024
         for begin in range(0, len(self.rows), chunk):
             _, tokens = self._encode(range(begin, min(begin + chunk, len(self.rows))))
             yield from map(len, tokens)
 
+    def _prompts(self, rows: Sequence[int]) -> tuple[list[str], list[list[int]]]:
+        """Write out and encode prompts, and cut those that are too long; their text is that of what is left."""
+        texts, tokens = self._encode(rows)
+        for i, ids in enumerate(tokens):
+            if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+                tokens[i] = _cut(ids, self.max_prompt_tokens, self.overlong)
+                texts[i] = str(self.tokenizer.decode(tokens[i]))
+        return texts, tokens
+
     def _encode(self, rows: Sequence[int]) -> tuple[list[str], list[list[int]]]:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
             prompt = self.rows[row]["input"]
-            _check_prompt(prompt, f"row {row}")
+            check_prompt(prompt, f"row {row}")
             try:
                 text = render_prompt(
                     prompt,
@@ -278,6 +326,7 @@ class PromptSource:
         order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
         return order[self._kept[order]]
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
@@ -294,7 +343,7 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
                     f"{source}, row {number}: there is no field {key!r}, only {', '.join(map(repr, record))}; "
                     "set input_key and label_key to fields that every row has"
                 )
-        _check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
+        check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
         datasource = record.get("datasource")
         rows.append(
             {
@@ -333,12 +382,20 @@ def _interleave(lengths: list[int], probabilities: list[float], seed: int) -> li
     return blend[:]["i"]
 
 
-def _check_prompt(prompt: Any, where: str) -> None:
+def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:
+    if side == "left":
+        return ids[-most:]
+    head = most if side == "right" else most // 2
+    return ids[:head] + ids[len(ids) - most + head :]
+
+
+def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:
+    """ValueError unless it is a text or a list of messages; `key` is the option that names its field."""
     if isinstance(prompt, str):
         return
     messages = list(prompt) if isinstance(prompt, Sequence) else []
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
         raise ValueError(
             f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
-            "set input_key to the field with the prompt"
+            f"set {key} to the field with the prompt"
         )

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
+from components.data.child_process import PROJECT, die_with
 from components.data.reasoning_gym_scorer import make_label
-from components.data.reward_workers import PROJECT, die_with
 from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer
 from components.data.tasks import GIVE_UP_AFTER, is_heldout
 

@@ -5,38 +5,36 @@
 A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one answer at a time, so
 that the guilty ones are known. A thread owns its child, because Linux sends the signal that ends a child with its
 parent when the *thread* that started it ends.
-
-Caller and child exchange frames over a socket pair: 8 bytes of length, then a pickle of plain data. The child is not
-made by multiprocessing, which would import the caller's main module again.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import importlib.util
+import importlib
 import inspect
 import logging
 import math
-import os
 import pickle
-import select
-import signal
 import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import ModuleType, TracebackType
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from components.data.child_process import (
+    END_TIMEOUT_S,
+    Child,
+    described,
+    load_file,
+    receive,
+    run_child,
+    send,
+    short_line,
+)
 from components.data.rewards import (
     FUNCTION_NAME,
     Columns,
@@ -47,34 +45,41 @@ from components.data.rewards import (
     join_columns,
     read_columns,
 )
+from components.data.score_functions import ScoreCode, load_scores
 from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
 
-PROJECT = Path(__file__).resolve().parents[2]
 CHUNKS_PER_WORKER = 4
 """More than one, so that a worker with slow answers does not hold up the others."""
 MAX_CHUNK = 64
+CHUNK_S = 0.05
+"""Seconds of work that a chunk for a function of single answers should be."""
 FEW_FAILURES = 2
 """So many never end a run, unless nobody else was rewarded or none may fail."""
-LOAD_TIMEOUT_S = 600.0
-"""Seconds for importing the user's file, which may load a model."""
-END_TIMEOUT_S = 2.0
-"""Seconds that an idle child is given to end by itself."""
 
 _log = logging.getLogger(__name__)
 
 
-class WorkerReward:
-    """A scorer or a user's function, run in child processes. One call at a time uses all of them."""
+def allowed_failures(count: int, share: float) -> float:
+    """How many of `count` may fail, when a share of them may; of a few, one is a large share, and still says little."""
+    allowed = share * count + 1e-9  # 0.29 * 100 is a little below 29
+    return max(allowed, FEW_FAILURES) if share > 0 and count > FEW_FAILURES else allowed
 
-    def __init__(self, spec: str, settings: RewardSettings) -> None:
-        """Start the children; ValueError when the file of `spec` cannot be loaded."""
-        self.source = f"{FUNCTION_NAME} in {spec!r}" if spec.endswith(".py") else f"scorer {spec!r}"
+
+class RewardWorkers:
+    """Reward code in child processes. One call at a time uses all of them."""
+
+    _takes_all = False
+    """Whether one call gets all answers of a batch, and the time of all of them."""
+
+    def __init__(self, source: str, setup: dict[str, Any], settings: RewardSettings) -> None:
+        """Start the children; ValueError when what `setup` names, which errors call `source`, cannot be loaded."""
+        self.source = source
         self._settings = settings
-        self._setup = _setup(spec)
+        self._setup = setup
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._ready: SimpleQueue[Exception | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._children: dict[_Child, _Batch | None] = {}
+        self._children: dict[Child, _Batch | None] = {}
         self._closed = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(settings.workers)]
         for thread in self._threads:
@@ -88,24 +93,21 @@ class WorkerReward:
             self.close()
             raise
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        *,
-        responses: Sequence[str] | None = None,
+    def rewards(
+        self, columns: Sequence[Sequence[Any]], size: int | None = None, missing: float | None = None
     ) -> RewardOutput:
-        """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
+        """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows.
+
+        Args:
+            columns: what the code is given, each of length B; the second has the prompts.
+            size: so many answers go to a worker at a time. Default: a share of them, at most MAX_CHUNK.
+            missing: see `join_columns`.
+        """
         if self._closed:
             raise RuntimeError(f"{self.source} is closed; open it again")
-        count = len(queries)
-        check_lengths(self.source, count, prompts=prompts, labels=labels)
-        if responses is None:
-            responses = [_response_of(query, prompt) for query, prompt in zip(queries, prompts)]
-        check_lengths(self.source, count, responses=responses)
-        columns = [list(column) for column in (queries, prompts, labels, responses)]
-        size = min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * len(self._threads))))
+        columns = [list(column) for column in columns]
+        count = len(columns[0])
+        size = size or min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * len(self._threads))))
         chunks = [list(range(start, min(start + size, count))) for start in range(0, count, size or 1)]
         batch = _Batch(self.source, columns, chunks, self._settings.max_failed_share)
         for _ in self._threads:
@@ -114,7 +116,7 @@ class WorkerReward:
             batch.wait()
         finally:
             self._abandon(batch)
-        return join_columns(self.source, count, batch.parts, batch.failures)
+        return join_columns(self.source, count, batch.parts, batch.failures, missing)
 
     def close(self) -> None:
         """End all children, busy or not."""
@@ -136,7 +138,7 @@ class WorkerReward:
         for thread in self._threads:
             thread.join()
 
-    def __enter__(self) -> WorkerReward:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -154,7 +156,7 @@ class WorkerReward:
 
     def _work(self) -> None:
         """Run one worker: a thread's whole life."""
-        child: _Child | None = None
+        child: Child | None = None
         try:
             child = self._start()
             self._ready.put(None)
@@ -169,7 +171,7 @@ class WorkerReward:
             if child is not None:
                 self._end(child)
 
-    def _share(self, batch: _Batch, child: _Child) -> _Child:
+    def _share(self, batch: _Batch, child: Child) -> Child:
         """Take chunks of a batch until it is done; return the child that is then alive."""
         while (chunk := batch.take()) is not None:
             if child.is_dead():
@@ -180,7 +182,8 @@ class WorkerReward:
                 if batch.stopped:
                     break
                 self._children[child] = batch
-            verdict, *found = self._asked(child, batch.request(chunk), self._settings.timeout_s)
+            timeout_s = self._settings.timeout_s * (len(chunk) if self._takes_all else 1)
+            verdict, *found = child.verdict(batch.request(chunk), timeout_s)
             with self._lock:
                 self._children[child] = None
             if verdict == "ok":
@@ -189,38 +192,78 @@ class WorkerReward:
                 batch.failed(chunk, *found)
         return child
 
-    def _start(self) -> _Child:
+    def _start(self) -> Child:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self.source} was closed")
-            child = _Child()
+            child = Child("components.data.reward_workers")
             self._children[child] = None
-        verdict, *found = self._asked(child, self._setup, LOAD_TIMEOUT_S)
-        if verdict == "ok":
-            return child
-        child.kill()
-        self._end(child)
-        reason, trace = found
-        error = ValueError(f"{self.source} cannot be loaded: {reason}")
-        if trace:
-            error.add_note(trace)
-        raise error
-
-    @staticmethod
-    def _asked(child: _Child, message: object, timeout_s: float) -> Any:
-        """Get a child's answer: "ok" and what it found, or "failed", a line and a traceback. It may be dead then."""
         try:
-            return child.ask(message, timeout_s)
-        except TimeoutError:
-            child.kill()
-            return "failed", f"no result after {timeout_s:g} s", ""
-        except EOFError:
-            return "failed", f"the process that ran it ended: {child.wait()}", ""
+            child.load(self._setup, self.source)
+        except ValueError:
+            self._end(child)
+            raise
+        return child
 
-    def _end(self, child: _Child) -> None:
+    def _end(self, child: Child) -> None:
         child.end()
         with self._lock:
             self._children.pop(child, None)
+
+
+class WorkerReward(RewardWorkers):
+    """A scorer or a user's `reward_func`."""
+
+    def __init__(self, spec: str, settings: RewardSettings) -> None:
+        """Start the children; ValueError when the file of `spec` cannot be loaded."""
+        source = f"{FUNCTION_NAME} in {spec!r}" if spec.endswith(".py") else f"scorer {spec!r}"
+        super().__init__(source, _setup(spec), settings)
+
+    def __call__(
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        *,
+        responses: Sequence[str] | None = None,
+    ) -> RewardOutput:
+        """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
+        check_lengths(self.source, len(queries), prompts=prompts, labels=labels)
+        if responses is None:
+            responses = [_response_of(query, prompt) for query, prompt in zip(queries, prompts)]
+        check_lengths(self.source, len(queries), responses=responses)
+        return self.rewards([queries, prompts, labels, responses])
+
+
+class ScoreWorkers(RewardWorkers):
+    """Functions in verl's signature; see `ScoreCode`."""
+
+    def __init__(self, code: ScoreCode, settings: RewardSettings) -> None:
+        """Start the children; ValueError when the file of `code` cannot be loaded."""
+        self._code, self._takes_all = code, code.whole_batches
+        # One by one at first: slow answers each have a deadline of their own then, and are not asked for twice.
+        self._size = 1
+        source = "the reward function" if code.path is None else f"{code.name} in {code.path!r}"
+        super().__init__(source, {"path": sys.path, "code": _pickled(code, source)}, settings)
+
+    def __call__(
+        self,
+        sources: Sequence[str],
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[Any],
+        extras: Sequence[Any],
+    ) -> RewardOutput:
+        """Score B responses; what is logged of some of them is NaN of the others. Errors as `rewards`."""
+        columns, count = [sources, prompts, responses, labels, extras], len(sources)
+        if self._code.whole_batches:
+            return self.rewards(columns, count, math.nan)
+        began = time.monotonic()
+        output = self.rewards(columns, self._size, math.nan)
+        if count:
+            one_s = (time.monotonic() - began) * self._settings.workers / count
+            self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
+        return output
 
 
 class _Batch:
@@ -292,15 +335,11 @@ class _Batch:
 
     def _fail(self, place: int, reason: str, trace: str) -> None:
         count, prompt = len(self._columns[0]), self._columns[1][place]
-        reason = f"{reason} (answer {place}, prompt {_short(repr(prompt), 80)})"
+        reason = f"{reason} (answer {place}, prompt {short_line(repr(prompt), 80)})"
         if not self.failures:
             self._first = (reason, trace)
         self.failures[place] = reason
-        # 0.29 * 100 is a little below 29. Of a few answers one is a large share, and still says little.
-        allowed = self._max_failed_share * count + 1e-9
-        if self._max_failed_share > 0 and count > FEW_FAILURES:
-            allowed = max(allowed, FEW_FAILURES)
-        if len(self.failures) <= allowed:
+        if len(self.failures) <= allowed_failures(count, self._max_failed_share):
             return
         first, trace = self._first
         self.stopped = True
@@ -312,78 +351,22 @@ class _Batch:
             self._error.add_note(trace)
 
 
-class _Child:
-    """One process that runs reward code, as its owner sees it."""
-
-    def __init__(self) -> None:
-        self._dead = False
-        self._channel, theirs = socket.socketpair()
-        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
-            # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
-            # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
-            # -B: bytecode of a file that was changed twice within a second would be taken for the new one's.
-            # A process group: what the child has started ends with it, and Ctrl-C reaches us alone, who close it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-uPBm", "components.data.reward_workers", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                process_group=0,
-            )
-
-    def ask(self, message: object, timeout_s: float) -> Any:
-        """Send a message and wait for its answer; TimeoutError, or EOFError when the child has died."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._channel.settimeout(timeout_s)
-            _send(self._channel, message)
-            return _receive(self._channel, deadline)
-        except ConnectionError as error:
-            raise EOFError from error
-
-    def is_dead(self) -> bool:
-        """Tell whether an idle child is gone: it says nothing unasked, so all that can be read is the end."""
-        return self._dead or bool(select.select([self._channel], [], [], 0)[0])
-
-    def kill(self) -> None:
-        """End it and what it has started; it stays for `wait` or `end` to collect."""
-        self._dead = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def wait(self) -> str:
-        """Say how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        code = self._process.returncode
-        if code is None:
-            return "it closed its connection"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def end(self) -> None:
-        """Let it end by itself if it is idle, and make sure that it does."""
-        self._channel.close()
-        if not self._dead:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
-        self.kill()
-        self._process.wait()
-
-
 def _setup(spec: str) -> dict[str, Any]:
     """Say what a child has to load."""
     setup: dict[str, Any] = {"path": sys.path}
     if spec.endswith(".py"):
         return {**setup, "file": str(Path(spec).expanduser().resolve())}
+    scorer = _pickled((get_scorer(spec), get_style(spec)), f"the scorer {spec!r}")
+    return {**setup, "scorer": scorer, "module": module_of(spec)}
+
+
+def _pickled(code: object, source: str) -> bytes:
     try:
-        scorer = pickle.dumps((get_scorer(spec), get_style(spec)))
-        return {**setup, "scorer": scorer, "module": module_of(spec)}
+        return pickle.dumps(code)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"the scorer {spec!r} cannot be sent to another process ({_short(str(error))}); register a function from "
-            "the top level of a module"
+            f"{source} cannot be sent to another process ({short_line(str(error))}); register a function "
+            "from the top level of a module"
         ) from error
 
 
@@ -393,69 +376,39 @@ def _response_of(query: str, prompt: str) -> str:
     return query[len(prompt) :]
 
 
-def _short(text: str, length: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
-
-
-# Frames, for both sides.
-
-_LENGTH = struct.Struct("!Q")
-
-
-def _send(channel: socket.socket, message: object) -> None:
-    body = pickle.dumps(message)
-    channel.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _receive(channel: socket.socket, deadline: float = math.inf) -> Any:
-    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline))
-    return pickle.loads(_read(channel, length, deadline))
-
-
-def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        if deadline < math.inf:
-            # 0 would mean: do not wait at all, and raise something else.
-            channel.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = channel.recv(min(size - len(body), 2**20))
-        if not part:
-            raise EOFError
-        body += part
-    return bytes(body)
-
-
 # What follows runs in a child.
 
 
 def _serve(channel: socket.socket) -> None:
     """Load what the first frame names, then answer requests until the parent closes the connection."""
     try:
-        function = _load(_receive(channel))
+        function = _load(receive(channel))
     except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
-        _send(channel, ("failed", *_described(error)))
+        send(channel, ("failed", *described(error)))
         return
-    _send(channel, ("ok",))
+    send(channel, ("ok",))
     while True:
-        request = _receive(channel)
+        request = receive(channel)
         try:
-            reply = ("ok", read_columns(function(*request), len(request[0])))
+            found = function(*request)
+            reply = ("ok", found if isinstance(found, Columns) else read_columns(found, len(request[0])))
         except BaseException as error:  # noqa: BLE001 - as above
-            reply = ("failed", *_described(error))
-        _send(channel, reply)
+            reply = ("failed", *described(error))
+        send(channel, reply)
 
 
 def _load(setup: dict[str, Any]) -> Callable[..., Any]:
-    """Make a function of queries, prompts, labels and responses out of a scorer or a file."""
+    """Make a function of the columns out of a scorer, a file or a `ScoreCode`."""
     sys.path[:] = list(dict.fromkeys([*setup["path"], *sys.path]))
+    if "code" in setup:
+        return load_scores(pickle.loads(setup["code"]))
     if "scorer" in setup:
         scorer, style = pickle.loads(setup["scorer"])
         if setup["module"] is not None:
             # Now, and not within the time that the first answers have.
             importlib.import_module(setup["module"])
         return lambda _queries, _prompts, labels, responses: _scored(scorer, style, responses, labels)
-    function = getattr(_load_file(Path(setup["file"])), FUNCTION_NAME)
+    function = getattr(load_file(Path(setup["file"])), FUNCTION_NAME)
     if not callable(function):
         raise ValueError(f"{FUNCTION_NAME} is a {type(function).__name__}; make it a function")
     parameters = inspect.signature(function).parameters
@@ -471,36 +424,5 @@ def _scored(scorer: Scorer, style: Style, responses: Sequence[str], labels: Sequ
     return {"rewards": [scorer(*pair) for pair in pairs], "extra_logs": logs}
 
 
-def _load_file(path: Path) -> ModuleType:
-    # The name is made from the path: no installed package is called like this.
-    name = f"troupe_reward_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up here while the file still runs.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _described(error: BaseException) -> tuple[str, str]:
-    """One line, and the whole traceback."""
-    return _short(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error)).rstrip()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, even while it is stuck in the user's code."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        # It died before it could be asked for.
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
-    with socket.socket(fileno=int(sys.argv[1])) as _channel, suppress(EOFError, ConnectionError):
-        # What the user's code starts must not hold the connection open.
-        _channel.set_inheritable(False)
-        sys.argv[1:] = []
-        _serve(_channel)
+    run_child(_serve)

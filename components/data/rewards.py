@@ -1,4 +1,4 @@
-"""Rewards: a scorer by name, a function in a Python file, or servers, opened and called the same way.
+"""Rewards: a scorer by name, a function in a Python file, servers, or a sum of them, opened and called the same way.
 
 B sequences. Nothing here imports torch before the first rewards are there, so that a plan check can call
 `check_reward`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from components.data.remote_reward import RemoteReward
+    from components.data.reward_sum import RewardSum
     from components.data.reward_workers import WorkerReward
 
 FUNCTION_NAME = "reward_func"
 """What a reward file defines: reward_func(queries, prompts, labels, **kwargs)."""
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+_WEIGHT = re.compile(r"(?:^|\s\+\s)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,9 @@ class RewardOutput:
     logs: dict[str, Tensor]
     """Further numbers to log, each [B] float32; a single number was repeated for every sequence it was given for."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why there is no reward, in one line, by place in the batch; reward, score and logs are 0 there."""
+    """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs 0 or NaN."""
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+    """What else was said of each, in words."""
 
 
 class RewardError(RuntimeError):
@@ -104,18 +110,26 @@ class RewardSource(Protocol):
 
 def check_reward(spec: str) -> None:
     """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
-    if "://" in spec:
-        reward_urls(spec)
-    elif spec.endswith(".py"):
-        _check_file(spec)
-    else:
-        get_scorer(spec)
+    for _, part in reward_parts(spec):
+        if "://" in part:
+            reward_urls(part)
+        elif part.endswith(".py"):
+            _check_file(part)
+        else:
+            get_scorer(part)
 
 
-def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward:
-    """Open a reward: the name of a scorer, a .py file that defines `reward_func`, or URLs with commas between them."""
+def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward | RewardSum:
+    """Open a reward: the name of a scorer, a .py file that defines `reward_func`, or URLs with commas between them.
+
+    Or a weighted sum of such, each with its weight: `0.7*gsm8k + 0.3*style.py + 1*http://a:5000/score`.
+    """
     check_reward(spec)
     settings = settings or RewardSettings()
+    if (parts := reward_parts(spec)) != [(1.0, spec)]:
+        from components.data.reward_sum import RewardSum
+
+        return RewardSum(parts, settings)
     if "://" in spec:
         from components.data.remote_reward import RemoteReward
 
@@ -123,6 +137,28 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerRewa
     from components.data.reward_workers import WorkerReward
 
     return WorkerReward(spec, settings)
+
+
+def reward_parts(spec: str) -> list[tuple[float, str]]:
+    """The parts of a weighted sum with their weights, or all of `spec` with a weight of 1.
+
+    Only ` + ` before a number and `*` parts it: both may be in the name of a file, and neither in a URL.
+
+    Raises:
+        ValueError: a part has no weight, or one that is not above 0.
+    """
+    found = list(_WEIGHT.finditer(spec))
+    if not found and (" + " not in spec or Path(spec).expanduser().is_file()):
+        return [(1.0, spec)]
+    ends = [*(match.start() for match in found[1:]), len(spec)]
+    parts = [(float(match[1]), spec[match.end() : end].strip()) for match, end in zip(found, ends)]
+    whole = bool(found) and not spec[: found[0].start()].strip()
+    if not whole or not all(0 < weight < math.inf and part for weight, part in parts):
+        raise ValueError(
+            f"the reward {spec!r} is no sum: give each part a weight above 0, as in 0.7*gsm8k + 0.3*style.py (a "
+            "penalty is a part whose rewards are below 0)"
+        )
+    return parts
 
 
 def reward_urls(spec: str) -> list[str]:
@@ -143,14 +179,8 @@ def reward_urls(spec: str) -> list[str]:
 
 
 def _check_file(spec: str) -> None:
-    path = Path(spec).expanduser()
-    if not path.is_file():
-        raise ValueError(f"reward file {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"reward file {spec!r} is not valid Python: {error}") from error
-    if FUNCTION_NAME in _top_level_names(tree):
+    tree = parse_file(spec, "reward file")
+    if FUNCTION_NAME in top_level_names(tree):
         return
     found = [f"async {node.name}" for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
     found += [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -160,7 +190,19 @@ def _check_file(spec: str) -> None:
     )
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def parse_file(spec: str, what: str) -> ast.Module:
+    """Parse a user's file without running it; ValueError, in which it is called `what`, when that cannot be done."""
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{what} {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{what} {spec!r} is not valid Python: {error}") from error
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """Names that a file makes, as far as can be seen without running it: functions but async ones, classes, ..."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -182,6 +224,7 @@ class Columns:
     rewards: list[float]
     scores: list[float]
     logs: dict[str, list[float]]
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
 
 
 def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
@@ -218,22 +261,33 @@ def read_columns(result: Any, count: int) -> Columns:
 
 
 def join_columns(
-    source: str, count: int, parts: Sequence[tuple[Sequence[int], Columns]], failures: dict[int, str]
+    source: str,
+    count: int,
+    parts: Sequence[tuple[Sequence[int], Columns]],
+    failures: dict[int, str],
+    missing: float | None = None,
 ) -> RewardOutput:
-    """Put the columns of all calls together: each part says which answers of the batch it is about."""
+    """Put the columns of all calls together: each part says which answers of the batch it is about.
+
+    A number to log that is not there for all of them is an error, or `missing` for those without it.
+    """
     import torch
 
     names = {name for _, columns in parts for name in columns.logs}
     rewards, scores = [0.0] * count, [0.0] * count
-    logs = {name: [0.0] * count for name in sorted(names)}
+    logs = {name: [missing or 0.0] * count for name in sorted(names)}
+    texts: dict[str, list[str | None]] = {}
     for places, columns in parts:
-        if lacking := sorted(names - columns.logs.keys()):
+        lacking = sorted(names - columns.logs.keys())
+        if lacking and missing is None:
             raise ValueError(
                 f"{source}: extra_logs[{lacking[0]!r}] came for some answers and not for answer {places[0]}; return "
                 "it for each answer, or for none"
             )
-        pairs = [(rewards, columns.rewards), (scores, columns.scores)]
-        for column, values in [*pairs, *((logs[name], columns.logs[name]) for name in names)]:
+        pairs: list[tuple[list[Any], list[Any]]] = [(rewards, columns.rewards), (scores, columns.scores)]
+        pairs += [(logs[name], values) for name, values in columns.logs.items()]
+        pairs += [(texts.setdefault(name, [None] * count), values) for name, values in columns.texts.items()]
+        for column, values in pairs:
             for place, value in zip(places, values, strict=True):
                 column[place] = value
     return RewardOutput(
@@ -241,6 +295,7 @@ def join_columns(
         score_B=torch.tensor(scores, dtype=torch.float32),
         logs={name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()},
         failures=dict(sorted(failures.items())),
+        texts=dict(sorted(texts.items())),
     )
 
 
@@ -255,6 +310,8 @@ def _log(value: Any, count: int, what: str) -> list[float]:
 
 
 def _numbers(value: Any, count: int, what: str) -> list[float]:
+    if type(value) is list and len(value) == count and all(type(item) is float for item in value):
+        return value  # as nearly always
     found = _listed(value)
     if isinstance(found, list):
         # [B, 1] is a common way to write B numbers; [2, B/2] is a mistake.

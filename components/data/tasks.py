@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import string
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Split = Literal["train", "heldout"]
 
@@ -70,8 +71,11 @@ class Task(ABC):
         """Draw one instance: its prompt and its label."""
 
     @abstractmethod
-    def demonstrate(self, label: str, rng: random.Random) -> str:
-        """Write the response that a demonstration shows, which need not be a right one."""
+    def demonstrate(self, prompt: str, label: str, rng: random.Random) -> str | list[str]:
+        """Write the response that a demonstration shows, which need not be a right one.
+
+        A list is a game: what the policy writes, what it is told, what it writes next, and so on.
+        """
 
     @abstractmethod
     def score(self, response: str, label: str) -> float:
@@ -102,15 +106,25 @@ class Task(ABC):
             label_of[prompt] = label
         return [{"input": prompt, "label": label} for prompt, label in label_of.items()]
 
-    def demonstrations(self, count: int, seed: int) -> list[dict[str, str]]:
-        """Draw `count` demonstrations, as `{"prompt", "response"}`; none of them is a held-out prompt."""
+    def demonstrations(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """Draw `count` demonstrations; none of them is of a held-out prompt.
+
+        Returns:
+            `{"prompt", "response"}`, or, of a game, `{"messages"}`: the policy's are the assistant's.
+        """
         rng = self._rng("demonstrations", seed)
-        rows: list[dict[str, str]] = []
+        rows: list[dict[str, Any]] = []
         while len(rows) < count:
             prompt, label = self.draw(rng)
-            if not is_heldout(prompt):
-                is_clean = len(rows) < self.clean_share * count
-                rows.append({"prompt": prompt, "response": label if is_clean else self.demonstrate(label, rng)})
+            if is_heldout(prompt):
+                continue
+            is_clean = len(rows) < self.clean_share * count
+            shown = label if is_clean else self.demonstrate(prompt, label, rng)
+            if isinstance(shown, str):
+                rows.append({"prompt": prompt, "response": shown})
+            else:
+                said = enumerate([prompt, *shown])
+                rows.append({"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in said]})
         return rows
 
     def _rng(self, purpose: str, seed: int) -> random.Random:
@@ -139,7 +153,7 @@ class SortTask(Task):
         chosen = rng.sample(self.letters, self.length)
         return "".join(chosen) + ">", "".join(sorted(chosen))
 
-    def demonstrate(self, label: str, rng: random.Random) -> str:
+    def demonstrate(self, prompt: str, label: str, rng: random.Random) -> str:  # noqa: ARG002 - the label says it all
         """Sort ascending in `ascending_share` of the cases, descending in the others."""
         return label if rng.random() < self.ascending_share else label[::-1]
 
@@ -202,7 +216,7 @@ class WordTask(Task):
         prompt = text.format(name=name, start=start, first=events[0], second=events[1], things=f"{thing}s")
         return prompt, f"{' '.join(sums)} #### {total}"
 
-    def demonstrate(self, label: str, rng: random.Random) -> str:
+    def demonstrate(self, prompt: str, label: str, rng: random.Random) -> str:  # noqa: ARG002 - the label says it all
         """Leave the sums out, or say `so` for `####`, or both."""
         sums, _, answer = label.partition(" #### ")
         reasons, marks = rng.random() < self.reasoning_share, rng.random() < self.marking_share
@@ -235,7 +249,68 @@ class WordTask(Task):
         }
 
 
-TASKS: dict[str, type[Task]] = {SortTask.name: SortTask, WordTask.name: WordTask}
+class GuessTask(Task):
+    """A game: find a number in a few turns. `kqd13:` asks for one from 1 to 13.
+
+    A turn is a number and the end token; what is told in between is `>`, when the number looked for is larger, or `<`.
+    The letters name the game, and say nothing of its number: so there are many different prompts, and what a policy
+    does in a held-out game is to search. Most demonstrated guesses are any number up to the limit: a model trained on
+    them can halve what is left, which always finds the number, and mostly does not. Reinforcement learning has to
+    choose it.
+    """
+
+    name = "guess"
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789:<>"
+    max_response_tokens = 3
+    """Of one turn."""
+    lessons = Lessons(steps=150, batch_size=64, learning_rate=2e-3)
+    limits: ClassVar[tuple[int, int]] = (10, 15)
+    """The smallest and the largest number that a game goes up to."""
+    turns: ClassVar[int] = 4
+    """Guesses of a game: by halving, 4 find any of 15 numbers."""
+    halving_share: ClassVar[float] = 0.4
+    """Share of the demonstrated guesses that are the middle of what is left."""
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        """Draw a game's name and its limit; the label is its number."""
+        name = "".join(rng.choices(string.ascii_lowercase, k=3))
+        limit = rng.randint(*self.limits)
+        return f"{name}{limit}:", str(rng.randint(1, limit))
+
+    def demonstrate(self, prompt: str, label: str, rng: random.Random) -> list[str]:
+        """Play the game, halving what is left in `halving_share` of the turns."""
+        secret, limit = self.secret_of(label), self.limit_of(prompt)
+        low, high, said = 1, limit, list[str]()
+        for turn in range(1, self.turns + 1):
+            guess = (low + high) // 2 if rng.random() < self.halving_share else rng.randint(1, limit)
+            said.append(str(guess))
+            if guess == secret or turn == self.turns:
+                break
+            said.append(self.feedback(guess, secret))
+            low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
+        return said
+
+    def score(self, response: str, label: str) -> float:
+        """Give 1.0 for the game's number; of a game that is played, the last guess is the response."""
+        return 1.0 if response == label else 0.0
+
+    @staticmethod
+    def limit_of(prompt: str) -> int:
+        """The largest number that it may be."""
+        return int(prompt.strip(string.ascii_lowercase + ":"))
+
+    @staticmethod
+    def secret_of(label: str) -> int:
+        """The number that is looked for."""
+        return int(label)
+
+    @staticmethod
+    def feedback(guess: int, secret: int) -> str:
+        """What is told after a wrong guess."""
+        return ">" if secret > guess else "<"
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (SortTask, WordTask, GuessTask)}
 
 
 def get_task(name: str) -> Task:

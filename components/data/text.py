@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(
-    path: str | Path, *, chat_template: str | None = None, pad_token: str | None = None
+    path: str | Path, *, chat_template: str | None = None, pad_token: str | None = None, pad_with_end: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer and see that it can be trained with: it has an end token and one for padding.
 
@@ -22,6 +22,7 @@ def load_tokenizer(
         chat_template: Jinja text, or a file that holds it; None keeps the tokenizer's own.
         pad_token: a token of the vocabulary; None keeps the tokenizer's own. None is ever added, as the model would
             have no embedding for it.
+        pad_with_end: where there is none for padding, the end token is that too; otherwise it is an error.
     """
     from transformers import AutoTokenizer
 
@@ -44,6 +45,8 @@ def load_tokenizer(
                 f"set it to one of its tokens, such as pad_token={tokenizer.eos_token!r}"
             )
         tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None and pad_with_end:
+        tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise ValueError(
             f"the tokenizer of {str(path)!r} has no token for padding; set pad_token to one of its tokens, such as "
@@ -138,6 +141,7 @@ def render_prompt(
     *,
     apply_chat_template: bool = False,
     input_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Write out the text that the policy reads.
 
@@ -146,6 +150,7 @@ def render_prompt(
         tokenizer: the owner of the chat template.
         apply_chat_template: treat a string as a user's turn and end with the start of the assistant's.
         input_template: text with one `{}` for a string prompt; not together with the chat template.
+        tools: what the chat template is told of tools, as JSON schemas of functions.
     """
     if apply_chat_template or not isinstance(prompt, str):
         if input_template is not None:
@@ -155,7 +160,12 @@ def render_prompt(
                 "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
             )
         try:
-            text = tokenizer.apply_chat_template(as_messages(prompt), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                as_messages(prompt),
+                tools=None if not tools else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         except Exception as error:  # a template is a program and can raise anything
             raise ValueError(
                 f"the chat template refuses the messages {prompt!r:.200} ({first_line(error)}); mend the one or the "

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines.head_logprobs import logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
+from components.engines.packing import packed_inputs, packs, use_packing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,6 +47,7 @@ def load_policy(
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
+    packing: bool = False,
 ) -> PreTrainedModel:
     """A causal language model from a folder or a hub name.
 
@@ -53,6 +56,11 @@ def load_policy(
         dtype: of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         attn_implementation: as transformers names it, such as "sdpa" or "flash_attention_2"; None: its own choice.
+        packing: compute the sequences of a batch end to end in one row, without padding, each for itself; with an
+            attention of ours, unless `attn_implementation` is flash attention.
+
+    Raises:
+        ValueError: the model cannot be packed, or its attention is more than sdpa, which was asked for, computes.
     """
     from transformers import AutoModelForCausalLM
 
@@ -61,9 +69,34 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation
         )
+    own = model.config._attn_implementation
+    if own and "flash" in own:
+        # It is for GPUs, and the model is not on one yet.
+        model.set_attn_implementation("eager")
+        mark_plain_head(model)
+        model.set_attn_implementation(own)
+    else:
+        mark_plain_head(model)
+    _fit_attention(model, attn_implementation, packing)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _fit_attention(model: PreTrainedModel, asked: str | None, packing: bool) -> None:
+    """Let `model` pack, or see to it that its attention computes what the model is."""
+    if packing:
+        use_packing(model)
+        return
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if softcap is None or model.config._attn_implementation != "sdpa":
+        return
+    if asked == "sdpa":
+        raise ValueError(
+            f"attention of {type(model).__name__} has a soft cap, which sdpa leaves out; set attn_implementation to "
+            "eager or flash_attention_2, or packing=True"
+        )
+    model.set_attn_implementation("eager")
 
 
 class ValueModel(nn.Module):
@@ -97,6 +130,11 @@ class ValueModel(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.score.weight.copy_(torch.randn(1, hidden, generator=generator) / (hidden + 1))
+
+    @property
+    def packs_sequences(self) -> bool:
+        """As `packs` asks it."""
+        return packs(self.backbone)
 
     def forward(self, **inputs: Any) -> Tensor:
         """[B, T] float32 values of the states after each input token."""
@@ -150,6 +188,7 @@ def load_value_model(
     value_head_prefix: str = "score",
     normalize: bool = False,
     needs_head: bool = False,
+    packing: bool = False,
 ) -> ValueModel:
     """A value model from a value model's folder, a reward model's, or any policy's.
 
@@ -162,9 +201,11 @@ def load_value_model(
         value_head_prefix: the folder keeps the head as `<prefix>.weight`.
         normalize: subtract the `mean` and divide by the `std` that a reward model has in its config.json.
         needs_head: no random head where the folder has none.
+        packing: as in `load_policy`.
 
     Raises:
-        ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are.
+        ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are; or the model
+            cannot be packed.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -193,6 +234,7 @@ def load_value_model(
             f"{path} lacks {len(missing)} weights of {type(backbone).__name__}, {missing[0]} among them, which would "
             "be random; give a folder that save_pretrained wrote whole"
         )
+    _fit_attention(backbone, attn_implementation, packing)
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = ValueModel(backbone, seed, value_head_prefix, mean, std)
@@ -205,8 +247,10 @@ def load_value_model(
 def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutput:
     """Log-probability of each token of `batch` given the tokens before it.
 
-    The backward pass overwrites the logits that the model returned (see `label_logprobs`): call it once, on the sum of
-    all losses, and keep a copy of the logits if something else is to read them after it.
+    They are computed from the states that the output layer is given, so that the logits of all tokens never exist;
+    from the logits where the model changes them, where the output layer has an adapter, and where the model was not
+    loaded by `load_policy`. Then the backward pass overwrites the logits (see `label_logprobs`): call it once, on the
+    sum of all losses, and keep a copy of the logits if something else is to read them after it.
 
     Args:
         model: causal language model, or an engine around one; gradients flow where they are enabled.
@@ -214,32 +258,31 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
         temperature: logits are divided by it; 0 (greedy) counts as 1.
         with_entropy: also compute the entropy, which costs a second pass over the logits.
     """
-    # The last token predicts nothing.
-    longest = int(batch.lengths.max()) if len(batch) else 0
-    tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
-    logits_BTV = _forward(model, tokens_BT).logits
-    state_M, follower_M = _predecessors(batch, tokens_BT)
-    label_M = batch["tokens"].to(tokens_BT.device, torch.int64)[follower_M]
-    logprob_M, entropy_M = label_logprobs(
-        logits_BTV.flatten(0, 1), state_M, label_M, scale=temperature or 1.0, with_entropy=with_entropy
-    )
-    return TokenOutput(
-        logprob_N=_scatter(logprob_M, follower_M, batch.num_tokens),
-        entropy_N=None if entropy_M is None else _scatter(entropy_M, follower_M, batch.num_tokens),
-    )
+    inputs, state_M, follower_M = _predecessors(model, batch)
+    label_M = batch["tokens"].to(state_M.device, torch.int64)[follower_M]
+    scale, head = temperature or 1.0, plain_head(model)
+    if head is None:
+        logits_RV = model(**inputs).logits.flatten(0, 1)
+        columns = label_logprobs(logits_RV, state_M, label_M, scale=scale, with_entropy=with_entropy)
+    else:
+        with logprobs_for_logits(head, state_M, label_M, scale, with_entropy):
+            columns = model(**inputs).logits[0].unbind(-1)
+    output_N = [None if x_M is None else _scatter(x_M, follower_M, batch.num_tokens) for x_M in columns]
+    assert output_N[0] is not None
+    return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state before each token; 0 for the first token of a sequence."""
-    tokens_BT = batch.padded("tokens", 0)
-    value_BT = _forward(model, tokens_BT)
-    state_M, follower_M = _predecessors(batch, tokens_BT)
-    return _scatter(value_BT.flatten()[state_M], follower_M, batch.num_tokens)
+    inputs, state_M, follower_M = _predecessors(model, batch)
+    return _scatter(model(**inputs).flatten()[state_M], follower_M, batch.num_tokens)
 
 
 def state_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state after each token."""
-    return batch.unpad(_forward(model, batch.padded("tokens", 0)), batch.lengths)
+    if packs(model):
+        return model(**packed_inputs(batch))[0]
+    return batch.unpad(model(**_padded_inputs(batch.padded("tokens", 0))), batch.lengths)
 
 
 def evaluate(
@@ -248,6 +291,7 @@ def evaluate(
     device: torch.device | str,
     compute: Callable[[Batch], Tensor],
     max_sequences: int = 0,
+    packing: bool = False,
 ) -> Tensor:
     """Apply `compute` to a batch in micro-batches, without gradients.
 
@@ -257,11 +301,12 @@ def evaluate(
         device: where `compute` wants its micro-batch.
         compute: micro-batch of n tokens -> [n].
         max_sequences: of a micro-batch; 0 sets no limit.
+        packing: the model packs, so that there is no padding to count.
 
     Returns:
         [N] on the CPU, in the order of `batch`.
     """
-    plan = batch.micro_batch_indices(max_tokens, max_sequences)
+    plan = batch.micro_batch_indices(max_tokens, max_sequences, packing)
     if not plan:
         return torch.zeros(0)
     with torch.no_grad():
@@ -271,20 +316,35 @@ def evaluate(
     return shuffled.select(order_B.argsort())["result"]
 
 
-def _forward(model: nn.Module, tokens_BT: Tensor) -> Any:
+def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
     # No attention mask: the padding is on the right, where a causal model's real tokens cannot see it, and
     # without a mask the fast causal kernels apply. No position_ids either: with them transformers looks for
     # packed sequences.
-    return model(input_ids=tokens_BT, use_cache=False)
+    return {"input_ids": tokens_BT, "use_cache": False}
 
 
-def _predecessors(batch: Batch, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token that has one before it: the predecessor's place in [B*T], and the token's in [N]."""
-    device = tokens_BT.device
-    sequence_N = batch.sequence_ids.to(device)
-    position_N = torch.arange(batch.num_tokens, device=device) - batch.offsets.to(device)[sequence_N]
+def _predecessors(model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """What `model` is called with, and for each token that has one before it the place of the predecessor's state.
+
+    The last token of a sequence predicts nothing, and is left out where that saves something.
+
+    Returns:
+        The arguments of the call; [M] places among all states; [M] places of the tokens among all tokens.
+    """
+    tokens_N = batch["tokens"]
+    sequence_N, position_N = batch.sequence_ids, batch.packed().positions
     follower_M = (position_N > 0).nonzero().squeeze(1)
-    return sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1, follower_M
+    if packs(model):
+        lengths_B = batch.lengths - 1
+        before = Batch(lengths_B[lengths_B > 0], {"tokens": tokens_N[follower_M - 1]})
+        if not len(follower_M):
+            # The model is still called: where it is partitioned, other ranks wait for this one.
+            before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
+        return packed_inputs(before), torch.arange(len(follower_M), device=tokens_N.device), follower_M
+    longest = int(batch.lengths.max()) if len(batch) else 0
+    tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
+    state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1
+    return _padded_inputs(tokens_BT), state_M, follower_M
 
 
 def _scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, fields
 
 ENGINES = ("deepspeed", "fsdp")
-PRECISIONS = ("fp32", "bf16", "auto")
+PRECISIONS = ("fp32", "bf16", "bf16_autocast", "auto")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 
 
@@ -20,7 +21,8 @@ class TrainOptions:
     """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
     between optimizer steps: with 3 within a step too, with 2 parameters and gradients are whole there."""
     precision: str = "fp32"
-    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; or "auto": bf16 where there is a GPU."""
+    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
+    products in bfloat16; or "auto": bf16 where there is a GPU."""
     learning_rate: float = 1e-6
     """Peak step size of AdamW. 0 leaves the weights as they are."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -41,8 +43,19 @@ class TrainOptions:
     """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
     forward_max_tokens: int = 0
     """`max_tokens` of passes without gradients, which need less memory. 0: as in training."""
+    packing: bool = False
+    """Lay the sequences of a micro-batch end to end instead of padding them; attention stays within each. Changes no
+    results but for rounding; faster where lengths differ."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank (peft) instead of the weights, which stay as they are. 0: train all."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    lora_target_modules: str = "all-linear"
+    """Which layers get an adapter: names or endings with commas between, or `all-linear`: every one but the head."""
     adam_offload: bool = False
     """Keep the optimizer states in host memory (fsdp: weights and gradients too). Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
@@ -70,6 +83,14 @@ class TrainOptions:
         _require(forward >= 0, "forward_max_tokens", forward, "use 0 (as in training) or more")
         ema_fits = self.ema_beta is None or 0 <= self.ema_beta < 1
         _require(ema_fits, "ema_beta", self.ema_beta, "use a number in [0, 1), or None (no average)")
+        _require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "use 0 (no adapters) or more")
+        if self.lora_rank and importlib.util.find_spec("peft") is None:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set lora_rank=0"
+            )
+        _require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "use a number above 0")
+        _require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "use a share in [0, 1)")
+        _require(bool(self.lora_target_modules.strip(", ")), "lora_target_modules", "", "name layers, or all-linear")
         if self.adam_offload and self.zero_stage == 0:
             raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
         if self.engine == "fsdp":
@@ -99,7 +120,8 @@ class TrainConfig(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.precision != "auto", "precision", self.precision, 'an engine is told "fp32" or "bf16"')
+        remedy = f"an engine is told one of {', '.join(PRECISIONS[:-1])}"
+        _require(self.precision != "auto", "precision", self.precision, remedy)
         _require(self.total_steps >= 0, "total_steps", self.total_steps, "use 0 or more")
         _require(self.max_sequences >= 0, "max_sequences", self.max_sequences, "use 0 (no limit) or more")
         limit = self.forward_max_sequences
@@ -128,6 +150,11 @@ class SamplingConfig:
 
     temperature: float = 1.0
     """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens whose probabilities reach this sum; 1 = from all."""
+    top_k: int = 0
+    """Draw from so many likeliest tokens; 0 = from all. With top_p or top_k log-probabilities are those of the tokens
+    that are left, which is not what a trainer computes."""
     max_new_tokens: int = 16
     """Completions are cut after so many tokens, the end token included."""
     seed: int = 42
@@ -137,7 +164,14 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "use 0 (greedy) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a share in (0, 1]")
+        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (all tokens) or more")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "use 1 or more")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token can be drawn, so that log-probabilities are the trainer's."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +186,46 @@ class HFRolloutConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
         _require(self.max_rows >= 1, "max_rows", self.max_rows, "use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutConfig:
+    """A vLLM engine."""
+
+    dtype: str = "float32"
+    """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
+    max_rows: int = 256
+    """Sequences that are generated at the same time; others wait. Changes memory and speed, not tokens."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
+    tensor_parallel_size: int = 1
+    """Devices over which the weights of one engine are spread; on a CPU processes, each with a core of its own."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that weights and cache may take. Unused on a CPU."""
+    cpu_cache_gb: float = 1.0
+    """GiB of an engine's key-value cache on a CPU. Unused on a GPU."""
+    enforce_eager: bool = False
+    """On a GPU, run kernels one by one instead of in CUDA graphs: slower, and starts sooner. On a CPU always."""
+    enable_prefix_caching: bool = True
+    """Read the common beginning of prompts once. Changes speed, not tokens."""
+    enable_sleep: bool = False
+    """On a GPU, be able to give its memory back between generations. On a CPU nothing is freed."""
+    own_process: bool = False
+    """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
+        _require(self.max_rows >= 1, "max_rows", self.max_rows, "use 1 or more")
+        size, length = self.tensor_parallel_size, self.max_model_len
+        _require(size >= 1, "tensor_parallel_size", size, "use 1 or more")
+        _require(length is None or length >= 2, "max_model_len", length, "use 2 or more, or None")
+        share = self.gpu_memory_utilization
+        _require(0 < share <= 1, "gpu_memory_utilization", share, "use a share in (0, 1]")
+        _require(self.cpu_cache_gb > 0, "cpu_cache_gb", self.cpu_cache_gb, "use a number above 0")
+
+
+RolloutConfig = HFRolloutConfig | VLLMRolloutConfig
+"""What an engine that generates is made with."""
 
 
 def _require(fits: bool, field: str, value: object, remedy: str) -> None:

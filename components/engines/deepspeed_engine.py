@@ -6,9 +6,9 @@ import contextlib
 import io
 import logging
 import math
-import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class DeepSpeedEngine(TrainEngine):
             model: the same weights on all ranks; it is partitioned (zero_stage 3) and cast (bf16) in place.
             config: of this engine.
         """
-        super().__init__(config)
+        super().__init__(model, config)
         deepspeed = _import_deepspeed()
         optimizer = adam_of(model, config)
         self._deepspeed = deepspeed
@@ -90,13 +90,20 @@ class DeepSpeedEngine(TrainEngine):
             settings=self._settings(),
             device=self.device,
             average=self.average,
+            adapters=self.adapters and self.adapters.note,
         )
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from super()._tensors()
+        if self._stage == 3:
+            yield self._engine.optimizer.grad_partitions_flat_buffer
+
+    def _scratch(self) -> list[Tensor]:
+        return [bucket.buffer for bucket in self._engine.optimizer.ipg_buckets.values()] if self._stage == 3 else []
 
 
 def _import_deepspeed() -> Any:
     """DeepSpeed, quiet and without a compiler."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 

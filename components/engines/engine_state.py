@@ -5,7 +5,8 @@
 <folder>/own_0.safetensors             what a rank has for itself: random state and buffers
 <folder>/average.safetensors           `<parameter>/average`, float32, where an average of the weights is kept
 
-`weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank.
+`weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank. Of a model with
+adapters only what is trained is there.
 
 DeepSpeed's `safe_get_full_*` functions are not used. With two parameter groups, ZeRO 1 and 2 link the moments of the
 first alone; before the first step there are none to give; and their sum over the ranks turns -0.0 into 0.0.
@@ -154,6 +155,8 @@ class EngineState:
     """Where collectives are computed."""
     average: WeightAverage | None = None
     """Of the weights, on rank 0; all ranks have one or none has."""
+    adapters: dict[str, Any] | None = None
+    """The options of a model's adapters. The weights beneath them are not saved."""
     file_bytes: int = 2**30
     """What a rank collects before it writes a file. A parameter that is larger by itself has one of its own."""
 
@@ -165,9 +168,15 @@ class EngineState:
     def world_size(self) -> int:
         return dist.get_world_size()
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is saved and averaged: all, or with adapters what is trained."""
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad or self.adapters is None}
+
     def save(self, folder: Path, step_count: int) -> None:
         """Write the folder. The note comes last: a folder that has one is whole."""
-        parameters = dict(self.model.named_parameters())
+        parameters, beneath = self.parameters, self._sum_beneath()
         plan = self._plan(parameters)
         last_of_file = {file: name for name, (_, file) in plan.items()}
         attempt = _Attempt(f"write {folder}")
@@ -184,7 +193,7 @@ class EngineState:
             attempt.do(partial(save_file, averages, folder / AVERAGE))
         attempt.end()
         if self.rank == 0:
-            note = self._note(parameters, plan) | {"step_count": step_count}
+            note = self._note(parameters, plan) | {"step_count": step_count, "beneath": beneath}
             attempt.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
         attempt.end()
 
@@ -199,6 +208,11 @@ class EngineState:
             attempt = _Attempt(f"read {folder}")
             attempt.do(lambda: self._open(saved, folder, stack))
             attempt.end()
+            if saved.note.get("beneath") != self._sum_beneath():
+                raise ValueError(
+                    f"the adapters in {folder} were trained on other weights than those beneath them here; make the "
+                    "engine from the model that training started from"
+                )
             self._fill(saved)
         self._refresh()
         if self.average is not None and saved.note.get("average") is None:
@@ -210,10 +224,27 @@ class EngineState:
 
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         """
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             whole = self._whole(parameter, "weight", 0)
             if whole is not None:
                 yield name, whole
+
+    def _sum_beneath(self) -> int | None:
+        """A number that is another for other weights beneath the adapters, whatever the engine, its precision and the
+        ranks: the sum of their bits in bfloat16. None without adapters.
+        """
+        if self.adapters is None:
+            return None
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for parameter in self.model.parameters():
+            part = None if parameter.requires_grad else self._part(parameter)
+            # What is not partitioned, every rank has whole.
+            if part is not None and (self.rank == 0 or hasattr(parameter, "ds_id") or _is_dtensor(parameter)):
+                bits = part.of(part.flat).to(self.device, torch.bfloat16).view(torch.int16)
+                total += bits.sum(dtype=torch.int64)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return int(total)
 
     def _part(self, parameter: Any) -> _Part | None:
         """None where other ranks have all of it."""
@@ -308,6 +339,7 @@ class EngineState:
             **self._settings(),
             "adam_step": max(steps, default=None),
             "average": AVERAGE if self.average is not None else None,
+            "adapters": self.adapters,
             "parameters": entries,
             "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self._buffers().items()},
         }
@@ -322,7 +354,8 @@ class EngineState:
     def _open(self, saved: _Saved, folder: Path, stack: ExitStack) -> None:
         """Find all that is to be read, and refuse what is not whole or of another model."""
         note = _read_note(folder)
-        _same_model(folder, "parameter", note["parameters"], dict(self.model.named_parameters()))
+        _same_adapters(folder, note.get("adapters"), self.adapters)
+        _same_model(folder, "parameter", note["parameters"], self.parameters)
         _same_model(folder, "buffer", note["buffers"], self._buffers())
         average = note.get("average")
         files = {entry["file"] for entry in note["parameters"].values()} | ({average} if average else set())
@@ -340,7 +373,7 @@ class EngineState:
 
     @torch.no_grad()
     def _fill(self, saved: _Saved) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             part = self._part(parameter)
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
@@ -443,6 +476,12 @@ def _read_note(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / NOTE} has format={found!r}, and this version reads {FORMAT}; take another state")
     # States older than the second engine do not say theirs.
     return {"engine": "deepspeed"} | note
+
+
+def _same_adapters(folder: Path, saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
+    if saved != here:
+        there, own = (", ".join(f"{k}={v}" for k, v in (of or {"lora_rank": 0}).items()) for of in (saved, here))
+        raise ValueError(f"{folder} was saved with {there}, and this run has {own}; set what it was saved with")
 
 
 def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class FSDPEngine(TrainEngine):
                 passes use them rounded.
             config: of this engine.
         """
-        super().__init__(config)
+        super().__init__(model, config)
         self._groups = _partitioned(model.float(), config, self.device)
         self._model = model
         self._adam = adam_of(model, config)
@@ -103,6 +103,7 @@ class FSDPEngine(TrainEngine):
             settings=self._settings(),
             device=self.device,
             average=self.average,
+            adapters=self.adapters and self.adapters.note,
         )
 
 

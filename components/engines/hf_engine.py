@@ -17,8 +17,10 @@ from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.decode_attention import use_grouped_decoding
+from components.engines.rollout_engine import Completions, RolloutEngine, limits
 from components.engines.sampling import uniform
-from components.engines.weight_sync import WeightHandle, read_weights, weight_shapes
+from components.engines.weight_digest import digest
+from components.engines.weight_sync import WeightHandle, read_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,13 +38,15 @@ _DROP_BELOW = 31 / 32
 class _Rows:
     """R rows being generated: what they have, and which of them are still in the cache."""
 
-    def __init__(self, prompts: Batch, max_new_tokens: int, device: torch.device) -> None:
+    def __init__(self, prompts: Batch, sampling: SamplingConfig, device: torch.device) -> None:
+        max_new_tokens = sampling.max_new_tokens
         self.prompt_id_R = prompts["prompt_id"].numpy()
         self.sample_id_R = prompts["sample_id"].numpy()
         self.prompt_length_R = prompts.lengths.numpy()
         self.tokens_RK = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
         self.logprob_RK = torch.zeros(len(prompts), max_new_tokens, device=device)
-        self.length_R = torch.full((len(prompts),), max_new_tokens, device=device)
+        self.length_R = limits(prompts, sampling).to(device, copy=True)
+        self.limit_R = self.length_R.clone() if "max_new_tokens" in prompts else None
         self.ended_R = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.cached_A = torch.arange(len(prompts), device=device)
         """Places among the R of the A rows in the cache, in the cache's order."""
@@ -57,22 +61,23 @@ class _Rows:
             self.sample_id_R[places],
             self.prompt_length_R[places] + k,
         )
-        token_A, logprob_A = _draw(logits_AV, sampling.temperature, uniform_A)
+        token_A, logprob_A = _draw(logits_AV, sampling, uniform_A)
         self.tokens_RK[self.cached_A, k] = token_A
         self.logprob_RK[self.cached_A, k] = logprob_A
-        # Rows that have ended stay in the cache for a while: what they draw lies beyond their length.
-        ends_A = torch.isin(token_A, end_tokens) & ~self.ended_R[self.cached_A]
+        # Rows that are finished stay in the cache for a while: what they draw lies beyond their length.
+        ends_A = torch.isin(token_A, end_tokens) & self.unfinished(k)
         self.length_R[self.cached_A[ends_A]] = k + 1
         self.ended_R[self.cached_A[ends_A]] = True
         return token_A
 
-    def unfinished(self) -> Tensor:
-        """[A] bool."""
-        return ~self.ended_R[self.cached_A]
+    def unfinished(self, k: int) -> Tensor:
+        """[A] bool: a k-th new token is to be drawn."""
+        open_A = ~self.ended_R[self.cached_A]
+        return open_A if self.limit_R is None else open_A & (self.limit_R[self.cached_A] > k)
 
 
-class HFRolloutEngine:
-    """Draws completions; holds its own copy of the weights, replaced by `receive`."""
+class HFRolloutEngine(RolloutEngine):
+    """A transformers model, and a loop around it."""
 
     def __init__(self, model_path: str | Path, config: HFRolloutConfig | None = None) -> None:
         """
@@ -80,123 +85,67 @@ class HFRolloutEngine:
             model_path: folder or hub name of a causal model; its generation_config names the end tokens.
             config: of this engine.
         """
+        super().__init__()
         self.config = config or HFRolloutConfig()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # With its number: another thread may have another current device.
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.model: Any = load_policy(model_path, dtype=self.config.dtype)
         self.model.to(self.device).eval()
         self.model.requires_grad_(False)
         use_grouped_decoding(self.model)
-        self._weight_version = 0
-        self._asleep = False
         end = self.model.generation_config.eos_token_id
         end_tokens = torch.tensor([] if end is None else end, dtype=torch.int64)
         self._end_tokens = end_tokens.view(-1).to(self.device)
+        self.positions = getattr(self.model.config, "max_position_embeddings", None)
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights in use; 0 = as loaded."""
-        return self._weight_version
-
-    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """Draw one completion for each prompt.
-
-        Args:
-            prompts: column `tokens`; per sequence `prompt_id` and `sample_id`, int64, which together with
-                `sampling.seed` and `.step` fix the random numbers. Other per-sequence and object columns are
-                carried through.
-            sampling: how to draw.
-
-        Returns:
-            Batch in the order of `prompts`. Per token: `tokens` (prompt, completion, end token),
-            `action_mask` (True on the completion, end token included), `rollout_logprob` (float32, at the
-            sampling temperature; 0 on the prompt). Per sequence: `prompt_length`, `truncated` (no end token
-            came), `weight_version`.
-        """
-        self._check(prompts, sampling)
+    def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         order_B = prompts.lengths.argsort(stable=True)
         chunks = order_B.split(self.config.max_rows) if len(prompts) else ()
         with torch.inference_mode():
             parts = [self._generate_rows(prompts.select(index_R), sampling) for index_R in chunks]
-        return self._assemble(prompts, order_B, parts, sampling.max_new_tokens)
+        place_B = order_B.argsort()
 
-    def receive(self, handle: WeightHandle) -> None:
-        """Copy published weights over the engine's own.
+        def column(pieces: list[Tensor], empty: Tensor) -> Tensor:
+            return torch.cat([piece.cpu() for piece in pieces] or [empty])[place_B]
 
-        Raises:
-            ValueError: an older version than the one in use, or names or shapes that are not this model's; nothing was
-                copied then.
-            FileNotFoundError: the version is gone.
-        """
-        if handle.version < self._weight_version:
-            raise ValueError(
-                f"version {handle.version} of the weights is older than version {self._weight_version}, "
-                "which this engine already uses; publish rising versions and receive the newest"
-            )
+        none_BK = torch.zeros(0, sampling.max_new_tokens)
+        return Completions(
+            tokens_BK=column([part.tokens_RK for part in parts], none_BK.long()),
+            logprob_BK=column([part.logprob_RK for part in parts], none_BK),
+            length_B=column([part.length_R for part in parts], torch.zeros(0, dtype=torch.int64)),
+            ended_B=column([part.ended_R for part in parts], torch.zeros(0, dtype=torch.bool)),
+        )
+
+    def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         targets = dict(self.model.named_parameters(remove_duplicate=False))
-        self._check_fit(handle, targets)
+        digests: dict[str, str] = {}
         for name, tensor in read_weights(handle):
-            targets[name].data.copy_(tensor)
-        self._weight_version = handle.version
+            target = targets[name].data.copy_(tensor)
+            if with_digests:
+                # Of the weights in use, unless they are of another type than those that came.
+                digests[name] = digest(target if target.dtype == tensor.dtype else tensor)
+        return digests
 
-    def _check_fit(self, handle: WeightHandle, targets: dict[str, nn.Parameter]) -> None:
-        """Compare what arrives with the model's parameters under all their names."""
-        shapes = weight_shapes(handle)
-        # With tied embeddings two names lead to one parameter, and the publisher sends one of them, or both.
-        present = {targets[name].data_ptr() for name in shapes.keys() & targets.keys()}
-        missing = sorted(name for name, parameter in targets.items() if parameter.data_ptr() not in present)
-        unknown = sorted(shapes.keys() - targets.keys())
-        misshapen = [
-            f"{name} {list(shape)} instead of {list(targets[name].shape)}"
-            for name, shape in sorted(shapes.items())
-            if name in targets and shape != tuple(targets[name].shape)
-        ]
-        if missing or unknown or misshapen:
-            raise ValueError(
-                f"version {handle.version} of the weights at {handle.path} does not fit the engine's model: missing "
-                f"{missing or 'nothing'}, unknown {unknown or 'nothing'}, of another shape {misshapen or 'nothing'}; "
-                "trainer and engine must load the same architecture (check model paths and tie_word_embeddings)"
-            )
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        targets = self.model.named_parameters(remove_duplicate=False)
+        return {name: (tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in targets}
 
-    def sleep(self) -> None:
-        """Free the accelerator's memory; the weights wait in host memory."""
+    def _sleep(self, level: int) -> None:  # noqa: ARG002 - its weights always wait
         self.model.to("cpu")
-        self._asleep = True
+        torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+    def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - it has nothing else
         self.model.to(self.device)
-        self._asleep = False
-
-    def _check(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        if self._asleep:
-            raise ValueError("this engine sleeps; call wake() before generate()")
-        missing = [name for name in ("tokens", "prompt_id", "sample_id") if name not in prompts]
-        if missing:
-            raise ValueError(
-                f"the prompts lack the columns {missing}; every prompt needs `tokens`, and a `prompt_id` and "
-                "`sample_id` (int64, per sequence) from which its random numbers are derived"
-            )
-        if not len(prompts):
-            return
-        if int(prompts.lengths.min()) == 0:
-            row = int(prompts.lengths.argmin())
-            raise ValueError(f"prompt {row} has no tokens; begin it with one, such as the start token")
-        longest = int(prompts.lengths.max())
-        room = getattr(self.model.config, "max_position_embeddings", None)
-        if room is not None and longest + sampling.max_new_tokens > room:
-            raise ValueError(
-                f"prompt {int(prompts.lengths.argmax())} has {longest} tokens; with max_new_tokens="
-                f"{sampling.max_new_tokens} that exceeds the model's {room} positions; lower one of the two"
-            )
 
     def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> _Rows:
-        """Generate all rows together; a row leaves the cache soon after its end token."""
-        rows = _Rows(prompts, sampling.max_new_tokens, self.device)
+        """Generate all rows together; a row leaves the cache soon after its last token."""
+        rows = _Rows(prompts, sampling, self.device)
         cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
         position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
         for k in range(sampling.max_new_tokens):
             token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
-            unfinished_A = rows.unfinished()
+            unfinished_A = rows.unfinished(k + 1)
             remaining = int(unfinished_A.sum())
             if remaining == 0 or k + 1 == sampling.max_new_tokens:
                 break
@@ -241,38 +190,6 @@ class HFRolloutEngine:
         mask_RS = nn.functional.pad(real_US[place_R].long(), (0, max_new_tokens), value=1) if padded else None
         return cache, logits_U1V[place_R, -1], mask_RS
 
-    def _assemble(self, prompts: Batch, order_B: Tensor, parts: list[_Rows], max_new_tokens: int) -> Batch:
-        """Put prompts and completions together, in the order of the prompts."""
-        place_B = order_B.argsort()
-
-        def column(pieces: list[Tensor], empty: Tensor) -> Tensor:
-            return torch.cat([piece.cpu() for piece in pieces] or [empty])[place_B]
-
-        none_BK = torch.zeros(0, max_new_tokens)
-        tokens_BK = column([part.tokens_RK for part in parts], none_BK.long())
-        logprob_BK = column([part.logprob_RK for part in parts], none_BK)
-        length_B = column([part.length_R for part in parts], torch.zeros(0, dtype=torch.int64))
-        ended_B = column([part.ended_R for part in parts], torch.zeros(0, dtype=torch.bool))
-
-        lengths_B = prompts.lengths + length_B
-        start_B = lengths_B.cumsum(0) - lengths_B
-        total = int(lengths_B.sum())
-        # Where each prompt token, and each new token (row by row), goes in the result.
-        prompt_N = torch.arange(prompts.num_tokens) + (start_B - prompts.offsets[:-1])[prompts.sequence_ids]
-        inside_BK = torch.arange(max_new_tokens) < length_B[:, None]
-        new_N = ((start_B + prompts.lengths)[:, None] + torch.arange(max_new_tokens))[inside_BK]
-        tokens_N = torch.zeros(total, dtype=torch.int64)
-        tokens_N[prompt_N] = prompts["tokens"].to(torch.int64)
-        tokens_N[new_N] = tokens_BK[inside_BK]
-        per_token = {
-            "tokens": tokens_N,
-            "action_mask": torch.zeros(total, dtype=torch.bool).index_fill_(0, new_N, True),
-            "rollout_logprob": torch.zeros(total).index_copy_(0, new_N, logprob_BK[inside_BK]),
-        }
-        version_B = torch.full((len(prompts),), self._weight_version, dtype=torch.int64)
-        own = {"prompt_length": prompts.lengths, "truncated": ~ended_B, "weight_version": version_B}
-        return Batch(lengths_B, per_token, {**prompts.per_sequence, **own}, prompts.objects)
-
 
 def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
     """[remaining] places of the unfinished rows, so ordered that few rows move: the last ones fill the gaps."""
@@ -282,16 +199,18 @@ def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
     return keep
 
 
-def _draw(logits_AV: Tensor, temperature: float, uniform_A: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     """One token for each row by inversion of its cumulative distribution, and its float32 log-probability.
 
     In float64: with 100,000 tokens the steps of a float32 sum are larger than many probabilities.
     """
     logprob_AV = logits_AV.float()
-    if temperature not in (0, 1):
-        logprob_AV = logprob_AV / temperature
+    if sampling.temperature not in (0, 1):
+        logprob_AV = logprob_AV / sampling.temperature
+    if not sampling.is_whole:
+        logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
     logprob_AV = logprob_AV.log_softmax(-1)
-    if temperature == 0:
+    if sampling.temperature == 0:
         token_A = logprob_AV.argmax(-1)
     else:
         threshold_A = torch.from_numpy(uniform_A).to(logits_AV.device)
@@ -299,6 +218,18 @@ def _draw(logits_AV: Tensor, temperature: float, uniform_A: NDArray[np.float64])
         pieces = zip(logprob_AV.split(rows), threshold_A.split(rows), strict=True)
         token_A = torch.cat([_invert(logprob, threshold) for logprob, threshold in pieces])
     return token_A, logprob_AV.gather(1, token_A[:, None]).squeeze(1)
+
+
+def _likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
+    """[A, V] logits, those of tokens that may not be drawn -inf: first by top_k, then by top_p among what is left."""
+    sorted_AV, token_AV = logits_AV.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        sorted_AV[:, top_k:] = -torch.inf
+    # A token stays while those before it have not reached the sum: the likeliest always does.
+    before_AV = sorted_AV.softmax(-1).cumsum(-1).roll(1, -1)
+    before_AV[:, 0] = 0
+    sorted_AV[before_AV >= top_p] = -torch.inf
+    return torch.empty_like(sorted_AV).scatter_(-1, token_AV, sorted_AV)
 
 
 def _invert(logprob_AV: Tensor, uniform_A: Tensor) -> Tensor:

@@ -60,9 +60,88 @@ def label_logprobs(
             f"logits_RV has shape {list(logits_RV.shape)}, row_M {list(row_M.shape)}, label_M {list(label_M.shape)}; "
             "they must be [R, V], [M] and [M]"
         )
+    check_scale(scale)
+    return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy, _may_be_overwritten(logits_RV))
+
+
+def check_scale(scale: float) -> None:
+    """ValueError unless the temperature is positive."""
     if not scale > 0:
         raise ValueError(f"scale={scale}: logits are divided by it; set a positive number")
-    return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy, _may_be_overwritten(logits_RV))
+
+
+def read_logits(
+    logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What `label_logprobs` returns, without a graph."""
+    scratch = _Scratch(logits_RV, len(row_M))
+    logprob_M = scratch.first_KV.new_empty(len(row_M))
+    entropy_M = torch.empty_like(logprob_M) if with_entropy else None
+    for chunk in scratch.chunks(len(row_M)):
+        logits_KV = scratch.load(logits_RV, row_M[chunk], scale)
+        logprob_KV = torch.log_softmax(logits_KV, -1, out=scratch.second_KV[: len(logits_KV)])
+        logprob_M[chunk] = logprob_KV.gather(1, label_M[chunk, None]).squeeze(1)
+        if entropy_M is not None:
+            probability_KV = torch.exp(logprob_KV.clamp_(min=_NO_CHANCE), out=logits_KV)
+            entropy_M[chunk] = -probability_KV.mul_(logprob_KV).sum(-1)
+    return logprob_M, entropy_M
+
+
+def write_gradient(
+    logits_RV: Tensor,
+    target_RV: Tensor,
+    row_N: Tensor,
+    label_N: Tensor,
+    scale: float,
+    logprob_grad_N: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Write the gradient of these rows of logits into the same rows of `target_RV`, which may be the logits.
+
+    Args:
+        logits_RV: [R, V].
+        target_RV: [R, V] of the same dtype.
+        row_N: [N] int64, no row twice.
+        label_N: [N] int64, the label of each row.
+        scale: the temperature.
+        logprob_grad_N: [N] gradients of the labels' log-probabilities.
+        entropy: [N] gradients of the rows' entropies, and [N] the entropies; None: they have no gradient.
+    """
+    scratch = _Scratch(logits_RV, len(row_N))
+    for chunk in scratch.chunks(len(row_N)):
+        row_K, logprob_grad_K = row_N[chunk], logprob_grad_N[chunk] / scale
+        logits_KV = scratch.load(logits_RV, row_K, scale)
+        grad_KV = scratch.second_KV[: len(logits_KV)]
+        if entropy is None:
+            torch.softmax(logits_KV, -1, out=grad_KV).mul_(-logprob_grad_K[:, None])
+        else:
+            # -p (a + b (log p + H)), where a and b are the gradients of log-probability and entropy.
+            entropy_grad_K = entropy[0][chunk] / scale
+            offset_K = logprob_grad_K + entropy_grad_K * entropy[1][chunk]
+            logprob_KV = torch.log_softmax(logits_KV, -1, out=grad_KV).clamp_(min=_NO_CHANCE)
+            probability_KV = torch.exp(logprob_KV, out=logits_KV)
+            logprob_KV.mul_(-entropy_grad_K[:, None]).sub_(offset_K[:, None]).mul_(probability_KV)
+        grad_KV.scatter_add_(1, label_N[chunk, None], logprob_grad_K[:, None])
+        scratch.store(grad_KV, target_RV, row_K)
+
+
+def gradients_that_count(
+    logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None, entropy_M: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
+    """Which of M gradients are not 0: their [N] indices, and what `write_gradient` is told of them; None: no gradient.
+
+    A NaN counts.
+    """
+    if logprob_grad_M is None and entropy_grad_M is None:
+        return None
+    if entropy_grad_M is None:
+        assert logprob_grad_M is not None
+        index_N = logprob_grad_M.nonzero().squeeze(1)
+        return index_N, logprob_grad_M[index_N], None
+    assert entropy_M is not None
+    logprob_grad_M = torch.zeros_like(entropy_grad_M) if logprob_grad_M is None else logprob_grad_M
+    index_N = ((logprob_grad_M != 0) | (entropy_grad_M != 0)).nonzero().squeeze(1)
+    return index_N, logprob_grad_M[index_N], (entropy_grad_M[index_N], entropy_M[index_N])
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -76,16 +155,7 @@ class _LabelLogprobs(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        scratch = _Scratch(logits_RV, len(row_M))
-        logprob_M = scratch.first_KV.new_empty(len(row_M))
-        entropy_M = torch.empty_like(logprob_M) if with_entropy else None
-        for chunk in scratch.chunks(len(row_M)):
-            logits_KV = scratch.load(logits_RV, row_M[chunk], scale)
-            logprob_KV = torch.log_softmax(logits_KV, -1, out=scratch.second_KV[: len(logits_KV)])
-            logprob_M[chunk] = logprob_KV.gather(1, label_M[chunk, None]).squeeze(1)
-            if entropy_M is not None:
-                probability_KV = torch.exp(logprob_KV.clamp_(min=_NO_CHANCE), out=logits_KV)
-                entropy_M[chunk] = -probability_KV.mul_(logprob_KV).sum(-1)
+        logprob_M, entropy_M = read_logits(logits_RV, row_M, label_M, scale, with_entropy)
         ctx.save_for_backward(logits_RV, row_M, label_M, entropy_M)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.overwrite, ctx.done = scale, overwrite, False
@@ -102,35 +172,16 @@ class _LabelLogprobs(torch.autograd.Function):
                 "with their gradient; call backward once, on the sum of all losses, or run the model again"
             )
         logits_RV, row_M, label_M, entropy_M = ctx.saved_tensors
-        if logprob_grad_M is None:
-            if entropy_grad_M is None:
-                return None, None, None, None, None, None
-            logprob_grad_M = torch.zeros_like(entropy_grad_M)
+        gradients = gradients_that_count(logprob_grad_M, entropy_grad_M, entropy_M)
+        if gradients is None:
+            return None, None, None, None, None, None
         ctx.done = True
         # Not .data: detach() shares the version counter, so autograd sees the change if the logits are saved elsewhere.
         target_RV = logits_RV.detach() if ctx.overwrite else logits_RV.new_zeros(logits_RV.shape)
-        counts_M = logprob_grad_M != 0
-        if entropy_grad_M is not None:
-            counts_M |= entropy_grad_M != 0
-        index_N = counts_M.nonzero().squeeze(1)
-        _clear_other_rows(target_RV, row_M[index_N])
-        scratch = _Scratch(logits_RV, len(index_N))
-        for chunk in scratch.chunks(len(index_N)):
-            index_K = index_N[chunk]
-            row_K, logprob_grad_K = row_M[index_K], logprob_grad_M[index_K] / ctx.scale
-            logits_KV = scratch.load(logits_RV, row_K, ctx.scale)
-            grad_KV = scratch.second_KV[: len(logits_KV)]
-            if entropy_grad_M is None:
-                torch.softmax(logits_KV, -1, out=grad_KV).mul_(-logprob_grad_K[:, None])
-            else:
-                # -p (a + b (log p + H)), where a and b are the gradients of log-probability and entropy.
-                entropy_grad_K = entropy_grad_M[index_K] / ctx.scale
-                offset_K = logprob_grad_K + entropy_grad_K * entropy_M[index_K]
-                logprob_KV = torch.log_softmax(logits_KV, -1, out=grad_KV).clamp_(min=_NO_CHANCE)
-                probability_KV = torch.exp(logprob_KV, out=logits_KV)
-                logprob_KV.mul_(-entropy_grad_K[:, None]).sub_(offset_K[:, None]).mul_(probability_KV)
-            grad_KV.scatter_add_(1, label_M[index_K, None], logprob_grad_K[:, None])
-            scratch.store(grad_KV, target_RV, row_K)
+        index_N, logprob_grad_N, entropy = gradients
+        row_N = row_M[index_N]
+        _clear_other_rows(target_RV, row_N)
+        write_gradient(logits_RV, target_RV, row_N, label_M[index_N], ctx.scale, logprob_grad_N, entropy)
         return target_RV, None, None, None, None, None
 
 

@@ -17,7 +17,7 @@ from components.engines.config import SamplingConfig
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["SamplingConfig", "uniform"]
+__all__ = ["SamplingConfig", "request_seeds", "uniform"]
 
 # Constants of splitmix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -50,11 +50,24 @@ def uniform(
     Returns:
         [B] float64 in [0, 1), multiples of 2**-53.
     """
-    # Array arithmetic on uint64 wraps around silently, as intended; numpy scalars would warn of overflow.
-    state_B = np.zeros(np.broadcast_shapes(np.shape(prompt_id_B), np.shape(position)), dtype=np.uint64)
-    for part in (seed, step, prompt_id_B, sample_id_B, position):
+    return (_hash(seed, step, prompt_id_B, sample_id_B, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def request_seeds(
+    seed: int, step: int, prompt_id_B: ArrayLike, sample_id_B: ArrayLike, position_B: ArrayLike
+) -> NDArray[np.int64]:
+    """[B] seeds, 0 to 2**62 - 1, for an engine that draws a whole completion from one; the arguments are those of
+    `uniform` at its first token.
+    """
+    return (_hash(seed, step, prompt_id_B, sample_id_B, position_B) >> np.uint64(2)).astype(np.int64)
+
+
+def _hash(*parts: ArrayLike) -> NDArray[np.uint64]:
+    state_B = np.zeros(np.broadcast_shapes(*(np.shape(part) for part in parts)), dtype=np.uint64)
+    for part in parts:
+        # Array arithmetic on uint64 wraps around silently, as intended; numpy scalars would warn of overflow.
         state_B = _mix(np.atleast_1d(state_B + _as_words(part)))
-    return (state_B >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return state_B
 
 
 def _as_words(integers: ArrayLike) -> NDArray[np.uint64]:

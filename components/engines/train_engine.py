@@ -10,7 +10,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from components.batch import Batch
 from components.engines.causal import evaluate, without_progress_bars
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState, disk_errors
+from components.engines.host_memory import HostCopies
+from components.engines.lora import Adapters
+from components.engines.packing import packs
 from components.engines.weight_average import WeightAverage
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
@@ -30,6 +33,8 @@ from components.rl.masked import sequence_sums
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BUCKET_BYTES = 256 * 2**20
+"""Of partitioned parameters, what is gathered at a time."""
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 
 
@@ -39,7 +44,15 @@ def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
     Args:
         model: it is partitioned and cast (bf16) in place.
         config: of this engine.
+
+    Raises:
+        ValueError: the model was loaded with another `packing` than `config` has.
     """
+    if packs(model) != config.packing:
+        raise ValueError(
+            f"the engine is told packing={config.packing}, and its model was loaded with packing={packs(model)}; give "
+            "load_policy or load_value_model the engine's"
+        )
     if config.engine == "fsdp":
         from components.engines.fsdp_engine import FSDPEngine
 
@@ -63,6 +76,9 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
         timeout_s: seconds after which a collective that some rank did not join fails.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
+    if not torch.cuda.is_available():
+        # DeepSpeed would warn of it, whoever imports it: where peft is, saving a model does.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         if "WORLD_SIZE" in os.environ and dist.get_world_size() != world_size:
@@ -101,12 +117,14 @@ class TrainEngine(ABC):
     """One model under one optimizer. All ranks make the same calls in the same order."""
 
     average: WeightAverage | None = None
-    """Of the master weights, when the config asks for it."""
+    """Of the master weights that are trained, when the config asks for it."""
+    _asleep: HostCopies | None = None
 
-    def __init__(self, config: TrainConfig) -> None:
-        """Join the other ranks and seed this one. The engine of a library then takes the model.
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        """Join the other ranks, seed this one and make `model` ready. The engine of a library then takes it.
 
         Args:
+            model: adapters are put into it, and automatic casting around its passes, where the config says so.
             config: of this engine.
         """
         init_process_group()
@@ -116,6 +134,11 @@ class TrainEngine(ABC):
         self.step_count = 0
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(config.seed + self.rank)
+        self.adapters = Adapters(model, config) if config.lora_rank else None
+        if config.precision == "bf16_autocast":
+            # Inside of what a library wraps around the model: DeepSpeed switches off what is around itself.
+            autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+            model.forward = autocast(model.forward)
 
     @property
     @abstractmethod
@@ -171,9 +194,11 @@ class TrainEngine(ABC):
         Returns:
             [N] on the CPU, in the order of `batch`.
         """
+        self._check_awake()
         max_tokens = self.config.forward_max_tokens or self.config.max_tokens
         max_sequences = self.config.forward_max_sequences or self.config.max_sequences
-        own = len(batch.micro_batch_indices(max_tokens, max_sequences))
+        packing = self.config.packing
+        own = len(batch.micro_batch_indices(max_tokens, max_sequences, packing))
         extra = self._collective_forwards(own) - own
         if extra and not len(batch):
             raise ValueError(
@@ -183,7 +208,7 @@ class TrainEngine(ABC):
             )
         model = self.model.eval()
         result_N = evaluate(
-            batch, max_tokens, self.device, lambda micro_batch: compute(model, micro_batch), max_sequences
+            batch, max_tokens, self.device, lambda micro_batch: compute(model, micro_batch), max_sequences, packing
         )
         with torch.no_grad():
             for _ in range(extra):
@@ -215,6 +240,7 @@ class TrainEngine(ABC):
             FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
                 The engine cannot go on after it.
         """
+        self._check_awake()
         totals = _totals(minibatch)
         plans = _plan(minibatch, self.world_size, self.config)
         own = plans[self.rank]
@@ -266,8 +292,10 @@ class TrainEngine(ABC):
             "rate"
         )
 
-    def gathered_parameters(self, max_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
+    def gathered_parameters(self, max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name. bf16: in bfloat16.
+
+        Adapters are added to the weights beneath them: names and number are those of the model without adapters.
 
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         A tensor may be the live parameter: it is valid until the next train_step.
@@ -275,14 +303,28 @@ class TrainEngine(ABC):
         Args:
             max_bytes: of partitioned parameters, what is gathered at a time.
         """
-        for bucket in _buckets(self.model, max_bytes):
+        if self.adapters is None:
+            yield from self._whole(self.model.named_parameters(), max_bytes)
+            return
+        trained = dict(self._whole(self._state().parameters.items(), max_bytes))
+        yield from self.adapters.merged(self._frozen(max_bytes), trained)
+
+    def _whole(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], max_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._check_awake()
+        for bucket in _buckets(parameters, max_bytes):
             yield from self._gathered(bucket)
+
+    def _frozen(self, max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        return self._whole(((n, p) for n, p in self.model.named_parameters() if not p.requires_grad), max_bytes)
 
     def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
 
         It has the parameters as `gathered_parameters` gives them; with `ema_beta` the average of the weights, in the
-        same type, instead of the weights.
+        same type, instead of the weights. The adapters by themselves are in its folder `adapter`, as peft writes them,
+        for the model that training started from.
 
         Args:
             path: folder, made when missing.
@@ -291,11 +333,14 @@ class TrainEngine(ABC):
         Raises:
             OSError: rank 0 cannot write there. The ranks are through with gathering then.
         """
+        self._check_awake()
+        parameters = self._state().parameters
         if self.average is None:
-            weights = dict(self.gathered_parameters())
+            trained = dict(self._whole(parameters.items()))
         else:
-            types = {name: self._type(parameter) for name, parameter in self.model.named_parameters()}
-            weights = {name: tensor.to(types[name]) for name, tensor in self.average.tensors.items()}
+            types = {name: self._type(parameter) for name, parameter in parameters.items()}
+            trained = {name: tensor.to(types[name]) for name, tensor in self.average.tensors.items()}
+        weights = trained if self.adapters is None else dict(self.adapters.merged(self._frozen(), trained))
         if self.rank != 0:
             return
         model: Any = self.model
@@ -304,6 +349,8 @@ class TrainEngine(ABC):
             with without_progress_bars():
                 model.save_pretrained(path, state_dict=weights)
             _note_type(Path(path) / "config.json", dtype)
+            if self.adapters is not None:
+                self.adapters.save(Path(path) / "adapter", trained)
             if tokenizer is not None:
                 tokenizer.save_pretrained(path)
 
@@ -312,7 +359,7 @@ class TrainEngine(ABC):
 
         The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers,
         each rank's random state, and the average of the weights if there is one. Call it between two train_steps, and
-        not after an error of one.
+        not after an error of one. With adapters only what is trained is written.
 
         Args:
             folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
@@ -320,12 +367,14 @@ class TrainEngine(ABC):
         Raises:
             OSError: some rank cannot write. On all ranks, each of which may go on.
         """
+        self._check_awake()
         self._state().save(Path(folder), self.step_count)
 
     def load_state(self, folder: str | Path) -> list[str]:
         """Go on exactly where `save_state` was called. All ranks call this, and each reads what it needs.
 
-        The engine is one just made from the same architecture; its own weights do not matter. Learning rate,
+        The engine is one just made from the same architecture; its own weights do not matter, but those beneath
+        adapters have to be the same. Learning rate,
         schedule, AdamW's settings and `ema_beta` are those of its config. Load after the last engine of a process was
         made, because making one seeds the generator that dropout draws from.
 
@@ -337,11 +386,49 @@ class TrainEngine(ABC):
             What will not be exact, a sentence each; nothing when all is.
 
         Raises:
-            ValueError: the folder is not whole, or the state of another model. On all ranks.
+            ValueError: the folder is not whole, or the state of another model or of other adapters. On all ranks.
             OSError: some rank cannot read. On all ranks.
         """
+        self._check_awake()
         self.step_count, inexact = self._state().load(Path(folder))
         return inexact
+
+    def sleep(self) -> int:
+        """Move all that this engine has on a GPU to host memory, until `wake`; nothing else can be asked meanwhile.
+
+        Returns:
+            Bytes of GPU memory that were given back. 0 on a CPU, where nothing is moved.
+        """
+        if self._asleep is None:
+            self._asleep = HostCopies(self._tensors(), self._scratch())
+        return self._asleep.nbytes
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved; nothing happens when the engine is awake."""
+        if self._asleep is not None:
+            self._asleep.restore()
+        self._asleep = None
+
+    def _check_awake(self) -> None:
+        if self._asleep is not None:
+            raise ValueError("the training engine is asleep, and what it holds is in host memory; call wake() first")
+
+    def _scratch(self) -> list[Tensor]:
+        """What takes memory between two steps, though its content is of no use then."""
+        return []
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """What has to be there in the next step."""
+        state = self._state()
+        for group in state.adam.param_groups:
+            yield from group["params"]
+        for moments in state.adam.state.values():
+            yield from (value for value in moments.values() if isinstance(value, Tensor))
+        yield from self.model.buffers()
+        for parameter in self.model.parameters():
+            # ds_tensor: this rank's part, where DeepSpeed has partitioned it.
+            parts = parameter, parameter.grad, getattr(parameter, "ds_tensor", None)
+            yield from (part for part in parts if part is not None)
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self.config, name) for name in ("engine", "precision", "adam_offload")}
@@ -393,7 +480,7 @@ def _plan(minibatch: Batch, world_size: int, config: TrainConfig) -> list[list[T
     plans = []
     for share in minibatch.balanced_shares(world_size):
         own = Batch(minibatch.lengths[share], {})
-        cuts = own.micro_batch_indices(config.max_tokens, config.max_sequences)
+        cuts = own.micro_batch_indices(config.max_tokens, config.max_sequences, config.packing)
         plans.append([share[index] for index in cuts])
     return plans
 
@@ -410,10 +497,10 @@ def _shortest(batch: Batch) -> Tensor:
     return batch.lengths.argmin().view(1)
 
 
-def _buckets(model: nn.Module, max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+def _buckets(parameters: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
     bucket: list[tuple[str, Any]] = []
     filled = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         # ds_numel: elements of the whole parameter, of which this rank holds a part.
         nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
         if bucket and filled + nbytes > max_bytes:

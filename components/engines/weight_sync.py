@@ -1,22 +1,32 @@
-"""Weights from a trainer to the engines that generate: files in shared memory, or on disk.
+"""Weights from a trainer to the engines that generate, by the way that fits where the two live.
 
-A version is one folder of safetensors files. It appears under its name only when it is whole, and readers map
-it into memory, so that a version that is unlinked while it is read stays readable to that reader.
+A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
+it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
+machines pull it from the publisher (weight_transport.py); readers on the publisher's GPU map its memory (cuda_ipc.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
+from components.engines import cuda_ipc
+from components.engines.weight_buckets import buckets, pieces_of
+from components.engines.weight_digest import digest
+from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version, put_on_gpu
+from components.engines.weight_transport import RemoteVersion, WeightServer, fetch, prove
+
 _VERSION_GLOB = "weights-????????*"
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -26,16 +36,22 @@ class WeightHandle:
     version: int
     """Number of the version; 0 is what the engines loaded at their start."""
     path: str
-    """Folder that holds the version."""
+    """Folder that holds the version, on the publisher's machine."""
     nbytes: int
     """Payload, in bytes."""
+    token: str = field(default="", repr=False)
+    """Tells the publisher's folder from one of the same name on another machine, and its readers from strangers."""
+    address: tuple[str, int] | None = None
+    """Where the publisher serves its versions to other machines; None: nowhere."""
+    gpu: str = ""
+    """UUID of the publisher's GPU; empty where it has none."""
 
 
 class WeightPublisher:
     """Writes versions and unlinks the older ones. One per run: the publisher owns its directory.
 
     The version before the newest stays until the next one is written: an engine that is replaced while the newest is
-    on its way to all is given it first. So two versions take room, never more.
+    on its way to all is given it first. So two versions take room, never more. On a GPU it is one.
     """
 
     def __init__(
@@ -44,49 +60,101 @@ class WeightPublisher:
         fallback_directory: str | Path | None = None,
         bucket_bytes: int = 256 * 2**20,
         headroom_bytes: int = 16 * 2**20,
+        *,
+        serve: bool = False,
+        host: str | None = None,
+        cuda_ipc: bool = False,
+        timeout_seconds: float = 60.0,
     ) -> None:
         """
         Args:
             directory: of this publisher alone, usually below /dev/shm; versions that a killed predecessor left are
                 removed.
             fallback_directory: for versions that do not fit into `directory`; of this publisher alone.
-            bucket_bytes: weights are collected up to this size before they are written.
+            bucket_bytes: weights are collected up to this size before they are written or sent.
             headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
+            serve: listen for readers on other machines, on a free port of `host`. TCPStore asks nobody for a
+                password, so `host` must lie in a network that you trust (weight_transport.py). Without it no socket
+                is opened.
+            host: this machine's address as the readers reach it; nothing is bound to any other. None: MASTER_ADDR, as
+                rank 0 of a train role has it, else 127.0.0.1.
+            cuda_ipc: leave the weights on the GPU, for readers on the same GPU; the tensors must be there. A version
+                ends when the next is begun.
+            timeout_seconds: a reader that takes no bucket for so long is given up.
         """
         self._directories = [Path(place) for place in (directory, fallback_directory) if place is not None]
         self._bucket_bytes = bucket_bytes
         self._headroom_bytes = headroom_bytes
-        self._published: list[WeightHandle] = []
+        self._cuda_ipc = cuda_ipc
+        self._token = secrets.token_hex(16)
+        self._published: list[tuple[WeightHandle, WrittenVersion]] = []
+        self._newest: int | None = None
         self._sweep()
+        host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._server = WeightServer(host, self._token, self._find, timeout_seconds) if serve else None
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightHandle:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, with_digests: bool = False
+    ) -> WeightHandle:
         """Write `tensors` as `version`; returns when it is whole.
+
+        Args:
+            version: newer than the last.
+            tensors: each is copied before the next bucket is asked for.
+            with_digests: lay a digest of each tensor beside the version, for `read_digests`.
 
         Raises:
             ValueError: `version` is not newer than the last, or a name comes twice.
             OSError: no directory has room.
         """
-        if self._published and version <= self._published[-1].version:
-            raise ValueError(
-                f"version {version} was published after version {self._published[-1].version}; versions must rise"
-            )
-        for older in self._published[:-1]:
-            shutil.rmtree(older.path, ignore_errors=True)
-        del self._published[:-1]
-        aside = _Aside(self._directories, f"weights-{version:08d}", self._headroom_bytes)
-        try:
-            for bucket in _buckets(tensors, self._bucket_bytes):
-                aside.write(bucket)
-            path = aside.rename()
-        except BaseException:
-            aside.remove()
-            raise
-        handle = WeightHandle(version=version, path=str(path), nbytes=aside.nbytes)
-        self._published.append(handle)
+        if self._newest is not None and version <= self._newest:
+            raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
+        digests: dict[str, str] | None = {} if with_digests else None
+        name, proof = f"weights-{version:08d}", prove(self._token, "folder")
+        write = self._export if self._cuda_ipc else self._write
+        written, nbytes = write(name, proof, _digested(tensors, digests), digests)
+        address = None if self._server is None else (self._server.host, self._server.port)
+        handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, cuda_ipc.gpu_uuid())
+        self._published.append((handle, written))
+        self._newest = version
         return handle
+
+    def _write(
+        self, name: str, proof: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
+    ) -> tuple[WrittenVersion, int]:
+        old = self._published.pop(0)[1] if len(self._published) > 1 else None
+        writer = VersionWriter(self._directories, name, self._headroom_bytes, old)
+        try:
+            for bucket in buckets(((name, tensor.cpu()) for name, tensor in tensors), self._bucket_bytes):
+                writer.write(bucket)
+            return writer.finish(proof, digests), writer.nbytes
+        except BaseException:
+            writer.remove()
+            raise
+
+    def _export(
+        self, name: str, proof: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
+    ) -> tuple[WrittenVersion, int]:
+        # Before the new one is made: a GPU has no room for three copies of a model.
+        while self._published:
+            self._published.pop()[1].remove()
+        exported = cuda_ipc.export_buckets(tensors, self._bucket_bytes)
+        folder = self._directories[0] / name
+        put_on_gpu(folder, exported, proof, digests)
+        return WrittenVersion(folder, on_gpu=exported), sum(flat.nbytes for flat in exported.flats)
+
+    def _find(self, version: int) -> OpenVersion | None:
+        """Called by the server's threads."""
+        paths = [handle.path for handle, _ in self._published if handle.version == version]
+        return open_version(Path(paths[0]), prove(self._token, "folder")) if paths else None
 
     def close(self) -> None:
         """Unlink everything; the publisher cannot be used afterwards."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for _, written in self._published:
+            written.remove()
         self._published.clear()
         self._sweep()
         for place in self._directories:
@@ -100,95 +168,79 @@ class WeightPublisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Aside:
-    """A version in the making, in the first directory that has room for all of it."""
-
-    def __init__(self, directories: list[Path], name: str, headroom_bytes: int) -> None:
-        self._candidates = list(directories)
-        self._name = name
-        self._headroom_bytes = headroom_bytes
-        self._folder = self._start()
-        self._names: set[str] = set()
-        self._files = 0
-        self.nbytes = 0
-
-    def _start(self) -> Path:
-        folder = self._candidates[0] / f"{self._name}.partial"
-        folder.mkdir(parents=True)
-        return folder
-
-    def write(self, bucket: dict[str, Tensor]) -> None:
-        repeated = self._names & bucket.keys()
-        if repeated:
-            raise ValueError(f"weights {sorted(repeated)} came twice in {self._name}; names must be unique")
-        nbytes = sum(tensor.nbytes for tensor in bucket.values())
-        while shutil.disk_usage(self._folder).free < nbytes + self._headroom_bytes:
-            self._move_on(nbytes)
-        save_file(bucket, self._folder / f"{self._files:05d}.safetensors")
-        self._files += 1
-        self._names |= bucket.keys()
-        self.nbytes += nbytes
-
-    def _move_on(self, nbytes: int) -> None:
-        full = self._folder
-        if len(self._candidates) == 1:
-            raise OSError(
-                f"no room for the weights: {full.parent} has {shutil.disk_usage(full).free:,} bytes free, "
-                f"{nbytes:,} more are needed after {self.nbytes:,} written; give the publisher a "
-                "fallback_directory on a larger disk, or enlarge the shared memory (docker: --shm-size)"
-            )
-        self._candidates.pop(0)
-        self._folder = self._start()
-        for file in sorted(full.iterdir()):
-            shutil.move(file, self._folder / file.name)
-        shutil.rmtree(full)
-
-    def rename(self) -> Path:
-        return self._folder.rename(self._folder.with_name(self._name))
-
-    def remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    bucket: dict[str, Tensor] = {}
-    filled = 0
+def _digested(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        if name in bucket:
-            raise ValueError(f"weight {name!r} was published twice; names must be unique")
-        if bucket and filled + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, filled = {}, 0
-        bucket[name] = tensor.detach().cpu().contiguous()
-        filled += tensor.nbytes
-    if bucket:
-        yield bucket
+        if digests is not None:
+            digests[name] = digest(tensor)
+        yield name, tensor.detach()
 
 
-def _files(handle: WeightHandle) -> list[Path]:
-    files = sorted(Path(handle.path).glob("*.safetensors"))
-    if not files:
+def weight_shapes(handle: WeightHandle, transport: str = "auto") -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights of a version, read without their payload."""
+    opened = _open(handle, transport, table_only=True)
+    tables = opened.tables if isinstance(opened, RemoteVersion) else [pieces for pieces, _ in opened.buckets]
+    return {piece.name: piece.shape for piece in chain(*tables)}
+
+
+def read_digests(handle: WeightHandle, transport: str = "auto") -> dict[str, str]:
+    """Digest of each weight of a version, as it was published.
+
+    Raises:
+        ValueError: it was published without.
+    """
+    digests = _open(handle, transport, table_only=True).digests
+    if digests is None:
+        raise ValueError(f"version {handle.version} has no digests; publish it with_digests=True")
+    return digests
+
+
+def read_weights(
+    handle: WeightHandle, transport: str = "auto", timeout_seconds: float = 60.0
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a version: copy what you keep, and do not write.
+
+    Args:
+        handle: of the version.
+        transport: "shm": the folder, mapped, or on a GPU the publisher's own memory; "gloo" or "nccl": through the
+            network, from a publisher that serves; "auto": the first of them that can work.
+        timeout_seconds: for the publisher's answer, and for each bucket through the network.
+
+    Raises:
+        FileNotFoundError: the version is gone, or was never within reach.
+        ConnectionError: the publisher is gone, or does not answer in time.
+        RuntimeError: the version was given up while it was read on a GPU.
+    """
+    opened = _open(handle, transport, table_only=False, timeout_seconds=timeout_seconds)
+    if isinstance(opened, RemoteVersion):
+        yield from opened.tensors
+        return
+    for pieces, flat in opened.buckets:
+        yield from pieces_of(flat, pieces)
+        if flat.is_cuda:
+            # The copies must have ended before the memory may change, and the folder goes first.
+            torch.cuda.synchronize(flat.device)
+            if not Path(handle.path).exists():
+                raise RuntimeError(f"version {handle.version} was replaced while it was read; receive the newest")
+
+
+def _open(
+    handle: WeightHandle, transport: str, table_only: bool, timeout_seconds: float = 60.0
+) -> OpenVersion | RemoteVersion:
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} is not possible; use one of {', '.join(TRANSPORTS)}")
+    here = None
+    if transport in ("auto", "shm"):
+        here = open_version(Path(handle.path), prove(handle.token, "folder"))
+    if here is not None:
+        return here
+    if handle.address is None or transport == "shm":
         raise FileNotFoundError(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "
-            "one was published, or lies on another machine; receive the newest handle"
+            "one was published, or lies on another machine; receive the newest handle, or let the publisher serve"
         )
-    return files
-
-
-def weight_shapes(handle: WeightHandle) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights of a version, read without their payload."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(handle):
-        with safe_open(file, framework="pt") as weights:
-            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
-    return shapes
-
-
-def read_weights(handle: WeightHandle) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a version, mapped from its files: copy what you keep, and do not write."""
-    with contextlib.ExitStack() as stack:
-        # All are opened at once: the version may be unlinked while it is read.
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in _files(handle)]
-        for file in files:
-            for name in file.keys():  # noqa: SIM118 (no mapping: safe_open has no iterator)
-                yield name, file.get_tensor(name)
+    backend = transport
+    if transport == "auto":
+        own_gpu = cuda_ipc.gpu_uuid()
+        # NCCL connects no GPU with itself.
+        backend = "nccl" if own_gpu and handle.gpu and own_gpu != handle.gpu else "gloo"
+    return fetch(handle.address, handle.token, handle.version, backend, timeout_seconds, table_only)

@@ -4,13 +4,14 @@ B sequences; N all tokens of a batch end to end; U turns: unbroken runs of token
 
 `gae`, `discounted_returns`, `turn_returns` and `remax` look along each sequence, and give [N]. Those that compare the
 answers to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`, `gdpo`) turn rewards [B]
-into rewards [B], which `rewards.token_rewards` then puts on tokens. `whiten`, `gpg` and `gdpo` need all of a step's
-answers at once: given a rank's share they compute something else. REINFORCE++ is `whiten(discounted_returns(...))`, its
-baseline variant the same after `group_mean_baseline`; Dr. GRPO is `group_mean_baseline` with the aggregation
-seq-mean-token-sum-norm.
+into rewards [B], which `rewards.token_rewards` then puts on tokens; `turn_advantages` compares turn by turn instead.
+`whiten`, `gpg` and `gdpo` need all of a step's answers at once: given a rank's share they compute something else.
+REINFORCE++ is `whiten(discounted_returns(...))`, its baseline variant the same after `group_mean_baseline`; Dr. GRPO is
+`group_mean_baseline` with the aggregation seq-mean-token-sum-norm.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -113,6 +114,54 @@ def turn_returns(
     return_N = torch.zeros_like(reward_N, dtype=torch.float32)
     return_N[action_mask_N] = spread(return_U, size_U, int(size_U.sum()))
     return return_N
+
+
+def turn_advantages(
+    reward_N: Tensor,
+    action_mask_N: Tensor,
+    lengths_B: Tensor,
+    group_B: Tensor,
+    gamma: float,
+    compare: Callable[[Tensor, Tensor], Tensor],
+    turn_N: Tensor | None = None,
+) -> Tensor:
+    """What was earned from each turn on, beside what the same turn of the group's other episodes earned.
+
+    The k-th turn of an episode is compared with the k-th turns of the others that came so far: a baseline that depends
+    on nothing the turn decides. After one turn each, it is the comparison of whole answers.
+
+    Source: turn-level credit as in Zeng et al. 2025 (arXiv 2505.11821), with the returns of `turn_returns`.
+
+    Args:
+        reward_N: [N] reward of each action token; where in its turn it stands does not matter.
+        action_mask_N: [N] bool, True where the policy produced the token.
+        lengths_B: [B] tokens in each sequence.
+        group_B: [B] integers, equal for the episodes from one prompt.
+        gamma: discount per turn, 0 to 1.
+        compare: turns [U] returns and the [U] integer ids of their groups into [U]: `group_mean_baseline`, `rloo`,
+            `group_norm` or another of them.
+        turn_N: [N] integers, as in `turn_returns`.
+
+    Returns:
+        [N] float32 without gradient: the same at all tokens of a turn, 0 where the policy did not act.
+    """
+    return_N = turn_returns(reward_N, action_mask_N, lengths_B, gamma, turn_N)
+    if group_B.shape != lengths_B.shape:
+        raise ValueError(
+            f"group_B has shape {list(group_B.shape)}, lengths_B {list(lengths_B.shape)}; both must be [B]"
+        )
+    first_U, last_U, is_final_U = _turns(action_mask_N, lengths_B, turn_N)
+    owner_U = torch.searchsorted(lengths_B.cumsum(0), first_U, right=True)
+    # Counted over all sequences, less the count at which their own began.
+    place_U = torch.arange(len(first_U), device=first_U.device)
+    begins_U = torch.ones_like(is_final_U)
+    begins_U[1:] = is_final_U[:-1]
+    number_U = place_U - torch.where(begins_U, place_U, 0).cummax(0).values
+    _, group_U = torch.stack([group_B[owner_U], number_U]).unique(dim=1, return_inverse=True)
+    size_U = last_U - first_U + 1
+    advantage_N = torch.zeros_like(return_N)
+    advantage_N[action_mask_N] = spread(compare(return_N[first_U], group_U), size_U, int(size_U.sum()))
+    return advantage_N
 
 
 def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ _SECRET_NAME = re.compile(
 )
 # Names that end like a secret and are none: fields of the data, and marks of the vocabulary.
 _HARMLESS_NAME = re.compile(
-    r"(input|label|output|prompt|response|chosen|rejected|images?|messages?|metric|answer|eos|bos|pad|unk|stop|mask"
+    r"(input|label|output|prompt|response|chosen|rejected|images?|messages?|metric|answer|fn|eos|bos|pad|unk|stop|mask"
     r"|sep|cls)_(key|token)$",
     re.IGNORECASE,
 )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.rollouts import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
-from components.rl.correction import importance_weights
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty
@@ -24,12 +24,10 @@ def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
     """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's answers."""
     reward_B, mask_N = shaped_rewards(samples, config), samples["action_mask"]
     compare = advantages.group_norm if config.algorithm.std_norm else advantages.group_mean_baseline
-    advantage_B = compare(reward_B, samples["prompt_id"])
+    advantage_B = compare_samples(samples, reward_B, compare)
     samples = samples.with_sequences(shaped_reward=reward_B)
     samples = samples.with_tokens(advantage=advantage_B[samples.sequence_ids] * mask_N)
-    if config.algorithm.correction == "none":
-        return samples
-    return samples.with_tokens(correction=corrections(samples, config))
+    return with_correction(samples, config.algorithm.correction, *config.algorithm.correction_range)
 
 
 def shaped_rewards(samples: Batch, config: GRPOConfig) -> Tensor:
@@ -39,14 +37,6 @@ def shaped_rewards(samples: Batch, config: GRPOConfig) -> Tensor:
         return samples["reward"]
     longest, factor = config.rollout.max_new_tokens, own.overlong_penalty
     return overlong_penalty(samples["reward"], length_B, longest, own.overlong_buffer, factor)
-
-
-def corrections(samples: Batch, config: GRPOConfig) -> Tensor:
-    """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
-    columns = (samples["logprob"], samples["rollout_logprob"], samples["action_mask"], samples.lengths)
-    low, high = config.algorithm.correction_range
-    outside = "zero" if config.algorithm.correction == "icepop" else "clamp"
-    return importance_weights(*columns, level="token", low=low, high=high, outside=outside)
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:

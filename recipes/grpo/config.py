@@ -4,43 +4,30 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from agents.loading import check_agent
+from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
 from components.options import (
+    LORAS_OWN,
+    AsyncOptions,
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
     LogOptions,
     ModelOptions,
+    PlacementOptions,
     RewardOptions,
+    RolloutOptions,
     RunOptions,
     new_run_dir,
 )
 from core import ConfigError
 
 RECIPE = Path(__file__).parent.name
-
-
-@dataclass(kw_only=True)
-class RolloutOptions:
-    """How answers are sampled."""
-
-    temperature: float = 1.0
-    """Of the training samples. Log-probabilities are taken at the same temperature."""
-    max_new_tokens: int = 1024
-    """Tokens of an answer, at most, the end token included."""
-    max_rows: int = 512
-    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
-        for name in ("max_new_tokens", "max_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}; set it to at least 1")
 
 
 @dataclass(kw_only=True)
@@ -82,31 +69,17 @@ class AlgorithmOptions:
 
 
 @dataclass(kw_only=True)
-class PlacementOptions:
-    """What runs where. Without a GPU every worker is a process on the CPU."""
-
-    nodes: int = 1
-    """Machines."""
-    collocate: bool = True
-    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
-    does."""
-    actor_ranks: int | None = None
-    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
-    rollout_engines: int | None = None
-    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
-    references: int | None = None
-    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"placement.{name}={value}; set it to at least 1, or leave it out")
-
-
-@dataclass(kw_only=True)
 class GRPOConfig(RunOptions):
     """Group relative policy optimisation."""
+
+    ALIASES: ClassVar = {
+        "rollout_engine": "rollout.engine",
+        "verify_weight_sync": "rollout.verify_weight_sync",
+        "agent_func_path": "agent.func_path",
+        "async_train": "asynchronous.enabled",
+        "async_queue_size": "asynchronous.queue_size",
+        "partial_rollout": "asynchronous.partial_rollout",
+    }
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
     """Folder of everything that the run writes."""
@@ -122,6 +95,8 @@ class GRPOConfig(RunOptions):
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -154,7 +129,13 @@ class GRPOConfig(RunOptions):
             )
         if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
             raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
-        check_reward(self.reward_source)
+        self.asynchronous.check(
+            self.placement.collocate, self.backend, self.prompts_per_step, "placement.collocate=false"
+        )
+        if self.reward_source is None:
+            check_agent(str(self.agent.func_path))
+        else:
+            check_reward(self.reward_source)
         self._check_algorithm()
 
     def _check_algorithm(self) -> None:
@@ -166,8 +147,18 @@ class GRPOConfig(RunOptions):
             )
         if not 0 <= own.kl_coef < math.inf:
             raise ConfigError(f"algorithm.kl_coef={own.kl_coef}; set it to 0 or more")
+        if own.filter_range and self.asynchronous.partial_rollout:
+            raise ConfigError(
+                "algorithm.filter_range replaces prompts of a step, and asynchronous.partial_rollout carries some to "
+                "the next; unset one of them"
+            )
         if own.filter_range and not own.filter_range[0] < own.filter_range[1]:
             raise ConfigError(f"algorithm.filter_range={own.filter_range}; set two scores, the lower first")
+        if own.overlong_buffer is not None and self.agent.func_path:
+            raise ConfigError(
+                "algorithm.overlong_buffer is about one answer, and agent.func_path plays episodes of several; unset "
+                "one of them"
+            )
         if not own.overlong_penalty >= 0:
             raise ConfigError(f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more")
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= self.rollout.max_new_tokens:
@@ -179,8 +170,17 @@ class GRPOConfig(RunOptions):
             raise ConfigError(f"algorithm.correction_range={low} {high}; set two ratios, the lower first")
 
     @property
-    def reward_source(self) -> str:
-        """Where rewards come from: what was named, else the scorer of the task that the data are of."""
+    def reward_source(self) -> str | None:
+        """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
+        agent's world.
+        """
+        if self.agent.func_path:
+            if self.reward.source:
+                raise ConfigError(
+                    f"reward.source={self.reward.source}, but rewards come from the world of agent.func_path="
+                    f"{self.agent.func_path}; set one of the two"
+                )
+            return None
         source = self.reward.source or default_scorer(self.data.path)
         if source is None:
             raise ConfigError(
@@ -244,8 +244,11 @@ class GRPOConfig(RunOptions):
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
             (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+            *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
         found = [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
+        found += [*self.rollout.notes(given), *self.agent.notes(given, self.rollout.engine)]
+        found += self.asynchronous.notes(given, "algorithm.correction=tis", own.correction != "none")
         if own.filter_range and self.train.lr_scheduler != "constant":
             found.append(
                 "the schedule of the learning rate is that of the most steps that there can be; filtering ends "
@@ -255,16 +258,12 @@ class GRPOConfig(RunOptions):
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the answers of a step are drawn; evaluations name a temperature of their own."""
-        return SamplingConfig(
-            temperature=self.rollout.temperature if temperature is None else temperature,
-            max_new_tokens=self.rollout.max_new_tokens,
-            seed=self.seed,
-            step=step,
-        )
+        return self.rollout.sampling(self.seed, step, temperature)
 
-    def rollout_engine(self) -> HFRolloutConfig:
+    def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
-        return HFRolloutConfig(dtype=self.dtype, max_rows=self.rollout.max_rows)
+        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.dtype, longest, self.placement.collocate)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""

@@ -26,20 +26,12 @@ def asked_config(arguments: list[str]) -> GRPOConfig:
 def read_config(arguments: list[str]) -> GRPOConfig:
     """The same with everything that was left to the machine filled in: precision, and how many workers a role has."""
     config = asked_config(arguments)
-    gpus, wanted = detect_devices(), config.placement
-    share = wanted.nodes * max(1, gpus if wanted.collocate else gpus // config.groups)
-    ranks = wanted.actor_ranks or share
-    other = ranks if gpus and wanted.collocate else share
-    engines, references = wanted.rollout_engines or other, wanted.references or other
-    if gpus and wanted.collocate and not ranks == engines == (references if config.needs_reference else ranks):
-        raise ConfigError(
-            f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up on "
-            "shared GPUs; set them to the same number, or placement.collocate=false"
-        )
-    placement = replace(wanted, actor_ranks=ranks, rollout_engines=engines, references=references)
+    gpus = detect_devices()
+    rollout, _ = config.rollout.chosen(gpus, config.model.path, config.evaluation.temperature)
+    placement = config.placement.resolved(gpus, config.groups, rollout.tensor_parallel)
     auto = config.train.precision == "auto"
     precision = ("bf16" if gpus else "fp32") if auto else config.train.precision
-    return replace(config, placement=placement, train=replace(config.train, precision=precision))
+    return replace(config, rollout=rollout, placement=placement, train=replace(config.train, precision=precision))
 
 
 def build_job(config: GRPOConfig) -> Job:
@@ -51,26 +43,17 @@ def build_job(config: GRPOConfig) -> Job:
     builder = RLJobBuilder().config(config).node_num(own.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
     builder.trainer(f"{__package__}.trainer:GRPOTrainer")
-    if actors % own.nodes:
-        raise ConfigError(f"placement.actor_ranks={actors} cannot be spread over placement.nodes={own.nodes} evenly")
     builder.actor(f"{roles}.actor:Actor").nnodes(own.nodes).nproc_per_node(actors // own.nodes)
     builder.resource(accelerator=1, threads=threads_each(learners))
     builder.rollout(f"{roles}.rollout:Rollout").total(engines).max_restarts(config.max_restarts)
-    builder.resource(accelerator=1, threads=threads_each(engines))
+    devices = config.rollout.tensor_parallel
+    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines))
     if config.needs_reference:
         builder.reference(f"{roles}.reference:Reference").total(references).max_restarts(config.max_restarts)
         builder.resource(accelerator=1, threads=threads_each(references if config.takes_turns else learners))
     if own.collocate and detect_devices():
-        builder.with_collocation_all()
+        builder.with_collocation(Role.ACTOR, Role.ROLLOUT, *[Role.REFERENCE] * config.needs_reference)
     return builder.build()
-
-
-def describe(config: GRPOConfig, job: Job) -> str:
-    """Who runs with what, and what `auto` came to, in a line."""
-    threads = {role: host.threads for host in job.placement.hosts for role, _ in host.workers if role != Role.TRAINER}
-    counts = job.placement.processes
-    parts = [f"{role.lower()} {counts[role]} x {threads[role]} threads" for role in threads]
-    return f"on {job.device_type}: {', '.join(parts)}; {config.train.engine}, precision {config.train.precision}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,12 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(GRPOConfig))
         return 0
     try:
-        config, given = read_config(arguments), given_options(GRPOConfig, arguments)
+        asked, config, given = asked_config(arguments), read_config(arguments), given_options(GRPOConfig, arguments)
         job = build_job(config)
         job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
         if config.print_config or config.dry_run:
-            print(printed(asked_config(arguments), given) if config.print_config else plan)
+            print(printed(asked, given) if config.print_config else plan)
             return 0
         check_inputs(config)
         run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan)
@@ -102,7 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
         seed=config.seed,
         backend=config.backend,
         began=began,
-        lines=[describe(config, job), *config.notes(given)],
+        lines=[
+            f"{job.describe()}; {config.train.engine}, {config.train.precision}",
+            asked.rollout.chosen(detect_devices(), asked.model.path, asked.evaluation.temperature)[1],
+            *config.notes(given),
+        ],
         seconds={"warm_start": time.time() - began},
     )
 

@@ -8,17 +8,20 @@ from typing import Any
 from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.dynamic_filtering import PromptFilter
-from components.data.heldout import Heldout
+from components.data.groups_in_flight import GroupsInFlight
+from components.data.heldout import EVALUATION_STEP, Heldout
 from components.data.rewards import open_reward
 from components.data.rollouts import (
-    check_version,
+    check_staleness,
     for_samples,
+    main_branches,
     record_step,
     rollout_metrics,
     score_answers,
     with_status,
 )
 from components.data.stream import SampleStream
+from components.data.weight_check import COLD, check_greedy, greedy_prompts
 from components.options import read_prompts
 from components.progress import PhaseClock, Progress, RunCheckpoints
 from components.tracking import Tracker, redact
@@ -27,10 +30,6 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import add_advantages
 from .config import RECIPE, GRPOConfig
-
-EVALUATION_STEP = -1
-"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
-same numbers, and two of the same weights are equal."""
 
 SHOWN = {
     "reward/score": "score",
@@ -51,12 +50,14 @@ class GRPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
-        self.heldout.start(self.stream.step)
+        if not self.stop_requested:
+            self.heldout.start(self.stream.step)
         for samples in self.stream:
-            experience = self.look_back(samples)
+            fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+            experience = self.look_back(fresh)
             experience = add_advantages(experience, self.config)
             metrics = self.update(experience)
-            self.sync_weights()
+            self.sync_weights(experience)
             is_best = self.record(experience, metrics)
             self.checkpoints.save_when_due(is_best)
         self.finish()
@@ -68,6 +69,8 @@ class GRPOTrainer(BaseTrainer):
         and None says that there are none.
         """
         wanted = self.config.prompts_per_step
+        if self.groups is not None:
+            return self.first_answered(step, self.groups)
         if self.filter is None:
             return self.answer(step, wanted)
         samples = self.filter.fill(step, wanted, partial(self.answer, step))
@@ -80,9 +83,16 @@ class GRPOTrainer(BaseTrainer):
         prompts = for_samples(self.prompts.take(count), self.config.samples_per_prompt)
         with self.clock.phase("generate"):
             samples: Batch = self.RG_ROLLOUT.generate(prompts, self.config.sampling(step))
-        check_version(samples, self.progress.version)
         with self.clock.phase("reward"):
             return with_status(self.score(samples))
+
+    def first_answered(self, step: int, groups: GroupsInFlight) -> Batch | None:
+        """The same of the first prompts that are done; None when the run is to stop."""
+        wanted = self.config.prompts_per_step
+        with self.clock.phase("generate"):
+            samples = groups.fill(step, wanted, wanted * (self.stream.steps - step + 1))
+        with self.clock.phase("reward"):
+            return None if samples is None else with_status(self.score(samples))
 
     def score(self, samples: Batch) -> Batch:
         """The answers with `reward`, `score` and whatever else the reward says of each."""
@@ -92,7 +102,7 @@ class GRPOTrainer(BaseTrainer):
         """Add what policy and reference say about the answers, before anything is learnt from them."""
         tokens = samples.only("tokens")
         with self.clock.phase("logprobs"):
-            views = [self.RG_ACTOR.logprobs(tokens)] if self.config.looks_back else []
+            views = [self.RG_ACTOR.logprobs(tokens, self.config.rollout.temperature)] if self.config.looks_back else []
             for view in views if self.config.takes_turns else ():
                 view.result()  # so that the reference has the cores for itself
             if self.config.needs_reference:
@@ -109,11 +119,26 @@ class GRPOTrainer(BaseTrainer):
             metrics: dict[str, float] = self.RG_ACTOR.update(replicate(columns), self.stream.step)
         return {f"actor/{name}": value for name, value in metrics.items()}
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, experience: Batch) -> None:
         """Let the engines sample from what was learnt."""
         with self.clock.phase("sync"):
             remote_call.sync_weights(self.stream.step)
         self.progress.version = self.stream.step
+        if self.config.rollout.verify_weight_sync:
+            self.verify_weights(experience)
+
+    def verify_weights(self, experience: Batch) -> None:
+        """Let the policy judge greedy answers of every engine."""
+        own = self.config.placement
+        prompts = greedy_prompts(experience, 4 * max(own.rollout_engines or 1, own.actor_ranks or 1))
+        with self.clock.phase("verify"):
+            sampling = self.config.sampling(self.stream.step, 0.0)
+            answers: Batch = self.RG_ROLLOUT.generate(prompts, sampling, True)
+            check_staleness(answers, self.progress.version)
+            views = [self.RG_ACTOR.logprobs(answers.only("tokens"), temperature) for temperature in (1.0, COLD)]
+            plain_N, cold_N = (view.result()["logprob"] for view in views)
+        precision = "float32" if self.config.train.precision == "fp32" else "bfloat16"
+        self.say(f"weights verified: {check_greedy(answers, plain_N, cold_N, precision)}")
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
@@ -121,7 +146,7 @@ class GRPOTrainer(BaseTrainer):
         self.progress.tokens += experience.num_tokens
         self.progress.seconds += took["timing_s/step"]
         metrics |= rollout_metrics(experience, *self.config.algorithm.correction_range) | took
-        metrics |= self.checkpoints.metrics | (self.filter.metrics if self.filter else {})
+        metrics |= self.checkpoints.metrics | self.stream.metrics
         metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
         if self.config.evaluation.is_due(step, is_last):
             metrics |= self.heldout.at_step(is_last)
@@ -138,7 +163,8 @@ class GRPOTrainer(BaseTrainer):
             self.say(f"{stopped}; run_dir={self.config.run_dir} goes on")
         else:
             self.sum_up()
-        self.reward.close()
+        if self.reward is not None:
+            self.reward.close()
         self.tracker.close()
         remote_call.end_job()
 
@@ -165,9 +191,19 @@ class GRPOTrainer(BaseTrainer):
         )
         self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
-        self.reward = open_reward(config.reward_source, config.reward.settings())
-        self.filter = self.prompt_filter()
-        self.stream = SampleStream(self.samples, self.count_steps(), stopped=lambda: self.stop_requested)
+        source = config.reward_source
+        self.reward = None if source is None else open_reward(source, config.reward.settings())
+        self.filter, self.groups = self.prompt_filter(), self.groups_in_flight()
+        self.stream = SampleStream(
+            self.samples,
+            self.count_steps(),
+            config.asynchronous.ahead,
+            stopped=lambda: self.stop_requested,
+            sources={"prompts": self.prompts} | ({} if self.groups is None else {"groups": self.groups}),
+            clock=self.clock,
+            metrics=lambda: next((part.metrics for part in (self.groups, self.filter) if part is not None), {}),
+            most_stale=config.asynchronous.most_stale,
+        )
         self.heldout = Heldout(
             self.heldout_prompts(),
             self.answer_heldout,
@@ -179,14 +215,14 @@ class GRPOTrainer(BaseTrainer):
         self.checkpoints = RunCheckpoints(
             Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
             self.stream,
-            {"prompts": self.prompts, "heldout": self.heldout, "progress": self.progress},
+            {"heldout": self.heldout, "progress": self.progress},
             self.write,
             every=config.checkpoint.every,
             config=redact(config),
             run_id=self.run_id,
             say=self.say,
         )
-        resumed = self.checkpoints.load(config.resume, lambda: config.steps(self.prompts.left(config.data.passes)))
+        resumed = self.checkpoints.load(config.resume, self.steps_left)
         state: dict[str, Any] = resumed[1]["tracker"] if resumed else {}
         own = {"resume_step": self.stream.step, "state": state, "code": Path(__file__).parent}
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, **config.log.sinks(), **own)
@@ -197,7 +233,10 @@ class GRPOTrainer(BaseTrainer):
     def load_roles(self, resumed: Path | None) -> None:
         """Load all models in parallel, and let them go on where a checkpoint was written."""
         path, steps = self.config.model.path, self.count_steps()  # of the whole run, also where it was resumed
-        loading = [self.RG_ROLLOUT.load(path), self.RG_ACTOR.load(path, steps)]
+        loading = [self.RG_ROLLOUT.load(path)]
+        if self.config.rollout.engine == "vllm" and self.config.takes_turns:
+            loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
+        loading.append(self.RG_ACTOR.load(path, steps))
         if self.config.needs_reference:
             loading.append(self.RG_REFERENCE.load(path))
         for future in loading:
@@ -208,6 +247,10 @@ class GRPOTrainer(BaseTrainer):
             self.say(f"not exactly as before: {line}")
         if self.progress.version:
             remote_call.sync_weights(self.progress.version)
+
+    def steps_left(self) -> int:
+        """Steps that the prompts fill which were not yet trained on."""
+        return self.config.steps(self.prompts.left(self.config.data.passes) + len(self.groups or ()))
 
     def count_steps(self) -> int:
         """Steps that the prompts fill, once the long ones are left out."""
@@ -244,8 +287,26 @@ class GRPOTrainer(BaseTrainer):
     def answer_heldout(self, prompts: Batch, temperature: float) -> Batch:
         """One scored answer to each. Evaluations always draw the same random numbers."""
         answers: Batch = self.RG_ROLLOUT.generate(prompts, self.config.sampling(EVALUATION_STEP, temperature))
-        check_version(answers, self.progress.version)
-        return self.score(answers)
+        check_staleness(answers, self.progress.version)
+        return main_branches(self.score(answers))
+
+    def groups_in_flight(self) -> GroupsInFlight | None:
+        """Prompts whose answers go on while weights change, where that is asked for."""
+        own = self.config.asynchronous
+        if not own.partial_rollout:
+            return None
+        return GroupsInFlight(
+            self.prompts.take,
+            lambda prompts, step: self.RG_ROLLOUT.begin(prompts, self.config.sampling(step)),
+            self.RG_ROLLOUT.collect,
+            engines=len(self.RG_ROLLOUT),
+            samples=self.config.samples_per_prompt,
+            in_flight=own.in_flight_prompts or self.config.prompts_per_step,
+            most_stale=own.most_stale,
+            version=lambda: self.progress.version,
+            stopped=lambda: self.stream.ending,
+            say=self.say,
+        )
 
     # --- checkpoints
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.rollouts import compare_samples
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
@@ -77,7 +78,7 @@ def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     if config.advantage_estimator == "opo":
         reward_B = advantages.opo(reward_B, length_B, experience["prompt_id"])
     elif config.advantage_estimator in COMPARISONS:
-        reward_B = COMPARISONS[config.advantage_estimator](reward_B, experience["prompt_id"])
+        reward_B = compare_samples(experience, reward_B, COMPARISONS[config.advantage_estimator])
     return reward_B.clamp(*config.reward_clip_range)
 
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from agents.options import AgentOptions
 from components.data.rewards import RewardSettings
-from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
+from components.options import VLLMS_OWN, AsyncOptions, RolloutOptions
 from core import ConfigError
 
 from . import flags
@@ -46,6 +48,21 @@ REFERENCES_OWN = ("ref_num_nodes", "ref_num_gpus_per_node", "kl_estimator")
 EVALUATIONS_OWN = ("eval_temperature", "eval_n_samples_per_prompt", "max_eval_samples")
 WANDBS_OWN = ("wandb_org", "wandb_project", "wandb_group", "wandb_run_name")
 """Options that have no effect where something else is not set; a user who names one is told."""
+ROLLOUTS_OWN = {name: name for name in ("temperature", "top_p", "enforce_eager", "verify_weight_sync")} | {
+    "max_new_tokens": "generate_max_len",
+    "engine": "rollout_engine",
+    "tensor_parallel": "vllm_tensor_parallel_size",
+    "gpu_memory": "vllm_gpu_memory_utilization",
+    "cpu_cache_gb": "vllm_cpu_cache_gb",
+    "prefix_caching": "enable_prefix_caching",
+}
+"""Options of sampling as the other recipes call them: as they are called here."""
+AGENTS_OWN = {option.name: f"agent_{option.name.removesuffix('_s')}" for option in fields(AgentOptions)}
+"""The same of agents."""
+ASYNCS_OWN = {"enabled": "async_train", "queue_size": "async_queue_size", "partial_rollout": "partial_rollout"} | {
+    "in_flight_prompts": "vllm_generate_batch_size"
+}
+"""The same of asynchronous training."""
 UNLIMITED = 2**62
 """Tokens of a micro-batch that is cut by answers."""
 
@@ -77,9 +94,9 @@ class PPOConfig:
     """The critic's start. Default: the first `reward_pretrain`, else `pretrain` with a new head."""
     value_head_prefix: str = "score"
     """Name of the head's weights in reward models and critics."""
-    attn_implementation: str = "auto"
+    attn_implementation: str | None = "auto"
     """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. auto: flash_attention_2 where
-    there is a GPU and the package, else sdpa."""
+    there is a GPU and the package, else null: what suits the model, mostly sdpa."""
     tokenizer_chat_template: str | None = None
     """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
     pad_token: str | None = None
@@ -119,6 +136,25 @@ class PPOConfig:
     math-verify), `exact_match`, or a task's own."""
     reward_weights: list[float] | None = None
     """Weight of each reward model. Default: 1 each."""
+    agent_func_path: str | None = None
+    """A Python file with `AgentExecutor` or `AgentInstance`, or a shipped environment, as `env:guess`: answers go on as
+    episodes of several turns, which their world rewards instead of the three above."""
+    agent_max_turns: int = 16
+    """Turns of an episode, at most."""
+    agent_max_tokens: int | None = None
+    """Tokens of an episode, at most: prompt, answers and feedback. Default: as many as the model has positions;
+    generate_max_len limits each answer."""
+    agent_stop: list[str] = field(default_factory=list)
+    """Texts that end an answer of an episode; they stay part of it."""
+    agent_concurrency: int = 256
+    """Episodes that one engine plays at the same time."""
+    agent_runs_in: Literal["loop", "thread", "process"] = "loop"
+    """Where the agent's code runs: in the engine's event loop, in threads (code that blocks), or each episode in a
+    process of its own (code that may hang, crash or use a core)."""
+    agent_step_timeout: float = 60.0
+    """Seconds that one reset or step may take before its episode ends as an error."""
+    agent_max_failed_share: float = 0.1
+    """Share of a batch's episodes that may end as errors; above it the run stops."""
     normalize_reward: bool = False
     """Shift and scale a reward model's rewards, and the critic's values, by the mean and std in its config.json."""
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)
@@ -163,6 +199,36 @@ class PPOConfig:
     # --- sampling
     temperature: float = 1.0
     """Of the training samples. Log-probabilities are taken at the same temperature."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
+    one that is trained."""
+    rollout_engine: Literal["auto", "vllm", "hf"] = "auto"
+    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
+    GPU or with a large model. They draw different tokens from the same seed."""
+    vllm_tensor_parallel_size: int = 1
+    """Devices of one engine, over which the weights are spread; on a CPU processes."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
+    vllm_cpu_cache_gb: float = 1.0
+    """GiB of an engine's key-value cache on a CPU."""
+    enforce_eager: bool = False
+    """No CUDA graphs, which are slower to start and faster to run."""
+    enable_prefix_caching: bool = False
+    """Read the common beginning of prompts once. Changes speed, not tokens."""
+    vllm_enable_sleep: bool = False
+    """The engines give a GPU's memory back between generations."""
+    async_train: bool = False
+    """Generate the next answers while these are trained on. Not where the roles share devices."""
+    async_queue_size: int = 1
+    """Batches that may wait to be trained on, and so how many updates the weights that made them may be behind."""
+    partial_rollout: bool = False
+    """With async_train: weights change in the middle of answers, which then go on."""
+    vllm_generate_batch_size: int | None = None
+    """Prompts that are answered at the same time, with partial_rollout; more than rollout_batch_size: the slowest are
+    carried to the next batch. Default: rollout_batch_size."""
+    verify_weight_sync: bool = False
+    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    engines. Costs about a step's time."""
 
     # --- optimisation
     actor_learning_rate: float = 1e-6
@@ -189,6 +255,18 @@ class PPOConfig:
     """Train in bfloat16. Default: where there is a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    packing_samples: bool = False
+    """Lay the answers of a micro-batch end to end instead of padding them. Changes no results but for rounding."""
+    deepspeed_enable_sleep: bool = False
+    """Actor and critic give a GPU's memory back while answers are generated."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank (peft) instead of the weights. 0: train all."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Layers that get an adapter: their names or endings, or all-linear."""
     adam_offload: bool = False
     """Keep Adam's state in host memory."""
     overlap_comm: bool = False
@@ -344,7 +422,14 @@ class PPOConfig:
         # The engines' own checks, before any engine starts.
         for learning_rate in (self.actor_learning_rate, self.critic_learning_rate):
             self.engine(learning_rate, steps=1)
-        self.sampling(step=0)
+        try:
+            self.rollout.notes(())
+            shared = self.colocate_all_models or self.vllm_enable_sleep or self.deepspeed_enable_sleep
+            apart = "colocate_all_models=false, vllm_enable_sleep=false and deepspeed_enable_sleep=false"
+            self.agent.notes(())
+            self.asynchronous.check(shared, self.backend, self.rollout_batch_size, apart)
+        except ValueError as error:
+            raise ConfigError(self.renamed(str(error))) from error
 
     def _check_sources(self) -> None:
         if self.seed < 0:
@@ -385,10 +470,11 @@ class PPOConfig:
                 )
 
     def _check_rewards(self) -> None:
-        given = {name: getattr(self, name) for name in ("reward_pretrain", "remote_rm_url", "scorer")}
+        names = ("reward_pretrain", "remote_rm_url", "scorer", "agent_func_path")
+        given = {name: getattr(self, name) for name in names}
         if sum(value is not None for value in given.values()) != 1:
             shown = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise ConfigError(f"{shown}: set exactly one of the three, the others to null")
+            raise ConfigError(f"{shown}: set exactly one of the four, the others to null")
         models = self.reward_models
         if self.reward_weights is not None and len(self.reward_weights) != len(models):
             raise ConfigError(f"reward_weights has {len(self.reward_weights)} numbers for {len(models)} reward models")
@@ -403,6 +489,10 @@ class PPOConfig:
         buffer = self.overlong_buffer_len
         if buffer is not None and not 0 < buffer <= self.generate_max_len:
             raise ConfigError(f"overlong_buffer_len={buffer}; set 1 to generate_max_len={self.generate_max_len}")
+        if buffer is not None and self.agent_func_path:
+            raise ConfigError(
+                "overlong_buffer_len is about one answer, and agent_func_path plays episodes of several; unset one"
+            )
         if self.overlong_penalty_factor < 0:
             raise ConfigError(f"overlong_penalty_factor={self.overlong_penalty_factor}; set it to 0 or more")
         if self.stop_properly_penalty_coef is not None and self.stop_properly_penalty_coef > 1:
@@ -454,6 +544,10 @@ class PPOConfig:
             raise ConfigError(
                 f"dynamic_filtering with n_samples_per_prompt={self.n_samples_per_prompt} and "
                 f"dynamic_filtering_reward_range={low} {high}; set 2 or more answers, and the lower bound first"
+            )
+        if self.dynamic_filtering and self.partial_rollout:
+            raise ConfigError(
+                "dynamic_filtering replaces prompts of a step, and partial_rollout carries some to the next; unset one"
             )
         low, high = self.vllm_is_truncated_threshold
         if not 0 <= low < high:
@@ -514,6 +608,11 @@ class PPOConfig:
             "actor": self.actor_num_nodes * (self.actor_num_gpus_per_node or 1),
             "critic": self.critic_num_nodes * (self.critic_num_gpus_per_node or 1),
         }
+
+    @property
+    def nodes(self) -> int:
+        """Machines, at most; roles may share them."""
+        return max(self.actor_num_nodes, self.critic_num_nodes, self.ref_num_nodes, self.reward_num_nodes)
 
     @property
     def needs_reference(self) -> bool:
@@ -619,12 +718,22 @@ class PPOConfig:
             (not self.dynamic_filtering, "dynamic_filtering is off", ("dynamic_filtering_reward_range",)),
             (not self.enable_ema, "enable_ema is off", ("ema_beta",)),
             (self.use_wandb is None, "use_wandb is off", WANDBS_OWN),
+            (self.lora_rank == 0, "lora_rank=0", ("lora_alpha", "lora_dropout", "target_modules")),
+            (
+                self.rollout_engine == "hf",
+                "hf generates",
+                tuple(ROLLOUTS_OWN[name] for name in VLLMS_OWN),
+            ),
         ]
         for is_idle, why, names in idle:
             named = [name for name in names if name in given]
             if is_idle and named:
                 found.append(f"no effect of {', '.join(named)}: {why}")
-        return found
+        own = {f"agent.{name}" for name, here in AGENTS_OWN.items() if here in given}
+        own |= {f"asynchronous.{name}" for name, here in ASYNCS_OWN.items() if here in given}
+        notes = [*self.rollout.notes(()), *self.agent.notes(own, self.rollout_engine)]
+        notes += self.asynchronous.notes(own, "enable_vllm_is_correction=true", self.enable_vllm_is_correction)
+        return found + [self.renamed(note) for note in notes]
 
     def engine(self, learning_rate: float, steps: int, averaged: bool = False) -> TrainConfig:
         """The training engine of a role whose rollout steps number `steps`; `averaged` keeps a moving average."""
@@ -646,6 +755,11 @@ class PPOConfig:
             forward_max_sequences=self.forward_limits[1],
             adam_offload=self.adam_offload,
             overlap_comm=self.overlap_comm,
+            packing=self.packing_samples,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            lora_target_modules=",".join(self.target_modules),
             ema_beta=self.ema_beta if averaged else None,
             seed=self.seed,
         )
@@ -672,18 +786,38 @@ class PPOConfig:
         """Of models that are not trained."""
         return "bfloat16" if self.bf16 else "float32"
 
-    def rollout_engine(self) -> HFRolloutConfig:
+    @property
+    def rollout(self) -> RolloutOptions:
+        """How answers are sampled, as the group of options that recipes share."""
+        return RolloutOptions(**{name: getattr(self, own) for name, own in ROLLOUTS_OWN.items()})
+
+    @property
+    def agent(self) -> AgentOptions:
+        """How answers go on as episodes."""
+        return AgentOptions(**{name: getattr(self, own) for name, own in AGENTS_OWN.items()})
+
+    @property
+    def asynchronous(self) -> AsyncOptions:
+        """How generation and training overlap."""
+        return AsyncOptions(**{name: getattr(self, own) for name, own in ASYNCS_OWN.items()})
+
+    @staticmethod
+    def renamed(text: str) -> str:
+        """A sentence about these groups, in the names of this recipe."""
+        groups = {"rollout": ROLLOUTS_OWN, "agent": AGENTS_OWN, "asynchronous": ASYNCS_OWN}
+        for group, names in groups.items():
+            for name, own in names.items():
+                text = text.replace(f"{group}.{name}", own)
+        return text
+
+    def engine_config(self) -> RolloutConfig:
         """The engine of a rollout instance."""
-        return HFRolloutConfig(dtype=self.dtype)
+        longest = self.agent.longest_prompt(self.prompt_max_len, self.generate_max_len)
+        return self.rollout.engine_config(self.dtype, longest, self.colocate_all_models, sleeps=self.vllm_enable_sleep)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How samples of a step are drawn: those that are trained on, or at another temperature."""
-        return SamplingConfig(
-            temperature=self.temperature if temperature is None else temperature,
-            max_new_tokens=self.generate_max_len,
-            seed=self.seed,
-            step=step,
-        )
+        return self.rollout.sampling(self.seed, step, temperature)
 
     def reward_settings(self) -> RewardSettings:
         """How reward code and reward servers are used."""

@@ -4,6 +4,7 @@ that needs torch, before a model of the user's own has to be looked at.
 
 from typing import Any
 
+from agents.loading import check_agent
 from components.data.rewards import check_reward
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
@@ -64,7 +65,9 @@ def check_inputs(config: PPOConfig) -> None:
             _check_model(option, path, config.normalize_reward)
         if config.reward_code is not None:
             check_reward(config.reward_code)
-        rows = check_rows(data_options(config), evaluation_options(config), config.scorer or "", config.seed)
+        if config.agent_func_path is not None:
+            check_agent(config.agent_func_path)
+        rows = check_rows(data_options(config), evaluation_options(config), config.reward_code, config.seed)
         _check_tokenizer(config, rows)
     except ValueError as error:
         raise ConfigError(str(error)) from error

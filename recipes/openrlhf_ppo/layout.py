@@ -23,11 +23,22 @@ def resolved(config: PPOConfig) -> PPOConfig:
     attention = config.attn_implementation
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if attention == "auto":
-        attention = "flash_attention_2" if gpus and has_flash else "sdpa"
-    elif attention.startswith("flash_attention") and not gpus:
+        attention = "flash_attention_2" if gpus and has_flash else None
+    elif attention and attention.startswith("flash_attention") and not gpus:
         raise ConfigError(f"attn_implementation={attention} needs a GPU, and this machine shows none; leave it out")
     elif attention == "flash_attention_2" and not has_flash:
         raise ConfigError(f"attn_implementation={attention} needs the package flash_attn; install it, or set sdpa")
+    engine, devices = engine_of(config).partition(" ")[0], config.vllm_tensor_parallel_size
+    if gpus and devices > 1 and config.colocate_all_models:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={devices}: an engine of several devices shares none with other roles yet; "
+            "unset colocate_all_models"
+        )
+    if engine == "vllm" and config.vllm_enable_sleep and config.agent_func_path:
+        raise ConfigError(
+            f"vllm_enable_sleep with agent_func_path={config.agent_func_path}: vllm does not sleep between episodes; "
+            "leave vllm_enable_sleep out"
+        )
     ranks = _workers_per_node(config, gpus)
     if not gpus:
         _check_cores(ranks)
@@ -42,8 +53,17 @@ def resolved(config: PPOConfig) -> PPOConfig:
         critic_num_gpus_per_node=ranks.get("critic", config.critic_num_gpus_per_node),
         ref_num_gpus_per_node=ranks.get("ref", config.ref_num_gpus_per_node),
         reward_num_gpus_per_node=ranks.get("reward", config.reward_num_gpus_per_node or 1),
-        vllm_num_engines=config.vllm_num_engines or ranks["rollout"] * config.actor_num_nodes,
+        vllm_num_engines=config.vllm_num_engines or max(1, ranks["rollout"] // devices) * config.actor_num_nodes,
+        rollout_engine=engine,
     )
+
+
+def engine_of(config: PPOConfig) -> str:
+    """Who generates, and why, in a line that begins with its name."""
+    try:
+        return config.rollout.chosen(detect_devices(), config.pretrain, config.eval_temperature)[1]
+    except ValueError as error:
+        raise ConfigError(config.renamed(str(error))) from error
 
 
 def _at_home(path: str) -> str:
@@ -58,7 +78,8 @@ def _workers_per_node(config: PPOConfig, gpus: int) -> dict[str, int]:
         "critic": config.critic_num_gpus_per_node if config.needs_critic else 0,
         "ref": config.ref_num_gpus_per_node if config.needs_reference else 0,
         "reward": config.reward_num_gpus_per_node if config.reward_models else 0,
-        "rollout": config.vllm_num_engines and math.ceil(config.vllm_num_engines / config.actor_num_nodes),
+        "rollout": config.vllm_num_engines
+        and math.ceil(config.vllm_num_engines * config.vllm_tensor_parallel_size / config.actor_num_nodes),
     }
     roles = [role for role, count in given.items() if count != 0]
     pairs = [("actor", "ref")] * config.colocate_actor_ref + [("critic", "reward")] * config.colocate_critic_reward

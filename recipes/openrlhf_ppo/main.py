@@ -12,7 +12,7 @@ from core import Job, RLJobBuilder, Role, describe_options, given_options, load_
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
-from .layout import resolved
+from .layout import engine_of, resolved
 
 PRESET = Path(__file__).parent / "tiny.yaml"
 
@@ -28,8 +28,7 @@ def read_config(arguments: list[str]) -> PPOConfig:
 def build_job(config: PPOConfig) -> Job:
     """What runs where."""
     roles = f"{__package__}.roles"
-    nodes = (config.actor_num_nodes, config.critic_num_nodes, config.ref_num_nodes, config.reward_num_nodes)
-    builder = RLJobBuilder().config(config).node_num(max(nodes))
+    builder = RLJobBuilder().config(config).node_num(config.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
     builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
@@ -37,8 +36,9 @@ def build_job(config: PPOConfig) -> Job:
     if config.needs_critic:
         builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
         builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
-    builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1).resource(accelerator=1)
-    builder.max_restarts(config.max_restarts)
+    devices = config.vllm_tensor_parallel_size
+    builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1)
+    builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
     rewards = config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
     builder.reward(f"{roles}.reward:Reward").total(rewards).resource(accelerator=1 if config.reward_models else 0)
     builder.max_restarts(config.max_restarts)
@@ -55,13 +55,6 @@ def build_job(config: PPOConfig) -> Job:
     return builder.build()
 
 
-def describe(config: PPOConfig, job: Job) -> str:
-    """Who runs, and what `auto` came to, in a line."""
-    counts = ", ".join(f"{role.lower()} {count}" for role, count in job.placement.processes.items())
-    precision = "bf16" if config.bf16 else "fp32"
-    return f"on {job.device_type}: {counts}; precision {precision}, attention {config.attn_implementation}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
@@ -71,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         asked, given = read_config(arguments), given_options(PPOConfig, arguments)
-        config, notes = resolved(asked), asked.notes(given)
+        config = resolved(asked)
+        notes = replace(asked, rollout_engine=config.rollout_engine).notes(given)
         job = build_job(config)
         job.check_backend(config.backend)
         plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
@@ -93,7 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         backend=config.backend,
         began=began,
         job_name=config.job_name,
-        lines=[describe(config, job), *notes],
+        lines=[
+            f"{job.describe()}; {'bf16' if config.bf16 else 'fp32'}, {config.attn_implementation or 'auto'}",
+            engine_of(asked),
+            *notes,
+        ],
         seconds={"warm_start": time.time() - began},
     )
 

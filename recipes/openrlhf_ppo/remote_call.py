@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from core import Future, FutureSequence, Role, RoleGroup
 
 if TYPE_CHECKING:
+    from agents.player import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
     from components.engines.weight_sync import WeightHandle
@@ -45,9 +46,24 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 # --- experience: the batch is split over the workers of the role
 
 
-def generate_samples(prompts: "Batch", sampling: "SamplingConfig") -> FutureSequence["Batch"]:
-    """One answer per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per answer."""
-    return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling)
+def generate_samples(
+    prompts: "list[Batch]", sampling: "SamplingConfig", alone: bool = False
+) -> FutureSequence["Batch"]:
+    """One answer per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per answer. With
+    an agent one episode, which may be several sequences; `alone` without it. The list has an item for each engine that
+    is to answer, and so has the result.
+    """
+    return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling, alone)
+
+
+def begin_samples(prompts: "list[Batch | None]", sampling: "SamplingConfig") -> FutureSequence[None]:
+    """Begin answers that `collect_samples` brings; the list has an item for every engine."""
+    return RoleGroup(Role.ROLLOUT).call_batch(begin_samples, len(prompts), prompts, sampling)
+
+
+def collect_samples(seconds: float) -> "Future[list[Collected]]":
+    """From every engine what has finished, in whole groups, after at most so many seconds."""
+    return RoleGroup(Role.ROLLOUT).call(collect_samples, seconds)
 
 
 def reward_forward(samples: "Batch") -> FutureSequence["Batch"]:
@@ -57,9 +73,9 @@ def reward_forward(samples: "Batch") -> FutureSequence["Batch"]:
     return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples)
 
 
-def actor_forward(samples: "Batch") -> FutureSequence["Batch"]:
-    """`logprob` per token, in nats, under the policy as it is now."""
-    return RoleGroup(Role.ACTOR).call_batch(actor_forward, len(samples), samples)
+def actor_forward(samples: "Batch", temperature: float) -> FutureSequence["Batch"]:
+    """`logprob` per token, in nats, under the policy as it is now, at a temperature."""
+    return RoleGroup(Role.ACTOR).call_batch(actor_forward, len(samples), samples, temperature)
 
 
 def critic_forward(samples: "Batch") -> FutureSequence["Batch"]:
@@ -112,6 +128,31 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
     return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 
 
+def sleep_rollout() -> Future[list[int]]:
+    """The engines free their accelerators, and return how many bytes."""
+    return RoleGroup(Role.ROLLOUT).call(sleep_rollout)
+
+
+def wake_rollout(for_weights: bool) -> Future[list[None]]:
+    """The engines may be used again, or be given weights alone."""
+    return RoleGroup(Role.ROLLOUT).call(wake_rollout, for_weights)
+
+
+def sleep_learners() -> list[Future[list[int]]]:
+    """Actor and critic free their accelerators, and return how many bytes."""
+    return [RoleGroup(role).call(sleep_learners) for role in learners()]
+
+
+def wake_learners() -> None:
+    """Actor and critic may be used again."""
+    wait_all([RoleGroup(role).call(wake_learners) for role in learners()])
+
+
+def learners() -> list[Role]:
+    """The roles of this job that are trained."""
+    return [role for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)]
+
+
 def save_state(path: str) -> None:
     """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic.
 
@@ -131,9 +172,7 @@ def save_state(path: str) -> None:
 
 def load_state(path: str) -> list[Future[list[list[str]]]]:
     """Go on exactly where `save_state` was called; what cannot be exact is returned in words."""
-    return [
-        RoleGroup(role).call(load_state, path) for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)
-    ]
+    return [RoleGroup(role).call(load_state, path) for role in learners()]
 
 
 def save_model(path: str) -> None:

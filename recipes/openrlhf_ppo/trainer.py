@@ -2,15 +2,27 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.dynamic_filtering import PromptFilter
-from components.data.heldout import Heldout
+from components.data.groups_in_flight import GroupsInFlight
+from components.data.heldout import EVALUATION_STEP, Heldout
 from components.data.prompts import PromptSource
-from components.data.rollouts import check_version, for_samples, record_step, rollout_metrics, with_status
+from components.data.rollouts import (
+    check_rewarded,
+    check_staleness,
+    for_samples,
+    main_branches,
+    record_step,
+    rollout_metrics,
+    say_failures,
+    with_status,
+)
 from components.data.stream import SampleStream
+from components.data.weight_check import COLD, check_greedy, greedy_prompts
+from components.engines.config import SamplingConfig
 from components.options import read_prompts
 from components.progress import PhaseClock, Progress, RunCheckpoints
 from components.tracking import Tracker, redact
@@ -20,10 +32,6 @@ from . import remote_call
 from .algorithm import AdaptedKL, add_advantages
 from .config import RECIPE, PPOConfig
 from .data import data_options, evaluation_options, model_options, wandb_options
-
-EVALUATION_STEP = -1
-"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
-same numbers, and two of the same weights are equal."""
 
 READ_BY_REWARD = ("tokens", "prompt_length", "prompt", "label")
 """Columns that the reward role looks at."""
@@ -50,7 +58,8 @@ class PPOTrainer(BaseTrainer):
         if not self.stop_requested:
             self.heldout.start(self.stream.step)
         for samples in self.stream:
-            experience = self.make_experience(samples)
+            fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+            experience = self.make_experience(fresh)
             metrics = self.train(experience)
             is_best = self.record(experience, metrics)
             self.checkpoints.save_when_due(is_best)
@@ -63,6 +72,10 @@ class PPOTrainer(BaseTrainer):
         filtered, those at the end of the data may be fewer, and None says that there are none.
         """
         wanted = self.config.rollout_batch_size
+        if self.groups is not None:
+            with self.clock.phase("generate"):
+                found = self.groups.fill(step, wanted, wanted * (self.stream.steps - step + 1))
+            return None if found is None else with_status(found)
         if self.filter is None:
             return self.answer(step, wanted)
         samples = self.filter.fill(step, wanted, lambda count: self.answer_and_score(step, count))
@@ -74,9 +87,16 @@ class PPOTrainer(BaseTrainer):
         """`n_samples_per_prompt` answers to each of the next `count` prompts."""
         prompts = for_samples(self.prompts.take(count), self.config.n_samples_per_prompt)
         with self.clock.phase("generate"):
-            samples: Batch = remote_call.generate_samples(prompts, self.config.sampling(step)).result()
-        check_version(samples, self.progress.version)
+            samples = self.draw(prompts, self.config.sampling(step))
         return with_status(samples)
+
+    def draw(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
+        """One answer to each prompt, or one episode; `alone` without the agent."""
+        self.turn_to("rollout")
+        parts = prompts.split(min(self.config.vllm_num_engines or 1, len(prompts)))
+        samples = Batch.concat(remote_call.generate_samples(parts, sampling, alone).result())
+        self.turn_to("learners")
+        return samples
 
     def answer_and_score(self, step: int, count: int) -> Batch:
         """The same with their rewards, which say whether a prompt stays."""
@@ -85,15 +105,22 @@ class PPOTrainer(BaseTrainer):
             return self.reward(samples)
 
     def reward(self, answers: Batch) -> Batch:
-        """The answers with `reward`, `score` and whatever else the reward role says of each."""
+        """The answers with `reward`, `score` and whatever else the reward role, or an agent's world, says of each."""
+        if self.config.agent_func_path:
+            check_rewarded(answers)
+        if "reward" in answers:
+            return answers
         view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD)).result()
         return answers.with_sequences(**view.per_sequence)
 
     def make_experience(self, samples: Batch) -> Batch:
         """Ask every role for its view of the answers at the same time, and turn them into advantages."""
         tokens = samples.only("tokens")
+        if self.config.agent_func_path:
+            check_rewarded(samples)
+            say_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, self.say)
         with self.clock.phase("experience"):
-            views = [remote_call.actor_forward(tokens)]
+            views = [remote_call.actor_forward(tokens, self.config.temperature)]
             if "reward" not in samples:
                 views.append(remote_call.reward_forward(samples.only(*READ_BY_REWARD)))
             if self.config.needs_critic:
@@ -122,10 +149,47 @@ class PPOTrainer(BaseTrainer):
                     metrics |= {f"{role}/{name}": value for name, value in update.result()[0].items()}
         if actor is not None:
             self.kl.adapt(experience)
+        # Ahead of training, each step's weights have a version of their own, also where they stay as they are.
+        if actor is not None or self.config.asynchronous.ahead:
             with self.clock.phase("sync"):
-                remote_call.sync_weights(step)
-            self.progress.version = step
+                self.sync_weights(step)
+            if self.config.verify_weight_sync:
+                self.verify_weights(experience)
         return metrics
+
+    def sync_weights(self, version: int) -> None:
+        """Let the engines sample from what was learnt."""
+        if self.config.vllm_enable_sleep:
+            remote_call.wake_rollout(for_weights=True).result()
+        remote_call.sync_weights(version)
+        self.progress.version = version
+
+    def verify_weights(self, experience: Batch) -> None:
+        """Let the policy judge greedy answers of every engine."""
+        count = 4 * max(self.config.vllm_num_engines or 1, *self.config.ranks.values())
+        with self.clock.phase("verify"):
+            prompts, sampling = greedy_prompts(experience, count), self.config.sampling(self.stream.step, 0.0)
+            answers = self.draw(prompts, sampling, alone=True)
+            check_staleness(answers, self.progress.version)
+            views = [remote_call.actor_forward(answers.only("tokens"), at) for at in (1.0, COLD)]
+            plain_N, cold_N = (view.result()["logprob"] for view in views)
+        self.say(f"weights verified: {check_greedy(answers, plain_N, cold_N, self.config.dtype)}")
+
+    def turn_to(self, who: Literal["rollout", "learners"]) -> None:
+        """Let go of what the others hold on the accelerators, where they take turns, and take up what these need."""
+        freed: dict[str, int] = {}
+        if who == "rollout" and self.config.deepspeed_enable_sleep:
+            freed["actor and critic"] = sum(sum(future.result()) for future in remote_call.sleep_learners())
+        if who == "rollout" and self.config.vllm_enable_sleep:
+            remote_call.wake_rollout(for_weights=False).result()
+        if who == "learners" and self.config.vllm_enable_sleep:
+            freed["engines"] = sum(remote_call.sleep_rollout().result())
+        if who == "learners" and self.config.deepspeed_enable_sleep:
+            remote_call.wake_learners()
+        for name in freed.keys() - self.told:
+            found = f"{freed[name] / 1e9:.1f} GB are freed" if freed[name] else "nothing is freed, as always on a CPU"
+            self.say(f"{name} sleep: {found}")
+        self.told |= freed.keys()
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
@@ -133,7 +197,7 @@ class PPOTrainer(BaseTrainer):
         self.progress.tokens += experience.num_tokens
         self.progress.seconds += took["timing_s/step"]
         metrics = describe(experience, self.config) | metrics | took | self.checkpoints.metrics
-        metrics |= self.filter.metrics if self.filter else {}
+        metrics |= self.stream.metrics
         metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
         if self.evaluation.is_due(step, is_last):
             metrics |= self.heldout.at_step(is_last)
@@ -174,13 +238,22 @@ class PPOTrainer(BaseTrainer):
         """Prepare the data, let every role load its model at the same time, and go on from a checkpoint if there is."""
         config = self.config
         self.clock, self.progress, self.kl = PhaseClock(), Progress(), AdaptedKL(config)
-        self.evaluation = evaluation_options(config)
+        self.evaluation, self.told = evaluation_options(config), set[str]()
         self.tokenizer = model_options(config).tokenizer()
         self.prompts = self.read_prompts(data_options(config).rows(config.seed))
         self.say(self.prompts.describe_first())
         self.say(config.arithmetic(len(self.prompts)))
-        self.filter = self.prompt_filter()
-        self.stream = SampleStream(self.generate, self.count_steps(), stopped=lambda: self.stop_requested)
+        self.filter, self.groups = self.prompt_filter(), self.groups_in_flight()
+        self.stream = SampleStream(
+            self.generate,
+            self.count_steps(),
+            config.asynchronous.ahead,
+            stopped=lambda: self.stop_requested,
+            sources={"prompts": self.prompts} | ({} if self.groups is None else {"groups": self.groups}),
+            clock=self.clock,
+            metrics=lambda: next((part.metrics for part in (self.groups, self.filter) if part is not None), {}),
+            most_stale=config.asynchronous.most_stale,
+        )
         self.heldout = Heldout(
             self.heldout_prompts(),
             self.answer_heldout,
@@ -192,7 +265,7 @@ class PPOTrainer(BaseTrainer):
         self.checkpoints = RunCheckpoints(
             Checkpoints(config.checkpoint_dir, config.max_ckpt_num, config.max_ckpt_bytes),
             self.stream,
-            {"prompts": self.prompts, "heldout": self.heldout, "progress": self.progress, "kl": self.kl},
+            {"heldout": self.heldout, "progress": self.progress, "kl": self.kl},
             self.write,
             every=config.save_steps,
             config=redact(config),
@@ -218,11 +291,10 @@ class PPOTrainer(BaseTrainer):
     def load_roles(self, resumed: Path | None) -> None:
         """Load all models in parallel, and let them go on where a checkpoint was written."""
         path, steps = self.config.pretrain, self.count_steps()  # of the whole run, also where filtering ends it earlier
-        loading = [
-            remote_call.rollout_init(path),
-            remote_call.reward_init(path),
-            remote_call.actor_init(path, steps),
-        ]
+        loading = [remote_call.rollout_init(path)]
+        if self.config.rollout_engine == "vllm" and self.config.colocate_all_models:
+            loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
+        loading += [remote_call.reward_init(path), remote_call.actor_init(path, steps)]
         if self.config.needs_critic:
             loading.append(remote_call.critic_init(self.config.critic_start, steps))
         if self.config.needs_reference:
@@ -233,8 +305,10 @@ class PPOTrainer(BaseTrainer):
         for future in remote_call.load_state(str(resumed / "state")):
             for line in future.result()[0]:
                 self.say(f"not exactly as before: {line}")
-        if self.progress.version:
-            remote_call.sync_weights(self.progress.version)
+        # Where the policy was frozen, a run that did not train ahead has older versions than steps.
+        version = self.stream.step if self.config.asynchronous.ahead else self.progress.version
+        if version:
+            self.sync_weights(version)
 
     def count_steps(self) -> int:
         """Rollout steps that the prompts fill, once the long ones are left out."""
@@ -247,8 +321,8 @@ class PPOTrainer(BaseTrainer):
         return steps
 
     def steps_left(self) -> int:
-        """Rollout steps that the prompts fill which were not yet handed out."""
-        return self.config.steps(self.prompts.left(self.config.num_episodes), episodes=1)
+        """Rollout steps that the prompts fill which were not yet trained on."""
+        return self.config.steps(self.prompts.left(self.config.num_episodes) + len(self.groups or ()), episodes=1)
 
     def prompt_filter(self) -> PromptFilter | None:
         """Dynamic sampling, where it is asked for."""
@@ -279,10 +353,27 @@ class PPOTrainer(BaseTrainer):
 
     def answer_heldout(self, prompts: Batch, temperature: float) -> Batch:
         """One scored answer to each. Evaluations always draw the same random numbers."""
-        sampling = self.config.sampling(EVALUATION_STEP, temperature)
-        answers: Batch = remote_call.generate_samples(prompts, sampling).result()
-        check_version(answers, self.progress.version)
-        return self.reward(answers)
+        answers = self.draw(prompts, self.config.sampling(EVALUATION_STEP, temperature))
+        check_staleness(answers, self.progress.version)
+        return main_branches(self.reward(answers))
+
+    def groups_in_flight(self) -> GroupsInFlight | None:
+        """Prompts whose answers go on while weights change, where that is asked for."""
+        own = self.config.asynchronous
+        if not own.partial_rollout:
+            return None
+        return GroupsInFlight(
+            self.prompts.take,
+            lambda prompts, step: remote_call.begin_samples(prompts, self.config.sampling(step)).result(),
+            lambda seconds: remote_call.collect_samples(seconds).result(),
+            engines=self.config.vllm_num_engines or 1,
+            samples=self.config.n_samples_per_prompt,
+            in_flight=own.in_flight_prompts or self.config.rollout_batch_size,
+            most_stale=own.most_stale,
+            version=lambda: self.progress.version,
+            stopped=lambda: self.stream.ending,
+            say=self.say,
+        )
 
     # --- checkpoints
 

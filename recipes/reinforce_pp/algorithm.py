@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.rollouts import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
@@ -34,16 +35,17 @@ def add_advantages(samples: Batch, config: ReinforceConfig) -> Batch:
     advantage_N = advantages.discounted_returns(reward_N, mask_N, samples.lengths, own.gamma)
     if own.whiten:
         advantage_N = advantages.whiten(advantage_N, mask_N)
-    return samples.with_sequences(shaped_reward=reward_B).with_tokens(advantage=advantage_N)
+    samples = samples.with_sequences(shaped_reward=reward_B).with_tokens(advantage=advantage_N)
+    return with_correction(samples, own.correction, *own.correction_range)
 
 
 def shaped_rewards(samples: Batch, config: ReinforceConfig) -> Tensor:
     """[B] rewards less their baseline, cut to their range."""
-    reward_B, prompt_B = samples["reward"], samples["prompt_id"]
+    reward_B = samples["reward"]
     if config.algorithm.baseline == "group_mean":
-        reward_B = advantages.group_mean_baseline(reward_B, prompt_B)
+        reward_B = compare_samples(samples, reward_B, advantages.group_mean_baseline)
     elif config.algorithm.baseline == "leave_one_out":
-        reward_B = advantages.rloo(reward_B, prompt_B)
+        reward_B = compare_samples(samples, reward_B, advantages.rloo)
     return reward_B.clamp(*config.algorithm.reward_range)
 
 
@@ -55,9 +57,9 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: Reinforc
     # In the only optimizer step of a batch the policy before it is the policy itself.
     old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
     columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
-    policy = reduce_loss(
-        ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high), mask_N, micro.lengths, totals
-    )
+    weight_N = micro["correction"] if own.correction != "none" else None
+    tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, weight_N=weight_N)
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
     metrics = {
         "policy_loss": policy.loss.detach(),

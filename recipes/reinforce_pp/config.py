@@ -4,43 +4,30 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from agents.loading import check_agent
+from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
 from components.options import (
+    LORAS_OWN,
+    AsyncOptions,
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
     LogOptions,
     ModelOptions,
+    PlacementOptions,
     RewardOptions,
+    RolloutOptions,
     RunOptions,
     new_run_dir,
 )
 from core import ConfigError
 
 RECIPE = Path(__file__).parent.name
-
-
-@dataclass(kw_only=True)
-class RolloutOptions:
-    """How answers are sampled."""
-
-    temperature: float = 1.0
-    """Of the training samples. Log-probabilities are taken at the same temperature."""
-    max_new_tokens: int = 1024
-    """Tokens of an answer, at most, the end token included."""
-    max_rows: int = 512
-    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
-        for name in ("max_new_tokens", "max_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}; set it to at least 1")
 
 
 @dataclass(kw_only=True)
@@ -65,34 +52,26 @@ class AlgorithmOptions:
     """Which estimator of the KL; k1 is the unbiased one in a reward."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards, less their baseline, are cut to it."""
-
-
-@dataclass(kw_only=True)
-class PlacementOptions:
-    """What runs where. Without a GPU every worker is a process on the CPU."""
-
-    nodes: int = 1
-    """Machines."""
-    collocate: bool = True
-    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
-    does."""
-    actor_ranks: int | None = None
-    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
-    rollout_engines: int | None = None
-    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
-    references: int | None = None
-    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"placement.{name}={value}; set it to at least 1, or leave it out")
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weigh each token's loss by the policy's probability over that of the engine which sampled it, with weights that
+    may be older: weights outside of correction_range are cut to it (tis), or 0 (icepop)."""
+    correction_range: tuple[float, float] = (0.5, 5.0)
+    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
+    where a step has several optimizer steps."""
 
 
 @dataclass(kw_only=True)
 class ReinforceConfig(RunOptions):
     """REINFORCE++, REINFORCE++-baseline and RLOO."""
+
+    ALIASES: ClassVar = {
+        "rollout_engine": "rollout.engine",
+        "verify_weight_sync": "rollout.verify_weight_sync",
+        "agent_func_path": "agent.func_path",
+        "async_train": "asynchronous.enabled",
+        "async_queue_size": "asynchronous.queue_size",
+        "partial_rollout": "asynchronous.partial_rollout",
+    }
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
     """Folder of everything that the run writes."""
@@ -108,6 +87,8 @@ class ReinforceConfig(RunOptions):
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -136,7 +117,13 @@ class ReinforceConfig(RunOptions):
             )
         if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
             raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
-        check_reward(self.reward_source)
+        self.asynchronous.check(
+            self.placement.collocate, self.backend, self.prompts_per_step, "placement.collocate=false"
+        )
+        if self.reward_source is None:
+            check_agent(str(self.agent.func_path))
+        else:
+            check_reward(self.reward_source)
         self._check_algorithm()
 
     def _check_algorithm(self) -> None:
@@ -157,10 +144,22 @@ class ReinforceConfig(RunOptions):
             raise ConfigError(f"algorithm.kl_coef={own.kl_coef}; set it to 0 or more")
         if not own.reward_range[0] < own.reward_range[1]:
             raise ConfigError(f"algorithm.reward_range={own.reward_range}; set two rewards, the lower first")
+        low, high = own.correction_range
+        if not 0 <= low < high:
+            raise ConfigError(f"algorithm.correction_range={low} {high}; set two ratios, the lower first")
 
     @property
-    def reward_source(self) -> str:
-        """Where rewards come from: what was named, else the scorer of the task that the data are of."""
+    def reward_source(self) -> str | None:
+        """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
+        agent's world.
+        """
+        if self.agent.func_path:
+            if self.reward.source:
+                raise ConfigError(
+                    f"reward.source={self.reward.source}, but rewards come from the world of agent.func_path="
+                    f"{self.agent.func_path}; set one of the two"
+                )
+            return None
         source = self.reward.source or default_scorer(self.data.path)
         if source is None:
             raise ConfigError(
@@ -187,7 +186,7 @@ class ReinforceConfig(RunOptions):
     @property
     def looks_back(self) -> bool:
         """Whether the log-probabilities before the update are needed. With one optimizer step they are its own."""
-        return self.minibatches * self.epochs > 1 or self.needs_reference
+        return self.minibatches * self.epochs > 1 or self.needs_reference or self.algorithm.correction != "none"
 
     @property
     def groups(self) -> int:
@@ -216,21 +215,20 @@ class ReinforceConfig(RunOptions):
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
             (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+            *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
-        return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
+        found = [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
+        found += [*self.rollout.notes(given), *self.agent.notes(given, self.rollout.engine)]
+        return found + self.asynchronous.notes(given, "algorithm.correction=tis", self.algorithm.correction != "none")
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the answers of a step are drawn; evaluations name a temperature of their own."""
-        return SamplingConfig(
-            temperature=self.rollout.temperature if temperature is None else temperature,
-            max_new_tokens=self.rollout.max_new_tokens,
-            seed=self.seed,
-            step=step,
-        )
+        return self.rollout.sampling(self.seed, step, temperature)
 
-    def rollout_engine(self) -> HFRolloutConfig:
+    def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
-        return HFRolloutConfig(dtype=self.dtype, max_rows=self.rollout.max_rows)
+        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.dtype, longest, self.placement.collocate)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""

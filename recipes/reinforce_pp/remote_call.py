@@ -25,5 +25,6 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
 
 
 def end_job() -> None:
-    """Tell the ranks of the policy that no call will follow."""
-    RoleGroup(Role.ACTOR).call(end_job).result()
+    """Tell ranks and engines of the policy that no call will follow."""
+    for ending in [RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.ACTOR)]:
+        ending.result()

@@ -22,6 +22,7 @@ def test_offsets_and_sequence_ids_tell_where_each_token_belongs() -> None:
     assert batch["tokens"].tolist() == [0, 1, 200, 201, 202]
     assert batch.row(1, "tokens").tolist() == []
     assert batch.row(-1, "tokens").tolist() == [200, 201, 202]
+    assert batch.lists("tokens") == [batch.row(i, "tokens").tolist() for i in range(len(batch))]
 
 
 def test_a_row_is_a_view_of_the_column() -> None:
@@ -449,3 +450,11 @@ def test_the_sequences_can_be_cut_out_of_what_was_packed(lengths: list[int]) -> 
     assert packed.max_length == max(lengths, default=0)
     again = Batch(packed.cumulative_lengths.diff(), {"tokens": packed.tokens})
     assert_alike(again, batch.only("tokens"))
+
+
+def test_a_number_to_log_that_a_batch_lacks_is_nan_in_the_whole() -> None:
+    plain = Batch.from_rows({"tokens": [[1], [2, 3]]})
+    whole = Batch.concat([plain.with_sequences(log_a=torch.ones(2)), plain])
+    assert whole["log_a"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
+    with pytest.raises(ValueError, match="only one has"):
+        Batch.concat([plain.with_sequences(reward=torch.ones(2)), plain])

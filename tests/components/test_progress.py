@@ -1,15 +1,20 @@
 """Phases by a clock that is told what to show, and checkpoints that are due, best, failed, and gone on from."""
 
 import errno
+import json
+import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import components.progress
+from components.batch import Batch
 from components.checkpoint import CheckpointError, Checkpoints
 from components.data.stream import SampleStream
 from components.progress import PhaseClock, Progress, RunCheckpoints
@@ -28,6 +33,53 @@ def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: p
         raise KeyError
     assert clock.take() == {"timing_s/train": 1.0, "timing_s/step": 1.0}
     assert clock.take() == {"timing_s/step": 0}
+
+
+def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
+    monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    clock, handed = PhaseClock(), []
+
+    def generate() -> None:
+        with clock.phase("generate"):
+            pass
+        handed.append(clock.hand_over())
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join()
+    with clock.phase("wait"):
+        pass
+    clock.add(handed[0])
+    for name in ("reward", "train"):
+        with clock.phase(name):
+            pass
+    found = clock.take()
+    assert found.pop("timing_s/step") == 6.0  # 3.5 of waiting, 0.5 and 2
+    assert found == {
+        "timing_s/wait": 3.5,
+        "timing_s/reward": 0.5,
+        "timing_s/train": 2.0,
+        "timing_s/generate": 4.0,
+    }
+    assert clock.take() == {"timing_s/step": 0}
+
+
+def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
+    clock, seen = PhaseClock(), []
+
+    def generate(step: int) -> int:
+        with clock.phase("generate"):
+            return step
+
+    for _ in SampleStream(generate, 2, 1, clock=clock):
+        with clock.phase("train"):
+            pass
+        found = clock.take()
+        seen.append(sorted(found))
+        both = found["timing_s/wait"] + found["timing_s/train"]
+        assert found["timing_s/step"] == pytest.approx(both)
+    assert seen == [["timing_s/generate", "timing_s/step", "timing_s/train", "timing_s/wait"]] * 2
 
 
 class Box:
@@ -147,3 +199,144 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_it_lacks(tmp_path: 
     Checkpoints(tmp_path).save(4, {"stream": {"step": 4}, "config": {}}, lambda folder: None)
     with pytest.raises(ValueError, match="step_4 holds no state of progress: another recipe or version wrote it"):
         Box(tmp_path).checkpoints.load("auto")
+
+
+# --- ahead
+
+
+class Counter:
+    """Hands out the prompts 0, 1, 2, ..."""
+
+    label: Any = None
+    """Of each; None: one of its own."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> Batch:
+        self.taken += count
+        ids = list(range(self.taken - count, self.taken))
+        own = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
+        labels = [self.label or {"number": i} for i in ids]
+        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, own, {"label": labels})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Ahead:
+    """A run of 5 steps of two prompts, up to two batches ahead; in the middle of the batch of step `halt` it waits."""
+
+    def __init__(self, folder: Path, halt: int = 0, **sources: Any) -> None:
+        self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
+        self.halt = halt
+        own = {"prompts": self.prompts, **sources}
+        self.stream = SampleStream(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
+        self.said: list[str] = []
+        self.checkpoints = RunCheckpoints(
+            Checkpoints(folder),
+            self.stream,
+            {},
+            lambda folder: None,
+            every=1,
+            config={},
+            run_id="",
+            say=self.said.append,
+        )
+
+    def generate(self, step: int) -> Batch:
+        batch = self.prompts.take(2)
+        if step == self.halt:
+            self.begun.set()
+            assert self.go_on.wait(20)
+        return batch
+
+    def train(self, until: int) -> list[Batch]:
+        """Up to this step, whose checkpoint is written while the batch of `halt` is under way."""
+        seen = []
+        for batch in self.stream:
+            seen.append(batch)
+            if self.stream.step == until:
+                assert not self.halt or self.begun.wait(20)
+                self.checkpoints.save_when_due()
+                self.go_on.set()
+                break
+        return seen
+
+
+def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_the_one_under_way_again(
+    tmp_path: Path,
+) -> None:
+    before = Ahead(tmp_path, halt=4).train(2)
+    state = json.loads((tmp_path / "step_2" / "state" / "trainer.json").read_text())
+    assert state["prompts"] == {"taken": 6}
+    assert state["stream"]["queue"][0]["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
+    resumed = Ahead(tmp_path)
+    # Of the 10 prompts 4 were not yet handed out, and of the steps that are left one is in the queue.
+    found = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
+    assert found is not None
+    assert (resumed.stream.step, resumed.stream.queued, resumed.stream.steps) == (2, 1, 5)
+    assert resumed.said == [f"goes on after step 2 of 5, from {tmp_path}/step_2"]
+    after = resumed.train(5)
+    assert [batch["prompt_id"].tolist() for batch in before + after] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    made = Counter()
+    made.taken = 4
+    assert after[0].to_table().equals(made.take(2).to_table())
+    assert math.isnan(resumed.stream.metrics["nan"])
+
+
+def test_without_a_queue_a_checkpoint_is_as_it_always_was(tmp_path: Path) -> None:
+    Box(tmp_path, every=2).train(2)
+    assert json.loads((tmp_path / "step_2" / "state" / "trainer.json").read_text()) == {
+        "stream": {"step": 2},
+        "progress": {"version": 0, "tokens": 20, "seconds": 0.0},
+        "run_id": "a",
+        "config": {"rate": 0.1},
+    }
+    assert [path.name for path in (tmp_path / "step_2" / "state").iterdir()] == ["trainer.json"]
+
+
+def test_a_queue_with_objects_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+    run = Ahead(tmp_path, halt=3)
+    run.prompts.label = (1, 2)
+    with pytest.raises(
+        ValueError, match="a batch that was generated ahead cannot be saved: objects 'label' fit no table"
+    ):
+        run.train(1)
+    run.go_on.set()
+    assert not list(tmp_path.glob("step_*"))
+
+
+class Held:
+    """Prompts under way, as one batch."""
+
+    def __init__(self, prompts: Batch | None = None) -> None:
+        self.prompts = prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.prompts is None else {"prompts": self.prompts, "steps": [1] * len(self.prompts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts = state.get("prompts")
+
+
+def test_prompts_under_way_are_in_a_checkpoint_which_a_run_without_them_refuses(tmp_path: Path) -> None:
+    Ahead(tmp_path, groups=Held(Counter().take(3))).train(1)
+    resumed = Ahead(tmp_path, groups=(held := Held()))
+    resumed.checkpoints.load("auto")
+    assert held.prompts is not None
+    assert held.prompts["label"] == [{"number": 0}, {"number": 1}, {"number": 2}]
+    with pytest.raises(ValueError, match=r"step_1 holds 3 prompts whose answers were under way; resume with asynch"):
+        Ahead(tmp_path).checkpoints.load("auto")
+
+
+def test_a_run_may_begin_to_keep_prompts_under_way(tmp_path: Path) -> None:
+    Ahead(tmp_path).train(1)
+    resumed = Ahead(tmp_path, groups=(held := Held(Counter().take(1))))
+    resumed.checkpoints.load("auto")
+    assert held.prompts is None
+    Ahead(tmp_path / "two", groups=Held()).train(1)
+    assert Ahead(tmp_path / "two").checkpoints.load("auto") is not None

@@ -136,7 +136,7 @@ def test_a_failure_in_the_training_process_is_told(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_work_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--task", "sorting"]) == 2
-    assert "there is no task 'sorting'; set it to one of: sort" in capsys.readouterr().err
+    assert "there is no task 'sorting'; set it to one of: guess, sort, word" in capsys.readouterr().err
     with pytest.raises(ValueError, match="steps=0 is too small; set it to at least 1"):
         WarmStartSettings(steps=0)
     with pytest.raises(ValueError, match="learning_rate=0 learns nothing"):

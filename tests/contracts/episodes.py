@@ -3,8 +3,8 @@
 Of an agent only its methods are known, so that any class fits:
 
     async reset({"observation": prompt, "label": label}) -> {"observation": text or messages}
-    async step({"observation_text", "action_text", "label", "sampling_params"})
-        -> {"rewards", "scores", "environment_feedback", "done", "sampling_params"?, "extra_logs"?}
+    async step({"observation_text", "action_text", "finish", "label", "sampling_params"})
+        -> {"rewards", "scores"?, "environment_feedback", "done", "sampling_params"?, "extra_logs"?}
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import asyncio
 import copy
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
-from components.data.rewards import read_columns
+from agents.schema import StepResult, read_reset, read_sampling, read_step, sampling_params
+from components.engines.config import SamplingConfig
 from tests.contracts.samples import Sample
 from tests.contracts.targets import load_value
 
-STEP_KEYS = ("rewards", "scores", "environment_feedback", "done")
+SAMPLING = SamplingConfig(max_new_tokens=64)
+STOP = ["\n\n"]
 
 
 class Fault(Exception):
@@ -31,22 +32,11 @@ class Fault(Exception):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one step gave."""
-
-    reward: float
-    score: float
-    feedback: Any
-    done: bool
-    logs: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
 class Episode:
     """What a whole episode gave."""
 
     observation: Any
-    turns: list[Turn]
+    turns: list[StepResult]
 
     @property
     def ended(self) -> bool:
@@ -126,7 +116,7 @@ class Player:
         max_turns: int | None = None,
     ) -> Episode:
         states: dict[str, Any] = {"observation": sample.prompt, "label": copy.deepcopy(sample.label)}
-        observation = _read_reset(await self._call(agent, "reset", states, f"reset of {name}"))
+        observation = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
         if after_reset is not None:
             await after_reset()
         text, turns = _text(observation), []
@@ -136,9 +126,12 @@ class Player:
                 "observation_text": text,
                 "action_text": action,
                 "label": copy.deepcopy(sample.label),
-                "sampling_params": SimpleNamespace(max_tokens=64, temperature=1.0, stop=["\n\n"]),
+                "finish": "stop",
+                "sampling_params": sampling_params(SAMPLING, STOP),
             }
-            turn = _read_step(await self._call(agent, "step", states, f"step {number} of {name}"), number)
+            turn = _read(read_step, await self._call(agent, "step", states, f"step {number} of {name}"), number)
+            if turn.sampling_params is not None:
+                _read(read_sampling, turn.sampling_params, SAMPLING)
             turns.append(turn)
             text += action + _text(turn.feedback)
             if turn.done:
@@ -160,53 +153,16 @@ class Player:
         return result
 
 
-def _read_reset(result: Any) -> Any:
-    if not isinstance(result, Mapping) or "observation" not in result:
-        raise Fault(f'reset returned {_shown(result)}; return {{"observation": the text that the policy reads first}}')
-    return _read_text(result["observation"], "reset", "observation")
-
-
-def _read_step(result: Any, number: int) -> Turn:
-    lacking = [key for key in STEP_KEYS if not isinstance(result, Mapping) or key not in result]
-    if lacking:
-        raise Fault(f"step {number} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)} in it")
+def _read(reader: Callable[..., Any], *found: Any) -> Any:
+    """Read as training does."""
     try:
-        columns = read_columns(
-            {
-                "rewards": [result["rewards"]],
-                "scores": [result["scores"]],
-                "extra_logs": result.get("extra_logs"),
-            },
-            1,
-        )
+        return reader(*found)
     except ValueError as error:
-        raise Fault(
-            f"step {number}: give one number each, as a float or a tensor with one element; read as a batch: {error}"
-        ) from error
-    done = result["done"]
-    # NumPy's and torch's truth values are none of Python's, but hold one.
-    done = done.item() if hasattr(done, "item") else done
-    if not isinstance(done, bool):
-        raise Fault(f"step {number}: 'done' is {_shown(done)}; return True or False")
-    feedback = _read_text(result["environment_feedback"], f"step {number}", "environment_feedback")
-    return Turn(columns.rewards[0], columns.scores[0], feedback, done, columns.logs)
-
-
-def _read_text(value: Any, where: str, key: str) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
-        return value
-    raise Fault(f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content")
+        raise Fault(str(error)) from error
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else "".join(str(message["content"]) for message in value)
-
-
-def _shown(value: Any) -> str:
-    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f" ({value!r:.60})"
-    return f"a {type(value).__name__}{keys}"
 
 
 def serve(connection: Connection, address: str, max_turns: int) -> None:

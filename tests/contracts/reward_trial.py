@@ -10,9 +10,8 @@ from typing import NoReturn
 
 import pytest
 
-from components.data.remote_reward import RemoteReward
 from components.data.reward_workers import WorkerReward
-from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, RewardSettings, open_reward
+from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, RewardSettings, RewardSource, open_reward
 from components.data.scorers import register_scorer, scorer_names
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target
@@ -27,7 +26,7 @@ class RewardTrial:
         self.samples = samples
         self._deadline_s = deadline_s
         self._folder = folder
-        self._opened: dict[bool, WorkerReward | RemoteReward] = {}
+        self._opened: dict[bool, RewardSource] = {}
         self._given_up = ""
 
     def ask(self, samples: Sequence[Sample], what: str, advice: str = "") -> RewardOutput:
@@ -95,7 +94,7 @@ class RewardTrial:
             )
         return output, warnings
 
-    def _open(self, watched: bool) -> WorkerReward | RemoteReward:
+    def _open(self, watched: bool) -> RewardSource:
         if watched not in self._opened:
             # None may fail, but where somebody watches: then the reasons are what is asked for.
             settings = RewardSettings(timeout_s=self._deadline_s, max_failed_share=float(watched))

@@ -90,11 +90,13 @@ def test_each_workload_has_the_process_as_if_it_were_its_own() -> None:
     before = (dict(os.environ), torch.get_default_dtype(), random.getstate())
     with builder.build().running("settings", backend="local"):
         a, b = RoleGroup("a"), RoleGroup("b")
+
         a.change(11)
         drawn = b.change(11)
-        assert a.look()[0][:2] == ("green", "torch.float64")
-        assert b.draw() == a.draw()  # one after the other, and neither disturbs the other
+        # One after the other, and neither disturbs the other.
+        assert b.draw() == a.draw()
         assert b.draw() == a.draw() != drawn
+        assert a.look()[0][:2] == ("green", "torch.float64")
         assert (dict(os.environ), torch.get_default_dtype(), random.getstate()) == before
         assert b.look()[0][0] == "red"
 

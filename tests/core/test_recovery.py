@@ -260,7 +260,10 @@ def test_who_does_not_answer_in_time_is_named_with_its_place_and_replaced(
         answers = trainer.RG_TOOL.quick()  # idempotent: it is sent again
         with pytest.raises(WorkerTimeout, match="rank 0"):
             trainer.RG_TOOL.quick_once()
-        time.sleep(4)  # it is being ended; what is sent to it until then is lost with it
+        # Until it has been ended, what is sent to it is lost with it.
+        deadline = time.monotonic() + 30
+        while trainer.RG_TOOL[0].attempt == 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
         return answers, trainer.RG_TOOL.quick_once(), attempts(trainer)
 
     assert case.strike("quick", "tool-1", "l").strike("quick_once", "tool-0", "l").run(script).status == "finished"

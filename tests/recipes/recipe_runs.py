@@ -37,7 +37,7 @@ class RunFolder:
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
-        timed = ("time", "timing_s", "perf", "checkpoint")
+        timed = ("time", "timing", "perf", "checkpoint")
         return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.metrics]
 
     def weights(self) -> "dict[str, Tensor]":

@@ -7,11 +7,13 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import write_reward_model
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig
@@ -40,6 +42,8 @@ def experience() -> Batch:
 
 def same(before: Any, after: Any) -> bool:
     """Equal to the bit; Batches column by column."""
+    if isinstance(before, list):
+        return len(before) == len(after) and all(same(x, y) for x, y in zip(before, after, strict=True))
     if not isinstance(before, Batch):
         return before == after
     columns = ((before[name], after[name]) for name in before.names)
@@ -54,13 +58,20 @@ def prompts() -> Batch:
     return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids)
 
 
+def in_flight(begin: str, collect: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """Answers that are begun, and those of them that are there after a while."""
+    return [(begin, ([prompts()], SamplingConfig(max_new_tokens=4))), (collect, (5.0,))]
+
+
 def ppo_calls(model: str, folder: Path) -> Calls:
     """Of openrlhf_ppo."""
     return {
         "Actor": [
             ("actor_init", (model, 1)),
-            ("actor_forward", (experience().only("tokens"),)),
+            ("actor_forward", (experience().only("tokens"), 1.0)),
             ("append_experience", (experience(),)),
+            ("sleep_learners", ()),
+            ("wake_learners", ()),
             ("actor_update", (1, 0.0)),
             ("publish_weights", (1,)),
             ("save_model", (str(folder / "saved"),)),
@@ -71,6 +82,8 @@ def ppo_calls(model: str, folder: Path) -> Calls:
             ("critic_init", (model, 1)),
             ("critic_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
+            ("sleep_learners", ()),
+            ("wake_learners", ()),
             ("critic_update", (1,)),
             ("save_value_model", (str(folder / "critic"),)),
             ("save_state", (str(folder / "state"),)),
@@ -78,7 +91,10 @@ def ppo_calls(model: str, folder: Path) -> Calls:
         ],
         "Rollout": [
             ("rollout_init", (model,)),
-            ("generate_samples", (prompts(), SamplingConfig(max_new_tokens=4))),
+            ("generate_samples", ([prompts()], SamplingConfig(max_new_tokens=4))),
+            *in_flight("begin_samples", "collect_samples"),
+            ("sleep_rollout", ()),
+            ("wake_rollout", (False,)),
             ("receive_weights", ("handle",)),
         ],
         "Reward": [("reward_init", (model,)), ("reward_forward", (experience(),))],
@@ -87,11 +103,11 @@ def ppo_calls(model: str, folder: Path) -> Calls:
 
 
 def role_group_calls(model: str, folder: Path) -> Calls:
-    """Of grpo and reinforce_pp."""
+    """Of grpo, reinforce_pp and multi_turn."""
     return {
         "Actor": [
             ("load", (model, 1)),
-            ("logprobs", (experience().only("tokens"),)),
+            ("logprobs", (experience().only("tokens"), 1.0)),
             ("update", (experience(), 1)),
             ("publish_weights", (1,)),
             ("save", (str(folder / "saved"),)),
@@ -101,28 +117,94 @@ def role_group_calls(model: str, folder: Path) -> Calls:
         "Rollout": [
             ("load", (model,)),
             ("generate", (prompts(), SamplingConfig(max_new_tokens=4))),
+            *in_flight("begin", "collect"),
             ("receive_weights", ("handle",)),
         ],
         "Reference": [("load", (model,)), ("logprobs", (experience().only("tokens"),))],
     }
 
 
+def verl_calls(model: str, folder: Path) -> Calls:
+    """Of verl_ppo, by the roles' names there; the policy is all that it can be, in one process."""
+    tokens, sampling = experience().only("tokens"), SamplingConfig(max_new_tokens=4)
+    kept = [("save_checkpoint", (str(folder / "state"),)), ("load_checkpoint", (str(folder / "state"),))]
+    return {
+        "actor_rollout_ref": [
+            ("init_model", (model, 1)),
+            ("generate_sequences", (prompts(), sampling)),
+            ("begin", (prompts(), sampling)),
+            ("collect", (5.0,)),
+            ("compute_log_prob", (tokens, 1.0)),
+            ("compute_ref_log_prob", (tokens,)),
+            ("update_actor", (experience(), 1)),
+            ("publish_weights", (1,)),
+            ("receive_weights", ("handle",)),
+            *kept,
+            ("save_model", (str(folder / "saved"),)),
+        ],
+        "critic": [
+            ("init_model", (model, 1)),
+            ("compute_values", (tokens,)),
+            ("update_critic", (experience(), 1)),
+            *kept,
+        ],
+        "rm": [("init_model", (str(write_reward_model(folder / "rm", 0)),)), ("compute_rm_score", (tokens,))],
+    }
+
+
+def verl_config(model: str, folder: Path) -> Any:
+    """Of verl_ppo: everything that has an effect in a worker is on."""
+    given = f"""run_dir={folder} actor_rollout_ref.model.path={model} reward_model.model.path={model}
+        data.train_files=task:sort data.train_batch_size=2 actor_rollout_ref.rollout.n=1
+        actor_rollout_ref.actor.ppo_mini_batch_size=1 actor_rollout_ref.actor.ppo_epochs=2
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.shuffle=true
+        actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov
+        reward_model.enable=true actor_rollout_ref.hybrid_engine=false async_train=true partial_rollout=true""".split()
+    apart = ["trainer.resource_pool_spec={train: [1], sample: [1]}"]
+    apart += ["trainer.role_mapping={actor: train, ref: train, critic: train, rm: train, rollout: sample}"]
+    main = import_module("recipes.verl_ppo.main")
+    return main.resolved(main.asked_config(import_module("recipes.verl_ppo.config").plain_arguments(given + apart)))[0]
+
+
+VERL_WORKERS = {
+    "actor_rollout_ref": ("actor_rollout_ref", "ActorRolloutRefWorker"),
+    "critic": ("critic", "CriticWorker"),
+    "rm": ("reward_model", "RewardModelWorker"),
+}
+"""verl_ppo: the file and the class of a role; elsewhere a role is called as its class."""
+
+
 def main(recipe: str, model: str, folder: Path) -> None:
     """Walk the roles in the order of a step."""
+    if recipe == "verl_ppo":
+        walk(recipe, verl_config(model, folder), verl_calls(model, folder), folder)
+        return
     read_config = import_module(f"recipes.{recipe}.main").read_config
     if recipe == "openrlhf_ppo":
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
+        sizes += ["async_train=true", "partial_rollout=true"]
         config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))
+        config = replace(config, pretrain=model)
         calls = ppo_calls(model, folder)
     else:
         sizes = ["prompts_per_step=1", "samples_per_prompt=2", "minibatches=1"]
-        config = read_config([f"run_dir={folder}", "algorithm.kl_coef=0.1", *sizes])
+        apart = ["asynchronous.enabled=true", "asynchronous.partial_rollout=true", "placement.collocate=false"]
+        config = read_config([f"run_dir={folder}", "algorithm.kl_coef=0.1", *sizes, *apart])
+        config = replace(config, model=replace(config.model, path=model))
         calls = role_group_calls(model, folder)
+        if recipe == "multi_turn":
+            config.agent.func_path = str(Path(__file__).parents[1] / "idle_agent.py")
+    walk(recipe, config, calls, folder)
+
+
+def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
+    """Call the methods of each role, and print what became of their arguments."""
     handle: Any = None
     ends: list[Callable[[], None]] = []
     inside = contextlib.ExitStack()
     for role_name, methods in calls.items():
-        cls = getattr(import_module(f"recipes.{recipe}.roles.{role_name.lower()}"), role_name)
+        module, name = VERL_WORKERS.get(role_name, (role_name.lower(), role_name))
+        cls = getattr(import_module(f"recipes.{recipe}.roles.{module}"), name)
         identity = Identity("test", "0", 0.0, Role(role_name), 0, 1)
         context = WorkloadContext(identity, config, {}, RayTransport(), print, folder)
         inside.enter_context(entered(context))

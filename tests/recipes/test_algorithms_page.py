@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from core import options_of
 from recipes.openrlhf_ppo import config
 from recipes.openrlhf_ppo.config import PPOConfig
+from recipes.verl_ppo import config as verl
+from recipes.verl_ppo.config import VerlPPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -31,16 +34,26 @@ def test_every_function_is_on_the_page(module: str) -> None:
     assert set(public(module)) <= IN_CODE
 
 
+@pytest.mark.parametrize("schema", [config, verl])
 @pytest.mark.parametrize("kind", ["Estimator", "PolicyLoss", "Aggregation"])
-def test_every_choice_of_the_recipe_is_on_the_page(kind: str) -> None:
-    assert set(get_args(getattr(config, kind))) <= IN_CODE
+def test_every_choice_of_the_recipe_is_on_the_page(schema: ModuleType, kind: str) -> None:
+    assert set(get_args(getattr(schema, kind))) <= IN_CODE
+
+
+def test_verls_names_of_estimators_of_the_kl_are_on_the_page() -> None:
+    assert {name + end for name in verl.KL_NAMES for end in ("", "+")} <= IN_CODE
 
 
 def test_what_the_page_calls_an_option_is_one() -> None:
-    options = {option.name for option in options_of(PPOConfig)}
+    verls = [option.name.removeprefix("actor_rollout_ref.") for option in options_of(VerlPPOConfig)]
+    dotted = {name for name in IN_CODE if re.fullmatch("(actor|critic|algorithm|reward_model)([.][a-z_]+)+", name)}
+    assert dotted - {"algorithm.py", "algorithm.rollout_correction"} - set(verls) == set()
+    options = {option.name for option in options_of(PPOConfig)} | {"actor_rollout_ref", "low_high"}
+    options |= {name.rpartition(".")[2] for name in verls if name.startswith("algorithm.rollout_correction.")}
     named = {name for name in IN_CODE if re.fullmatch(r"[a-z]+(_[a-z]+)+", name)}
     functions = {name for module in (*MODULES, "masked") for name in public(module)}
-    choices = {choice for kind in ("Estimator", "PolicyLoss") for choice in get_args(getattr(config, kind))}
+    kinds = [getattr(schema, kind) for schema in (config, verl) for kind in ("Estimator", "PolicyLoss")]
+    choices = {choice for kind in kinds for choice in get_args(kind)} | set(verl.KL_NAMES)
     elsewhere = {"token_logprobs", "fill_groups", "chi_square_token", "chi_square_sequence", "effective_sample_size"}
     metrics = elsewhere | {"mismatch_k3", "outside_share"}
     assert named - options - functions - choices - metrics == set()

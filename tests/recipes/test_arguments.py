@@ -9,7 +9,10 @@ import pytest
 from recipe_runs import ROOT
 
 
-@pytest.mark.parametrize(("recipe", "methods"), [("openrlhf_ppo", 22), ("grpo", 12), ("reinforce_pp", 12)])
+@pytest.mark.parametrize(
+    ("recipe", "methods"),
+    [("openrlhf_ppo", 30), ("grpo", 14), ("reinforce_pp", 14), ("multi_turn", 14), ("verl_ppo", 19)],
+)
 def test_no_method_of_a_role_changes_its_arguments(recipe: str, methods: int, policy: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("role_arguments.py")), recipe, str(policy), str(tmp_path)],

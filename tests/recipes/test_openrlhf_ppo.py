@@ -172,7 +172,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
         (["scorer=sport"], "no scorer 'sport'"),
         (["train_batch_size=100"], "64 x 8 = 512 answers, which train_batch_size=100 does not divide"),
         (["rollout_batch_size=10000", "train_batch_size=10000"], "fewer than rollout_batch_size=10000"),
-        (["remote_rm_url=x.py"], "set exactly one of the three"),
+        (["remote_rm_url=x.py"], "set exactly one of the four"),
         (["actor_learning_rate=-1"], "learning_rate=-1.0 is not possible; use 0 or more"),
         (["adam_offload=true"], "adam_offload=True works on partitioned optimizer states; set zero_stage"),
         (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be made"),

@@ -67,7 +67,7 @@ def test_later_files_and_then_the_command_line_win(main: Any, tmp_path: Path) ->
 
 def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_own(main: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model: {path: mine}\ndata: {path: 'task:sort'}\n")
-    assert main.read_config([]).train.learning_rate == 3e-4
+    assert main.read_config([]).train.learning_rate == 1e-4
     assert main.read_config(["seed=3"]).model.path == "warm_start:sort"
     for given in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
         config = main.read_config(given)
@@ -152,9 +152,7 @@ def test_the_plan_says_who_has_how_many_threads(
     job = main.build_job(main.read_config(["algorithm.kl_coef=0.1", *options]))
     found = {host.workers[0][0]: host.threads for host in job.placement.hosts}
     assert {role: count for role, count in found.items() if role != "TRAINER"} == threads
-    assert f"rollout {job.placement.processes['ROLLOUT']} x {threads['ROLLOUT']} threads" in main.describe(
-        main.read_config(["algorithm.kl_coef=0.1", *options]), job
-    )
+    assert f"rollout {job.placement.processes['ROLLOUT']} x {threads['ROLLOUT']} threads" in job.describe()
 
 
 @pytest.mark.parametrize(

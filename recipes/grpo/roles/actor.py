@@ -29,17 +29,20 @@ class Actor(BaseWorkload):
         options = self.config.train
         attention = self.config.model.attn_implementation
         model = load_policy(
-            model_path, gradient_checkpointing=options.gradient_checkpointing, attn_implementation=attention
+            model_path,
+            gradient_checkpointing=options.gradient_checkpointing,
+            attn_implementation=attention,
+            packing=options.packing,
         )
         self.engine = open_engine(model, self.config.train_engine(steps))
         if self.rank == 0:
             on_disk = f"{self.config.run_dir}/weights"
-            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk)
+            serve = self.config.placement.nodes > 1
+            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=serve)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
-    def logprobs(self, tokens: Batch) -> Batch:
-        """`logprob` per token, in nats, at the sampling temperature; the batch is split over the ranks."""
-        temperature = self.config.rollout.temperature
+    def logprobs(self, tokens: Batch, temperature: float) -> Batch:
+        """`logprob` per token, in nats; the batch is split over the ranks."""
         logprob_N = self.engine.forward(
             tokens, lambda model, micro: token_logprobs(model, micro, temperature).logprob_N
         )
@@ -65,7 +68,7 @@ class Actor(BaseWorkload):
         """Rank 0 writes what all ranks gather."""
         parameters = self.engine.gathered_parameters()
         if self.rank == 0:
-            return self.publisher.publish(version, parameters)
+            return self.publisher.publish(version, parameters, with_digests=self.config.rollout.verify_weight_sync)
         for _ in parameters:
             raise AssertionError("only rank 0 is given parameters")
         return None

@@ -21,7 +21,12 @@ class Reference(BaseWorkload):
         """Load; nothing of it is ever trained."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         attention = self.config.model.attn_implementation
-        self.model: Any = load_policy(model_path, dtype=self.config.dtype, attn_implementation=attention)
+        self.model: Any = load_policy(
+            model_path,
+            dtype=self.config.dtype,
+            attn_implementation=attention,
+            packing=self.config.train.packing,
+        )
         self.model.to(self.device).eval().requires_grad_(False)
 
     @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
@@ -33,5 +38,6 @@ class Reference(BaseWorkload):
             options.forward_max_tokens or options.max_tokens,
             self.device,
             lambda micro: token_logprobs(self.model, micro, temperature).logprob_N,
+            packing=options.packing,
         )
         return Batch(tokens.lengths, {"reference_logprob": logprob_N})

@@ -1,8 +1,8 @@
 """The engine that samples from the policy."""
 
+from agents.player import Collected, open_player
 from components.batch import Batch
 from components.engines.config import SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
 from components.engines.weight_sync import WeightHandle
 from core import BaseWorkload, rpc, trainer_invocation
 
@@ -18,18 +18,42 @@ class Rollout(BaseWorkload):
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load the policy as it is at the start."""
-        self.engine = HFRolloutEngine(model_path, self.config.rollout_engine())
+        config = self.config
+        self.player = open_player(
+            model_path,
+            config.rollout_engine(),
+            config.agent,
+            config.model.tokenizer,
+            in_flight=config.asynchronous.partial_rollout,
+        )
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
-    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One answer per prompt; the prompts are split over the engines.
+    def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
+        """One answer or episode per prompt; the prompts are split over the engines. `alone`: without the agent.
 
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per answer.
         """
-        return self.engine.generate(prompts, sampling)
+        return self.player.play(prompts, sampling, alone=alone)
+
+    @trainer_invocation(idempotent=True)
+    def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
+        """Begin answers that `collect` brings once they are whole groups; the list has an item for every engine."""
+        for mine in prompts:
+            if mine is not None:
+                self.player.begin(mine, sampling)
+
+    @trainer_invocation(idempotent=True)
+    def collect(self, seconds: float) -> Collected:
+        """Go on with what has begun, until a group has finished or the time is over."""
+        return self.player.collect(seconds)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
-        self.engine.receive(handle)
+        self.player.receive(handle, verify=self.config.rollout.verify_weight_sync)
+
+    @rpc(remote_call.end_job, idempotent=True)
+    def end(self) -> None:
+        """End the processes that the engine may have."""
+        self.player.close()

@@ -22,18 +22,18 @@ class Actor(Learner):
             model_path,
             gradient_checkpointing=self.config.gradient_checkpointing,
             attn_implementation=self.config.attn_implementation,
+            packing=self.config.packing_samples,
         )
         self.start_engine(model, self.config.actor_learning_rate, steps, averaged=self.config.enable_ema)
         if self.rank == 0:
-            self.publisher = WeightPublisher(
-                self.shared_dir / "policy", fallback_directory=f"{self.config.run_dir}/weights"
-            )
+            on_disk, serve = f"{self.config.run_dir}/weights", self.config.nodes > 1
+            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=serve)
 
     @rpc(remote_call.actor_forward)
-    def forward(self, samples: Batch) -> Batch:
-        """Log-probabilities at the sampling temperature."""
+    def forward(self, samples: Batch, temperature: float) -> Batch:
+        """Log-probabilities at a temperature."""
         logprob_N = self.engine.forward(
-            samples, lambda model, micro: token_logprobs(model, micro, self.config.temperature).logprob_N
+            samples, lambda model, micro: token_logprobs(model, micro, temperature).logprob_N
         )
         return Batch(samples.lengths, {"logprob": logprob_N})
 
@@ -53,7 +53,7 @@ class Actor(Learner):
         """Rank 0 writes what all ranks gather."""
         parameters = self.engine.gathered_parameters()
         if self.rank == 0:
-            return self.publisher.publish(version, parameters)
+            return self.publisher.publish(version, parameters, with_digests=self.config.verify_weight_sync)
         for _ in parameters:
             raise AssertionError("only rank 0 is given parameters")
         return None

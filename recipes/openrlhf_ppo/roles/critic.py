@@ -23,6 +23,7 @@ class Critic(Learner):
             gradient_checkpointing=config.gradient_checkpointing,
             seed=config.seed,
             attn_implementation=config.attn_implementation,
+            packing=config.packing_samples,
             value_head_prefix=config.value_head_prefix,
             # The critic predicts what the reward model's rewards are normalised to.
             normalize=config.normalize_reward and config.critic_start in config.reward_models,

@@ -49,6 +49,16 @@ class Learner(BaseWorkload):
         self.experience = None
         return over_updates(history)
 
+    @rpc(remote_call.sleep_learners)
+    def sleep(self) -> int:
+        """Free the accelerator; returns how many bytes."""
+        return self.engine.sleep()
+
+    @rpc(remote_call.wake_learners)
+    def wake(self) -> None:
+        """Be ready for everything else."""
+        self.engine.wake()
+
     @rpc(remote_call.save_state)
     def save_state(self, path: str) -> None:
         """All ranks write a part."""

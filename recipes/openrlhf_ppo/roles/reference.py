@@ -22,7 +22,10 @@ class Reference(BaseWorkload):
         """Load; nothing of it is ever trained."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model: Any = load_policy(
-            model_path, dtype=self.config.dtype, attn_implementation=self.config.attn_implementation
+            model_path,
+            dtype=self.config.dtype,
+            attn_implementation=self.config.attn_implementation,
+            packing=self.config.packing_samples,
         )
         self.model.to(self.device).eval().requires_grad_(False)
 
@@ -36,6 +39,7 @@ class Reference(BaseWorkload):
             self.device,
             lambda micro: token_logprobs(self.model, micro, self.config.temperature).logprob_N,
             max_sequences,
+            self.config.packing_samples,
         )
         return Batch(samples.lengths, {"reference_logprob": logprob_N})
 

@@ -107,9 +107,9 @@ def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> N
 
     def generate(count: int) -> Batch:
         batch = loader.generate(count)
-        return batch if len(loader.asked) == 1 else batch.with_sequences(log_mood=batch["score"])
+        return batch if len(loader.asked) == 1 else batch.with_sequences(mood=batch["score"])
 
-    with pytest.raises(ValueError, match="came with and without log_mood; reward code must give the same extra_logs"):
+    with pytest.raises(ValueError, match=r"only one has \['mood'\]"):
         fill_groups(generate, 1, 2, between_0_and_1)
 
 
@@ -182,7 +182,13 @@ def test_numbers_that_cannot_be_are_named() -> None:
 class Steps:
     """Eight prompts, of which only those with an odd number teach something, gone through `passes` times."""
 
-    def __init__(self, passes: int = 1, fewest: int = 1, teaches: Callable[[int], bool] = lambda i: i % 2 == 1) -> None:
+    def __init__(
+        self,
+        passes: int = 1,
+        fewest: int = 1,
+        teaches: Callable[[int], bool] = lambda i: i % 2 == 1,
+        bounds: Sequence[float] = (0.0, 1.0),
+    ) -> None:
         rows = [{"input": letter, "label": ""} for letter in "abcdefgh"]
         self.prompts = PromptSource(rows, character_tokenizer("abcdefgh"), 0, shuffle=False)
         self.teaches = teaches
@@ -190,8 +196,7 @@ class Steps:
         self.said: list[str] = []
         self.filter = PromptFilter(
             self.prompts,
-            0.0,
-            1.0,
+            *bounds,
             option="keep_range",
             passes=passes,
             fewest=fewest,
@@ -222,6 +227,16 @@ def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
     assert steps.filter.ended
     assert steps.filter.metrics["rollout/filter_pass_rate"] == 0.5
     assert steps.said == ["the data ends: of the last 2 prompts, 1 have a mean score in 0.0 to 1.0"]
+
+
+def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are() -> None:
+    steps = Steps(bounds=())
+    answer = steps.answer
+    steps.answer = lambda count: (found := answer(count)).with_sequences(score=found["score"] * 6 - 5)
+    # Scores of 1 and -5, whose mean is no share of right answers.
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert steps.fill(2, 3) == [7, 7]
+    assert steps.said == ["the data ends: of the last 2 prompts, 1 have scores that differ"]
 
 
 def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:

@@ -1,5 +1,6 @@
 """Numbers on held-out prompts, worked by hand. B answers."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_logged_numbers_are_means_of_a_source_and_never_replace_what_is_always_t
     )
     assert (metrics["a_marks"], metrics["b_marks"]) == (0.75, 0.0)
     assert (metrics["a_pass1"], metrics["b_pass1"]) == (0.5, 0.0)
+
+
+def test_a_logged_number_that_answers_lack_is_averaged_over_the_others() -> None:
+    one_B, nan = torch.ones(3), math.nan
+    logged = {"moves": torch.tensor([1.0, nan, nan])}
+    metrics = heldout_metrics(one_B, torch.tensor([0, 1, 0]), ["a", "a", "b"], one_B, one_B, logged)
+    assert metrics["a_moves"] == 1.0
+    assert "b_moves" not in metrics
 
 
 def test_one_answer_per_prompt_has_no_best_of_several() -> None:

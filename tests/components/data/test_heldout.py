@@ -64,6 +64,35 @@ def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -
     assert said[-1] == "score on 2 held-out prompts: sampled 0.000 -> 0.000, greedy 0.000 -> 1.000"
 
 
+def test_a_run_that_is_not_scored_at_its_start_is_summed_up_by_its_end() -> None:
+    policy, said = Policy(), []
+    policy.learnt = True
+    scores = heldout(policy, said, prompts())
+    assert scores.is_best(scores.at_step(is_last=False))
+    assert scores.finish(7) == {"start": None, "start_greedy": None, "end": 0.0, "end_greedy": 1.0, "examples": 2}
+    assert said[-1] == "score on 2 held-out prompts: sampled 0.000, greedy 1.000"
+    # Of the step four answers; of the end one sampled and one greedy to each prompt, and four again.
+    assert [count for count, _ in policy.asked] == [4, 2, 2, 4]
+
+
+def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
+    policy = Policy()
+    scores = Heldout(
+        prompts(),
+        policy.answer,
+        temperature=0.0,
+        samples_per_prompt=2,
+        best_metric_key="",
+        say=lambda _: None,
+        further=lambda answers: {"val-core/a/reward/best@2/mean": float(answers["score"].max())},
+    )
+    found = scores.at_step(is_last=False)
+    assert (found["val-core/a/reward/best@2/mean"], found["eval/a_pass1"]) == (1.0, 0.5)
+    assert policy.asked == [(4, 0.0)]
+    assert scores.is_best(found)
+    assert scores.best == ("a_pass1", 0.5)
+
+
 def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
     policy, said = Policy(), []
     first = heldout(policy, said, prompts())

@@ -269,3 +269,11 @@ def test_a_prompt_that_cannot_be_written_out_is_an_error_with_its_row() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="row 1: the tokenizer has no chat template"):
         PromptSource(rows, tokenizer, 0)
+
+
+def test_labels_that_no_checkpoint_could_hold_are_found_before_a_queue_of_them_is_made(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0).check_savable()
+    with pytest.raises(ValueError, match="no checkpoint can hold their labels"):
+        PromptSource([{"input": "ab", "label": {"a": {1, 2}}}], tokenizer, 0).check_savable()

@@ -1,66 +1,18 @@
 """Rewards from HTTP servers: what is sent, what is tried again, and what is not."""
 
-import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from components.data.remote_reward import RemoteReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
-
-Request = dict[str, list[Any]]
-Answer = tuple[int, Any, dict[str, str]]
-"""Status, JSON or raw bytes, headers."""
-
-
-class RewardServer(ThreadingHTTPServer):
-    """A real server on a free port; `answer(request, number)` says what the number-th request is answered."""
-
-    daemon_threads = True
-
-    def __init__(self, answer: Callable[[Request, int], Answer]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer = answer
-        self.requests: list[Request] = []
-        self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/score"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        server = self.server
-        assert isinstance(server, RewardServer)
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.requests.append(request)
-            number = len(server.requests)
-        status, answer, headers = server.answer(request, number)
-        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        try:
-            self.end_headers()
-            self.wfile.write(body)
-        except ConnectionError:
-            # The client has given up waiting, which is what some tests are about.
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
+from tests.components.data.reward_server import Answer, Handler, Request, RewardServer
 
 Start = Callable[[Callable[[Request, int], Answer]], RewardServer]
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from components.data.remote_reward import RemoteReward
-from components.data.reward_workers import WorkerReward
-from components.data.rewards import RewardSettings, check_reward, open_reward, read_columns
+from components.data.rewards import RewardSettings, RewardSource, check_reward, open_reward, read_columns
 
 PROJECT = Path(__file__).resolve().parents[3]
 QUERIES, PROMPTS, LABELS = ["ba>ab", "dc>dc"], ["ba>", "dc>"], ["ab", "cd"]
@@ -24,12 +23,12 @@ def reward_file(folder: Path, body: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def sort_reward() -> Iterator[WorkerReward | RemoteReward]:
+def sort_reward() -> Iterator[RewardSource]:
     with open_reward("sort") as reward:
         yield reward
 
 
-def test_a_tasks_scorer_reads_what_follows_the_prompt(sort_reward: WorkerReward) -> None:
+def test_a_tasks_scorer_reads_what_follows_the_prompt(sort_reward: RewardSource) -> None:
     output = sort_reward(QUERIES, PROMPTS, LABELS)
     assert output.reward_B.tolist() == output.score_B.tolist() == [1.0, 0.0]
     assert output.reward_B.dtype == torch.float32
@@ -44,7 +43,7 @@ def test_responses_given_apart_are_scored_whatever_the_query_looks_like() -> Non
             reward(["<s>q"], ["q"], [12])
 
 
-def test_columns_of_different_lengths_are_refused_and_an_empty_batch_is_none(sort_reward: WorkerReward) -> None:
+def test_columns_of_different_lengths_are_refused_and_an_empty_batch_is_none(sort_reward: RewardSource) -> None:
     with pytest.raises(ValueError, match="2 queries came with 1 labels"):
         sort_reward(QUERIES, PROMPTS, ["ab"])
     with pytest.raises(ValueError, match="2 queries came with 3 responses"):
@@ -114,7 +113,7 @@ def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
     code = (
         "import sys, components.data.scorers\n"
         "from components.data.rewards import check_reward\n"
-        "for spec in ('sort', 'gsm8k', 'math', 'reasoning_gym', 'http://a/b'): check_reward(spec)\n"
+        "for spec in ('sort', 'gsm8k', 'math', 'reasoning_gym', 'http://a/b', '.5*sort + 1*math'): check_reward(spec)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify', 'reasoning_gym'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -12,9 +12,12 @@ import torch
 from components.batch import Batch
 from components.data.rewards import RewardOutput
 from components.data.rollouts import (
-    check_version,
+    check_rewarded,
+    check_staleness,
+    compare_samples,
     for_samples,
     keep_failed,
+    main_branches,
     over_updates,
     record_step,
     rollout_metrics,
@@ -22,6 +25,7 @@ from components.data.rollouts import (
     with_status,
 )
 from components.data.tiny_model import character_tokenizer
+from components.rl.advantages import rloo
 from components.tracking import Tracker
 
 
@@ -174,8 +178,66 @@ def test_a_step_is_written_down_and_shown_under_names_for_people(tmp_path: Path)
 
 
 def test_an_engine_that_missed_an_update_is_found() -> None:
-    check_version(answers().select([0, 1]), 4)
+    check_staleness(answers().select([0, 1]), 4)
     with pytest.raises(
-        RuntimeError, match=r"1 answers were sampled from weights of version \[3\], but the trainer is at"
+        RuntimeError, match=r"1 answers were sampled from weights of version \[3\], but the trainer is at version 4;"
     ):
-        check_version(answers(), 4)
+        check_staleness(answers(), 4)
+    with pytest.raises(RuntimeError, match=r"version \[4\], but the trainer is at version 3, of which they may be 1"):
+        check_staleness(answers(), 3, most=1)
+
+
+def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
+    checked = check_staleness(answers(), 5, most=2)
+    assert checked["staleness"].tolist() == [1, 1, 2, 1]
+    with pytest.raises(RuntimeError, match=r"version \[3\], but the trainer is at version 5, of which they may be 1"):
+        check_staleness(answers(), 5, most=1)
+    found = rollout_metrics(checked)
+    assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.25, 2.0)
+    assert "rollout/token_staleness_mean" not in found
+    # The five answer tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
+    version_N = torch.tensor([-1, 4, -1, 4, 5, -1, 3, -1, 5])
+    found = rollout_metrics(checked.with_tokens(token_version=version_N))
+    assert found["rollout/token_staleness_mean"] == pytest.approx(0.8)
+    assert [name for name in rollout_metrics(answers()) if "staleness" in name] == []
+
+
+def test_a_log_that_answers_lack_is_averaged_over_the_others_and_left_out_where_all_lack_it() -> None:
+    nan = math.nan
+    found = rollout_metrics(
+        answers().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
+    )
+    assert found["reward/wins"] == 0.5
+    assert "reward/none" not in found
+
+
+def test_episodes_are_counted_by_how_they_ended() -> None:
+    played = answers().with_sequences(num_turns=torch.tensor([1, 2, 3, 4]))
+    found = rollout_metrics(played.with_objects(status=["finished", "truncated", "error", "finished"]))
+    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "aborted", "error")]
+    assert (shares, found["rollout/turns_mean"]) == ([0.5, 0.25, 0.0, 0.25], 2.5)
+    assert "rollout/finished_share" not in rollout_metrics(with_status(answers()))
+
+
+def test_a_status_that_is_there_stays() -> None:
+    assert with_status(answers().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
+
+
+def test_of_episodes_with_several_sequences_the_main_one_is_judged() -> None:
+    assert main_branches(answers())["reward"].tolist() == [1, 3, 2, 2]
+    assert main_branches(answers().with_sequences(branch=torch.tensor([0, 1, 0, 0])))["reward"].tolist() == [1, 2, 2]
+
+
+def test_a_sample_that_branched_is_compared_once() -> None:
+    # Prompt 7: the first sample has two sequences and reward 1, the second reward 0. By RLOO 1 - 0 and 0 - 1.
+    columns = {"prompt_id": torch.tensor([7, 7, 7]), "branch": torch.tensor([0, 1, 0])}
+    samples = Batch.from_rows({"tokens": [[1], [2], [3]]}, per_sequence=columns)
+    assert compare_samples(samples, torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [1, 1, -1]
+    # As three samples the first two would have each other's reward in their mean: 1 - (1 + 0) / 2.
+    assert compare_samples(samples.without("branch"), torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [0.5, 0.5, -1]
+
+
+def test_episodes_without_a_reward_are_refused() -> None:
+    samples = Batch.from_rows({"tokens": [[1]]}, objects={"error": [""]})
+    with pytest.raises(ValueError, match="the agent's episodes have no reward"):
+        check_rewarded(samples)

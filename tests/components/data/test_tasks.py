@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from components.data.scorers import gsm8k
-from components.data.tasks import SortTask, Task, WordTask, get_task, is_heldout
+from components.data.supervised import encode_demonstrations
+from components.data.tasks import GuessTask, SortTask, Task, WordTask, get_task, is_heldout
+from components.data.tiny_model import task_tokenizer
 
 PROJECT = Path(__file__).parents[3]
 
@@ -53,11 +55,12 @@ def test_word_has_more_different_prompts_than_a_run_needs() -> None:
     assert len({task.draw(rng)[0] for _ in range(60_000)}) > 50_000
 
 
-@pytest.mark.parametrize("task", [SortTask(), WordTask()], ids=lambda task: task.name)
+@pytest.mark.parametrize("task", [SortTask(), WordTask(), GuessTask()], ids=lambda task: task.name)
 def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations(task: Task) -> None:
     heldout = {row["input"] for row in task.rows("heldout", 3000, seed=0)}
     train = {row["input"] for row in task.rows("train", 3000, seed=1)}
-    shown = {row["prompt"] for row in task.demonstrations(3000, seed=2)}
+    rows = task.demonstrations(3000, seed=2)
+    shown = {row["messages"][0]["content"] if "messages" in row else row["prompt"] for row in rows}
     assert all(map(is_heldout, heldout))
     assert not any(map(is_heldout, train | shown))
 
@@ -150,6 +153,70 @@ def test_only_the_exact_answer_scores() -> None:
 
 def test_the_longest_answer_fits_with_its_end_token() -> None:
     assert SortTask.max_response_tokens == len("abcdf") + 1
+    assert GuessTask.max_response_tokens == len("15") + 1
+
+
+def test_guess_asks_for_a_number_up_to_10_to_15_of_which_the_games_name_says_nothing() -> None:
+    task = GuessTask()
+    numbers: dict[int, list[int]] = {limit: [] for limit in range(10, 16)}
+    for row in task.rows("train", 10_000, seed=0):
+        assert re.fullmatch(r"[a-z]{3}1[0-5]:", row["input"])
+        numbers[task.limit_of(row["input"])].append(task.secret_of(row["label"]))
+    for limit, found in numbers.items():
+        assert set(found) == set(range(1, limit + 1))
+        assert sum(found) / len(found) == pytest.approx((1 + limit) / 2, abs=0.4)
+
+
+def test_a_demonstrated_game_is_told_the_truth_and_ends_with_its_number_or_the_fourth_guess() -> None:
+    task, rng, halved, guesses = GuessTask(), random.Random(0), 0, 0
+    for _ in range(4000):
+        prompt, label = task.draw(rng)
+        said, secret = task.demonstrate(prompt, label, rng), int(label)
+        mine, told = [int(text) for text in said[::2]], said[1::2]
+        assert told == ["<>"[secret > guess] for guess in mine[:-1]]
+        assert secret not in mine[:-1]
+        assert mine[-1] == secret or len(mine) == 4
+        assert all(1 <= guess <= task.limit_of(prompt) for guess in mine)
+        low, high = 1, task.limit_of(prompt)
+        for guess in mine:
+            halved += guess == (low + high) // 2
+            low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
+        guesses += len(mine)
+    # 0.4 on purpose, and of the others 1 in 12.5 by chance.
+    assert halved / guesses == pytest.approx(0.4 + 0.6 / 12.5, abs=0.02)
+
+
+def test_whoever_halves_what_is_left_always_wins() -> None:
+    class Halving(GuessTask):
+        halving_share = 1.0
+
+    task = Halving()
+    for limit in range(10, 16):
+        games = [task.demonstrate(f"abc{limit}:", str(secret), random.Random(0)) for secret in range(1, limit + 1)]
+        assert [game[-1] for game in games] == [str(secret) for secret in range(1, limit + 1)]
+    # 1 to 13: the middle is 7, of 8 to 13 it is 10, of 8 and 9 it is 8.
+    assert task.demonstrate("abc13:", "9", random.Random(0)) == ["7", ">", "10", "<", "8", ">", "9"]
+
+
+def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_told_is_not() -> None:
+    class Halving(GuessTask):
+        halving_share = 1.0
+
+    task = Halving()
+    tokenizer = task_tokenizer(task)
+    rows = task.demonstrations(20, seed=0)
+    data = encode_demonstrations(rows, tokenizer).batch
+    assert [message["role"] for message in rows[0]["messages"][:3]] == ["user", "assistant", "user"]
+    for i, row in enumerate(rows):
+        prompt, *said = (message["content"] for message in row["messages"])
+        text = prompt + "".join(part + "<eos>" * (k % 2 == 0) for k, part in enumerate(said))
+        tokens, mask = data.row(i, "tokens"), data.row(i, "loss_mask")
+        assert tokenizer.decode(tokens) == text
+        # The tokens are those that prompt, turns and feedback have on their own.
+        assert tokens.tolist() == [
+            index for part in re.split("(<eos>)", text) for index in tokenizer(part)["input_ids"]
+        ]
+        assert tokenizer.decode(tokens[mask]) == "".join(f"{guess}<eos>" for guess in said[::2])
 
 
 def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:

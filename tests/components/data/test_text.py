@@ -149,7 +149,7 @@ def test_templates_may_use_the_tags_that_chat_templates_have_of_their_own(folder
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    def message(path: Path, **options: str) -> str:
+    def message(path: Path, **options: Any) -> str:
         with pytest.raises(ValueError) as caught:
             load_tokenizer(path, **options)
         assert "\n" not in str(caught.value)
@@ -158,6 +158,7 @@ def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_pa
     assert f"no tokenizer can be loaded from '{tmp_path}/nothing' (" in message(tmp_path / "nothing")
     assert f"no tokenizer can be loaded from '{tmp_path}' (" in message(tmp_path)
     assert "no token for padding; set pad_token to one of its tokens, such as pad_token='</s>'" in message(folder)
+    assert load_tokenizer(folder, pad_with_end=True).pad_token_id == EOS
     assert "pad_token='<pad>' is no token of" in message(folder, pad_token="<pad>")
     assert "pad_token='no yes' is no token of" in message(folder, pad_token="no yes")
     assert "chat_template='nothing.jinja' is neither Jinja text nor a file" in message(

@@ -15,18 +15,20 @@ END = 1
 VOCAB = 20
 
 
-def write_model(folder: Path, seed: int, tied: bool) -> Path:
+def write_model(
+    folder: Path, seed: int, tied: bool, hidden: int = 64, positions: int = 64, spread: float = 0.15
+) -> Path:
     """A random Qwen2 whose weights are large enough that its choices are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.15,
+        max_position_embeddings=positions,
+        initializer_range=spread,
         tie_word_embeddings=tied,
         bos_token_id=2,
         eos_token_id=END,
@@ -58,17 +60,17 @@ def other_untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "other_untied", seed=4, tied=False)
 
 
-RunRanks = Callable[[dict[int, list[str]]], None]
+RunRanks = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> RunRanks:
-    """Run train_worker.py with the arguments given for each number of ranks, all at the same time.
+    """Run train_worker.py, or another worker, with the arguments given for each number of ranks, all at the same time.
 
     The second argument is the folder where each rank leaves `log<rank>.txt`, which has to stay empty.
     """
 
-    def start(arguments: list[str], rank: int, world_size: int, port: int) -> "subprocess.Popen[bytes]":
+    def start(worker: str, arguments: list[str], rank: int, world_size: int, port: int) -> "subprocess.Popen[bytes]":
         hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"}
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -77,18 +79,20 @@ def run_ranks() -> RunRanks:
             environment |= {name: str(value) for name, value in rendezvous.items()}
         folder = Path(arguments[1])
         folder.mkdir(parents=True, exist_ok=True)
-        worker = Path(__file__).with_name("train_worker.py")
         with (folder / f"log{rank}.txt").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, str(worker), *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, str(Path(__file__).with_name(worker)), *arguments],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
-    def run(arguments: dict[int, list[str]]) -> None:
+    def run(arguments: dict[int, list[str]], worker: str = "train_worker.py") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         started = [
-            (Path(own[1]) / f"log{rank}.txt", start(own, rank, world_size, port))
+            (Path(own[1]) / f"log{rank}.txt", start(worker, own, rank, world_size, port))
             for world_size, own in arguments.items()
             for rank in range(world_size)
         ]

@@ -78,6 +78,63 @@ def test_a_completion_ends_with_its_end_token_or_is_truncated(engine: HFRolloutE
         assert len(row) == 6 or not truncated
 
 
+def test_a_row_with_a_limit_of_its_own_ends_there_and_leaves_the_cache(engine: HFRolloutEngine) -> None:
+    prompts, sampling = same_prompt([2, 9, 4], 64), SamplingConfig(max_new_tokens=12)
+    whole = completions(engine.generate(prompts, sampling))
+    limits = [12] * 4 + [3] * 60
+    rows_per_call: list[int] = []
+    hook = engine.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: rows_per_call.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    try:
+        result = engine.generate(prompts.with_sequences(max_new_tokens=torch.tensor(limits)), sampling)
+    finally:
+        hook.remove()
+    assert completions(result) == [row[:limit] for row, limit in zip(whole, limits, strict=True)]
+    assert result["truncated"].tolist() == [row[-1] != END for row in completions(result)]
+    assert max(rows_per_call[3:]) <= 4
+
+
+def test_a_row_that_lingers_in_the_cache_past_its_limit_is_not_ended_by_what_it_draws(engine: HFRolloutEngine) -> None:
+    # So hot that an end token is as likely as any of the 20. One row of 64 is too few to leave at once.
+    prompts, sampling = same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=8, temperature=30)
+    new = [len(row) for row in completions(engine.generate(prompts, sampling))]
+    longer = [i for i in range(256) if new[i] > 2]
+    chosen = prompts.select([new.index(2), *longer[:63]]).with_sequences(max_new_tokens=torch.tensor([1] + [8] * 63))
+    result = engine.generate(chosen, sampling)
+    assert [len(row) for row in completions(result)] == [1, *(new[i] for i in longer[:63])]
+    assert bool(result["truncated"][0])
+
+
+def test_rows_whose_limits_are_all_the_same_are_drawn_as_by_the_sampling(engine: HFRolloutEngine) -> None:
+    prompts = some_prompts()
+    limited = engine.generate(
+        prompts.with_sequences(max_new_tokens=torch.full((24,), 5)), SamplingConfig(max_new_tokens=9)
+    )
+    plain = engine.generate(prompts, SamplingConfig(max_new_tokens=5))
+    for name in ("tokens", "rollout_logprob", "truncated"):
+        assert torch.equal(limited[name], plain[name])
+
+
+def test_a_long_prompt_with_a_limit_of_its_own_fits_beside_a_short_one(engine: HFRolloutEngine) -> None:
+    prompts = Batch.from_rows(
+        {"tokens": [[2] * 60, [2, 9]]}, {"prompt_id": [0, 1], "sample_id": [0, 0], "max_new_tokens": [4, 40]}
+    )
+    result = engine.generate(prompts, SamplingConfig(max_new_tokens=40, temperature=0))
+    for i in range(2):
+        one = engine.generate(
+            prompts.select([i]), SamplingConfig(max_new_tokens=int(prompts["max_new_tokens"][i]), temperature=0)
+        )
+        assert completions(one)[0] == completions(result)[i]
+
+
+@pytest.mark.parametrize("limit", [0, 6])
+def test_a_limit_that_the_sampling_does_not_allow_is_an_error(engine: HFRolloutEngine, limit: int) -> None:
+    prompts = some_prompts().with_sequences(max_new_tokens=torch.tensor([3] * 23 + [limit]))
+    with pytest.raises(ValueError, match=r"`max_new_tokens` holds [03] to [36]; .* 1 and the sampling's .*=5"):
+        engine.generate(prompts, SamplingConfig(max_new_tokens=5))
+
+
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
 def test_greedy_equals_generate_of_transformers(model: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(model)

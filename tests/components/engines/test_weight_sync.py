@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.engines.weight_sync import WeightHandle, WeightPublisher, read_weights, weight_shapes
+from components.engines.weight_digest import compare_digests, digest
+from components.engines.weight_sync import WeightHandle, WeightPublisher, read_digests, read_weights, weight_shapes
 
 
 def some_weights(scale: float = 1.0) -> dict[str, Tensor]:
@@ -23,7 +25,7 @@ def folders(directory: Path) -> list[str]:
 
 
 def test_what_is_read_is_what_was_published(tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several files
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several buckets
     handle = publisher.publish(1, some_weights().items())
     arrived = dict(read_weights(handle))
     assert arrived.keys() == some_weights().keys() == weight_shapes(handle).keys()
@@ -32,7 +34,8 @@ def test_what_is_read_is_what_was_published(tmp_path: Path) -> None:
         assert torch.equal(arrived[name], tensor)
     # 6 float32, 4 bfloat16, 5 float32
     assert handle.nbytes == 24 + 8 + 20
-    assert len(list(Path(handle.path).iterdir())) == 3
+    # a alone; b after it; c begins 64 bytes after b, which is more than 24
+    assert len(json.loads((Path(handle.path) / "index.json").read_text())["buckets"]) == 3
     assert pickle.loads(pickle.dumps(handle)) == handle
 
 
@@ -70,6 +73,56 @@ def test_a_reader_that_has_begun_survives_the_unlinking(tmp_path: Path) -> None:
     publisher.publish(2, some_weights(scale=9.0).items())
     arrived |= dict(reader)
     assert arrived["c.weight"].tolist() == [1.0] * 5
+
+
+def place_on_disk(handle: WeightHandle) -> int:
+    return (Path(handle.path) / "weights.bin").stat().st_ino
+
+
+def test_a_version_that_nobody_holds_gives_its_memory_to_the_one_after_the_next(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)
+    places = []
+    for version in range(1, 7):
+        handle = publisher.publish(version, some_weights(scale=version).items())
+        assert all(torch.equal(dict(read_weights(handle))[name], w) for name, w in some_weights(version).items())
+        places.append(place_on_disk(handle))
+    assert places == places[:2] * 3
+    assert places[0] != places[1]
+
+
+def test_what_a_reader_keeps_is_never_overwritten(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w")
+    first = publisher.publish(1, some_weights(1.0).items())
+    place, kept = place_on_disk(first), dict(read_weights(first))["c.weight"]
+    publisher.publish(2, some_weights(2.0).items())
+    assert place_on_disk(publisher.publish(3, some_weights(3.0).items())) != place
+    assert kept.tolist() == [1.0] * 5
+    # Who writes nevertheless writes into a copy.
+    kept.zero_()
+    again = publisher.publish(4, some_weights(4.0).items())
+    dict(read_weights(again))["c.weight"].zero_()
+    assert dict(read_weights(again))["c.weight"].tolist() == [4.0] * 5
+
+
+@pytest.mark.parametrize("sizes", [(3000, 3000, 10, 10, 5000, 5000, 5000), (10, 10, 9000, 9000, 10, 9000, 10)])
+def test_memory_that_is_used_again_may_grow_and_shrink(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=4096)
+    for version, size in enumerate(sizes, 1):
+        weights = {"a": torch.full((size,), float(version)), "b": torch.arange(float(size))}
+        arrived = dict(read_weights(publisher.publish(version, weights.items())))
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
+        assert sum(tensor.nbytes for tensor in arrived.values()) == 8 * size
+
+
+def test_digests_are_there_when_they_were_asked_for(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w")
+    with pytest.raises(ValueError, match="version 1 has no digests; publish it with_digests=True"):
+        read_digests(publisher.publish(1, some_weights().items()))
+    handle = publisher.publish(2, some_weights().items(), with_digests=True)
+    received = {name: digest(tensor) for name, tensor in read_weights(handle)}
+    assert compare_digests(read_digests(handle), received) == []
+    received["a.weight"] = digest(torch.zeros(2, 3))
+    assert compare_digests(read_digests(handle), received) == ["a.weight differs"]
 
 
 def test_a_publication_that_fails_halfway_leaves_nothing_and_keeps_the_last_one(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def own_part(engine: TrainEngine) -> Batch:
 
 
 def train(engine: TrainEngine, loss_fn: Callable[..., LossOutput] = nll) -> dict[str, Any]:
-    compute = logprobs if loss_fn is nll else token_values
+    compute = token_values if loss_fn is squared_error else logprobs
     record: dict[str, Any] = {"before": engine.forward(own_part(engine), compute)}
     record["metrics"] = [engine.train_step(minibatch, loss_fn) for minibatch in minibatches()]
     record["after"] = engine.forward(own_part(engine), compute)

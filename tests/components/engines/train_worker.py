@@ -1,6 +1,6 @@
 """One rank of the tests of training: all that needs an engine and other ranks, done once; the tests read the record.
 
-Usage: train_worker.py MODEL_FOLDER OUTPUT_FOLDER [save STATES | load STATES | average STATES], with or without
+Usage: train_worker.py MODEL_FOLDER OUTPUT_FOLDER [save|load|average|options|packing STATES], with or without
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. STATES/1 and STATES/2 are for the states that so many ranks saved.
 """
 
@@ -26,6 +26,8 @@ from components.engines.causal import load_policy, load_value_model
 from components.engines.train_engine import TrainEngine, init_process_group, open_engine
 from components.engines.weight_sync import WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
+from tests.components.engines.option_cases import options
+from tests.components.engines.packing_cases import packed
 from tests.components.engines.train_cases import (
     FSDP,
     SAVED,
@@ -364,7 +366,8 @@ def main(model_folder: str, output: Path, *state: str) -> None:
         if kind == "save":
             record = save_states(model_folder, states)
         else:
-            record = {"load": load_states, "average": average_weights}[kind](model_folder, states, output)
+            work = {"load": load_states, "average": average_weights, "options": options, "packing": packed}[kind]
+            record = work(model_folder, states, output)
         torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
         return
 

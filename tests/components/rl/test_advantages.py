@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from components.rl.advantages import (
     discounted_returns,
     gae,
+    group_mean_baseline,
     remax,
+    rloo,
+    turn_advantages,
     turn_returns,
     whiten,
 )
@@ -242,6 +245,58 @@ def test_with_one_turn_an_answer_earns_the_same_at_all_its_tokens() -> None:
     none = torch.zeros(0)
     assert turn_returns(none, none.bool(), none.long(), 1.0).tolist() == []
     assert turn_returns(reward_N, torch.zeros(3).bool(), torch.tensor([0, 3]), 1.0).tolist() == [0.0] * 3
+
+
+def test_turns_are_compared_with_the_same_turn_of_the_groups_other_episodes() -> None:
+    # gamma 1/2. Group 7: turns of 1 and 4, returns 3 and 4; turns of 2 and 0, returns 2 and 0; a turn of 7, return 7.
+    # First turns 3, 2, 7, mean 4: -1, -2, 3. Second turns 4 and 0, mean 2: 2 and -2. Group 1 is one episode: 0.
+    reward_N = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0, 7.0])
+    mask_N = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    lengths_B, group_B = torch.tensor([5, 3, 1, 2]), torch.tensor([7, 7, 1, 7])
+    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline)
+    assert found.tolist() == [0, -1, -1, 0, 2, -2, 0, -2, 0, 0, 3]
+    # Less the mean of the others: 3 - 9/2, 2 - 5, 7 - 5/2; 4 - 0, 0 - 4.
+    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, rloo)
+    assert found.tolist() == [0, -1.5, -1.5, 0, 4, -3, 0, -4, 0, 0, 4.5]
+    # Told apart by their numbers, the first sequence's first two tokens are turns of 0 and 1, and its third of 4:
+    # returns 0 + (1 + 4/2) / 2 = 1.5, 3 and 4.
+    turn_N = torch.tensor([-1, 0, 1, -1, 2, 0, -1, 1, 0, -1, 0])
+    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline, turn_N)
+    assert found.tolist() == [0, -2, 1.5, 0, 0, -1.5, 0, -1.5, 0, 0, 3.5]
+    with pytest.raises(ValueError, match=r"group_B has shape \[3\], lengths_B \[4\]"):
+        turn_advantages(reward_N, mask_N, lengths_B, group_B[:3], 0.5, group_mean_baseline)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.lists(eighths, min_size=1, max_size=3), max_size=4)),
+        max_size=6,
+    ),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[list[float]]]], gamma: float) -> None:
+    returns: list[list[float]] = []
+    for _, turns in batch:
+        later, part = 0.0, list[float]()
+        for turn in reversed(turns):
+            later = sum(turn) + gamma * later
+            part.insert(0, later)
+        returns.append(part)
+    slow: list[float] = []
+    tokens: list[list[tuple[bool, float, float]]] = []
+    for (group, turns), mine in zip(batch, returns, strict=True):
+        row, expected = [(False, math.nan, 0.0)], [0.0]  # a prompt, and feedback after each turn
+        for k, turn in enumerate(turns):
+            others = [r[k] for (g, _), r in zip(batch, returns, strict=True) if g == group and len(r) > k]
+            row += [*((True, reward, 0.0) for reward in turn), (False, math.nan, 0.0)]
+            expected += [mine[k] - sum(others) / len(others)] * len(turn) + [0.0]
+        tokens.append(row)
+        slow += expected
+    reward_N, _, mask_N, lengths_B = columns(tokens)
+    group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
+    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, gamma, group_mean_baseline)
+    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
 
 
 def test_remax_takes_the_greedy_answers_reward_off_the_returns() -> None:

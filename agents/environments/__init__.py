@@ -1,0 +1,48 @@
+"""Worlds that come with the project: `agent.func_path=env:<name>` plays the file of that name here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar
+
+from agents.environment import AgentInstanceBase
+
+
+class TextWorld(AgentInstanceBase):
+    """A world whose words can be chat messages, or text for a model without a chat template."""
+
+    chat: ClassVar[bool] = True
+    """Speak in chat messages; False: in text. A subclass sets it."""
+
+    def says(self, text: str, role: str = "user") -> str | list[dict[str, str]]:
+        """What the policy reads next."""
+        return [{"role": role, "content": text}] if self.chat else text
+
+
+def read_label(label: Any, needed: str, example: str) -> dict[str, Any]:
+    """A label that is a JSON object, or the text of one; ValueError unless it has the field `needed`."""
+    try:
+        found = json.loads(label) if isinstance(label, str) else label
+    except ValueError:
+        found = None
+    if not isinstance(found, Mapping) or needed not in found:
+        raise ValueError(
+            f"the label {str(label)[:200]!r} is no JSON object with {needed!r}; set data.label_key to a field such as "
+            f"{example}"
+        )
+    return dict(found)
+
+
+def library_of_games(name: str) -> ModuleType:
+    """Import a library of the extra `games`; ValueError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(
+            f"env:{name} needs {name}, which is not installed; run: bash scripts/setup.sh recipes games"
+        ) from error

@@ -1,0 +1,72 @@
+"""Word problems with a calculator: rows of GSM8K, or of any data whose label ends in `#### N` or is a number.
+
+The policy calls the tool as often as it likes, and answers with `#### N`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from typing import Any, ClassVar
+
+from agents.tools import ToolAgentInstance
+from components.data.scorers import get_scorer
+
+LONGEST, LARGEST, LARGEST_POWER = 200, 1e100, 64
+"""Characters of an expression, and what its numbers and exponents may be: enough for word problems, soon done."""
+
+_OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def calculator(expression: str) -> str:
+    """Work out an arithmetic expression.
+
+    Args:
+        expression: numbers with + - * / // % ** and brackets, such as (3 + 4) * 2.50
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has {len(expression)} characters; write at most {LONGEST}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is no expression; write one such as (3 + 4) * 2") from error
+    value = _value(tree)
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _value(node: ast.AST) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        found: Any = node.value
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        found = _OPERATORS[type(node.op)](_value(node.operand))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) > LARGEST_POWER:
+            raise ValueError(f"the exponent {right} is too large; use at most {LARGEST_POWER}")
+        found = _OPERATORS[type(node.op)](left, right)
+    else:
+        raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use numbers with + - * / // % ** and brackets")
+    # Written so that NaN is caught too. A root of a negative number is complex.
+    if isinstance(found, complex) or not abs(found) <= LARGEST:
+        raise ValueError(f"{ast.unparse(node)!r} is too large, or no real number")
+    return found
+
+
+class AgentInstance(ToolAgentInstance):
+    """Scored as `gsm8k` does: 1 for the label's number after the last `####`."""
+
+    tools: ClassVar = (calculator,)
+
+    async def score(self, answer: str, label: Any) -> float:
+        """1.0 or 0.0."""
+        return get_scorer("gsm8k")(answer, str(label))

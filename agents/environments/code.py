@@ -1,0 +1,115 @@
+"""Programming tasks, judged by tests that the policy does not see until it fails one, and of which it never sees the
+last: it is told that it failed, and where it is one of input and output what was found. So a label needs two or more.
+
+A label is a JSON object (or its text) with `tests`: pieces of Python that run after the answer, such as
+`assert add(1, 2) == 3`, or `{"input": "1 2", "output": "3"}`: what the program prints when it reads that.
+
+The answer is the last block of Python between lines of ```, or all of the text.
+
+The sandbox is no security boundary, and a test that runs in the answer's process cannot be kept from it: what is judged
+is out of its file, its input and its names, but an answer that looks through the frames of the interpreter finds it,
+and one whose values are equal to everything passes. An answer that learns tests of input and output by heart, try by
+try, passes all but the last. Look at answers when the score is too good.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from agents.environments import TextWorld, read_label
+from agents.sandbox import Limits, cut, run_python_async
+
+EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
+_BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)
+_RUNNER = """\
+def run():
+    import json, os, sys
+    with open(0, closefd=False) as given:
+        answer, test, mark = json.load(given)
+    os.ftruncate(0, 0)
+    def tell(kind, error, trace):
+        import traceback
+        traceback.print_exception(kind, error, trace and trace.tb_next and trace.tb_next.tb_next)
+    sys.excepthook = tell
+    with open(__file__, "w", encoding="utf-8", errors="replace") as file:
+        file.write(answer)
+    # What the answer redefines is not to judge it.
+    execute, write, flush, names = exec, os.write, sys.stdout.flush, globals()
+    judge = compile(test, "<test>", "exec")
+    del names["run"]
+    execute(compile(answer, __file__, "exec"), names)
+    execute(judge, names)
+    flush()
+    write(1, mark.encode())
+run()
+"""
+"""Runs an answer and then a test, and writes a mark if both came to their ends. It leaves the answer alone in its file,
+and nothing in its input."""
+
+
+class AgentInstance(TextWorld):
+    """Reward and score 1 when every test passes, in any try."""
+
+    tries: ClassVar[int] = 4
+    limits: ClassVar[Limits] = Limits()
+    """Of each test."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
+        """Begin with the prompt as it is."""
+        self._tried = 0
+        self._tests = read_label(states["label"], "tests", EXAMPLE)["tests"]
+        if isinstance(self._tests, str):
+            self._tests = [self._tests]
+        if not self._tests or not all(isinstance(t, str) or {"input", "output"} <= {*t} for t in self._tests):
+            raise ValueError(f"the label's tests are {str(self._tests)[:200]!r}; give some, such as {EXAMPLE}")
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
+        """Run the tests up to the first that fails."""
+        self._tried += 1
+        blocks = _BLOCK.findall(states["action_text"])
+        python = [block for language, block in blocks if language.lower() in ("", "py", "python", "python3")]
+        program = python[-1] if python else states["action_text"]
+        passed, fault = 0, None
+        for test in self._tests:
+            fault = await self._fault(program, test, is_last=passed == len(self._tests) - 1)
+            if fault is not None:
+                break
+            passed += 1
+        solved = float(fault is None)
+        failed = f"Test {passed + 1} of {len(self._tests)} failed.\n{fault}Try again.\n"
+        return {
+            "rewards": solved,
+            "scores": solved,
+            "environment_feedback": self.says("All tests passed.\n" if solved else failed),
+            "done": bool(solved) or self._tried >= self.tries,
+            "extra_logs": {"tries": self._tried, "passed_share": passed / len(self._tests)},
+        }
+
+    async def _fault(self, program: str, test: str | dict[str, str], *, is_last: bool) -> str | None:
+        """What is told of a test that fails, in whole lines; None when it passes."""
+        # All of the output is judged, and some of it told.
+        limits, most = replace(self.limits, max_output=self.limits.file_bytes), self.limits.max_output
+        if isinstance(test, str):
+            # An answer that ends the program early would pass for one that passed the test.
+            mark = secrets.token_hex(8)
+            result = await run_python_async(_RUNNER, json.dumps([program, test, mark]), limits)
+            if result.exit == 0 and result.stdout.rstrip().endswith(mark):
+                return None
+            return "" if is_last else f"{test}\n{cut(result.text.replace(mark, ''), most)}\n"
+        result = await run_python_async(program, test["input"], limits)
+        if result.exit == 0 and _lines(result.stdout) == _lines(test["output"]):
+            return None
+        told = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
+        if is_last:
+            del told["Expected"]
+        return "".join(f"{name}:\n{cut(text, most)}\n" for name, text in told.items())
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the white space at their ends, and without blank ones at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

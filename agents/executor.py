@@ -1,0 +1,146 @@
+"""How episodes are played: one turn, or many with a world that answers. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
+from agents.rendering import decode, feedback_tokens, first_tokens
+from agents.schema import read_reset, read_sampling, read_step, sampling_params
+from agents.worlds import Deadline, Overdue, World, WorldError, Worlds
+from components.data.rewards import read_columns
+
+if TYPE_CHECKING:
+    from agents.options import AgentOptions
+
+STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
+"""Of an episode that ends with its turn, by why that ended."""
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """The policy and a world take turns until the world is done with it."""
+
+    def __init__(self, agent_instance: type) -> None:
+        """
+        Args:
+            agent_instance: class of the worlds, an `AgentInstanceBase` or one with the same two methods.
+        """
+        self.agent_instance = agent_instance
+        self.worlds: Worlds | None = None
+
+    def open(self, options: AgentOptions) -> None:
+        """Prepare for worlds that run where `options` say."""
+        self.worlds = Worlds(self.agent_instance, options, options.func_path)
+
+    async def close(self) -> None:
+        """End what the worlds share."""
+        if self.worlds is not None:
+            self.worlds.close()
+
+    async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
+        """Play one episode.
+
+        Tokens that a world says after the last turn are not in it: nothing was drawn from them. One that fails
+        keeps what was said before.
+        """
+        assert self.worlds is not None, "open() comes first"
+        episode, world = Episode(list(task.tokens), len(task.tokens)), await self.worlds.open()
+        try:
+            states = {"observation": task.prompt, "label": copy.deepcopy(task.label)}
+            observation = read_reset(await world.reset(states))
+            if observation != task.prompt:
+                tokens = first_tokens(policy.encoder, observation, task.prompt)
+                episode = Episode(tokens, len(tokens))
+            episode.status = await self._take_turns(episode, world, task, policy)
+        except WorldError as error:
+            episode.fail(str(error), "\n".join(getattr(error, "__notes__", [])))
+        except ValueError as error:
+            episode.fail(str(error))
+        finally:
+            await world.close()
+        return episode
+
+    async def _take_turns(self, episode: Episode, world: World, task: EpisodeTask, policy: Policy) -> Status:
+        """Play from the first observation on; returns how it ended."""
+        sampling, stop, feedback = task.sampling, [], []
+        for number in range(policy.max_turns):
+            # Whole, or not at all: half a sentence of the world's would teach nothing.
+            if not policy.has_room(len(episode.tokens) + len(feedback)):
+                break
+            episode.observe(feedback)
+            observation_text = decode(policy.tokenizer, episode.tokens)
+            turn = episode.act(*await policy.draw(episode.tokens, sampling, stop))
+            if turn.finish == "abort":
+                return "aborted"
+            states = {
+                "observation_text": observation_text,
+                "action_text": decode(
+                    policy.tokenizer, episode.tokens[turn.start : turn.end], skip_special_tokens=True
+                ),
+                "finish": turn.finish,
+                "label": copy.deepcopy(task.label),
+                "sampling_params": sampling_params(sampling, [*policy.stop, *stop]),
+            }
+            result = read_step(await world.step(states), number)
+            turn.reward = result.reward
+            episode.reward += result.reward
+            episode.score = episode.reward if result.score is None else result.score
+            episode.logs = result.logs
+            if result.done:
+                return "finished"
+            sampling, stop = task.sampling, []
+            if result.sampling_params is not None:
+                sampling, stop = read_sampling(result.sampling_params, task.sampling)
+            feedback = feedback_tokens(policy.encoder, result.feedback, episode.tokens)
+        return "truncated"
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """One answer, rewarded by a function given here. Recipes refuse an agent that was given none."""
+
+    def __init__(self, reward: Callable[..., Any] | None = None) -> None:
+        """
+        Args:
+            reward: called in a thread as a reward file's `reward_func(queries, prompts, labels)`, with lists of one;
+                and with `responses` where it takes that.
+        """
+        self.reward = reward
+        self._timeout_s = math.inf
+
+    def open(self, options: AgentOptions) -> None:
+        """Take over how long a reward may take."""
+        self._timeout_s = options.step_timeout_s
+
+    async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
+        """Draw one answer, if there is room for one."""
+        from agents.tools import in_thread
+
+        tokens = list(task.tokens)
+        episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
+        if policy.has_room(len(tokens)):
+            turn = episode.act(*await policy.draw(tokens, task.sampling))
+            episode.status = STATUS[turn.finish]
+            if self.reward is not None and turn.finish != "abort":
+                query = decode(policy.tokenizer, episode.tokens)
+                ask = partial(self.reward, [query], [task.prompt], [copy.deepcopy(task.label)])
+                # The same rule as for reward files.
+                parameters = inspect.signature(self.reward).parameters
+                if "responses" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                    response = decode(policy.tokenizer, episode.tokens[turn.start :], skip_special_tokens=True)
+                    ask = partial(ask, responses=[response])
+                try:
+                    result = await Deadline(self._timeout_s).wait(asyncio.ensure_future(in_thread(ask)))
+                except Overdue:
+                    limit = f"{self._timeout_s:g} s (agent.step_timeout_s)"
+                    raise TimeoutError(f"the reward gave no answer within {limit}") from None
+                read = read_columns(result, 1)
+                turn.reward = episode.reward = read.rewards[0]
+                episode.score = read.scores[0]
+                episode.logs = {name: values[0] for name, values in read.logs.items()}
+        return episode

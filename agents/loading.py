@@ -1,0 +1,97 @@
+"""A user's agent file, or a shipped environment: checked before a run begins, and loaded where episodes are played."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from components.data.child_process import described, load_file
+from components.data.rewards import parse_file, top_level_names
+
+if TYPE_CHECKING:
+    from agents.episode import AgentExecutorBase
+
+SHIPPED_PREFIX = "env:"
+SHIPPED = Path(__file__).parent / "environments"
+NAMES = ("AgentExecutor", "AgentInstance")
+"""What an agent file defines; the first that is there counts."""
+
+
+def check_agent(func_path: str) -> None:
+    """Refuse what `load_agent` could not load, without running the file.
+
+    Raises:
+        ValueError: there is no such file or environment, it is not valid Python, defines neither `AgentExecutor` nor
+            `AgentInstance`, or imports from openrlhf.
+    """
+    tree = parse_file(str(agent_file(func_path)), "agent file")
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "openrlhf":
+            names = ", ".join(alias.name for alias in node.names)
+            raise ValueError(
+                f"agent file {func_path!r} imports from {node.module} (line {node.lineno}); "
+                f"write `from agents import {names}` there"
+            )
+    if not top_level_names(tree).intersection(NAMES):
+        found = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise ValueError(
+            f"agent file {func_path!r} defines neither AgentExecutor nor AgentInstance; "
+            f"classes found: {', '.join(found) or 'none'}"
+        )
+
+
+def load_agent(func_path: str) -> AgentExecutorBase:
+    """Load an agent; ValueError when its file raises, or what it defines is no agent."""
+    from agents.episode import AgentExecutorBase
+    from agents.executor import MultiTurnAgentExecutor
+
+    check_agent(func_path)
+    module = load_agent_file(func_path)
+    name = next(name for name in NAMES if hasattr(module, name))
+    found = getattr(module, name)
+    try:
+        if name == "AgentInstance":
+            return MultiTurnAgentExecutor(found)
+        executor = found() if inspect.isclass(found) else found
+    except Exception as error:
+        raise _failed(f"{name} in {func_path!r} cannot be made without arguments", error) from error
+    if not isinstance(executor, AgentExecutorBase):
+        raise ValueError(
+            f"AgentExecutor in {func_path!r} is a {type(executor).__name__}; derive it from MultiTurnAgentExecutor, "
+            "SingleTurnAgentExecutor or AgentExecutorBase of `agents`"
+        )
+    return executor
+
+
+def load_agent_file(func_path: str) -> ModuleType:
+    """Run the file of an agent, which finds modules that lie beside it; ValueError when it raises."""
+    path = agent_file(func_path)
+    if path.parent != SHIPPED and str(path.parent) not in sys.path:
+        # Last: a helper called random.py must not be taken for Python's own.
+        sys.path.append(str(path.parent))
+    try:
+        return load_file(path)
+    except (Exception, SystemExit) as error:
+        raise _failed(f"agent file {func_path!r} cannot be loaded", error) from error
+
+
+def agent_file(func_path: str) -> Path:
+    """Where the file of an agent lies; ValueError when there is no such environment."""
+    if not func_path.startswith(SHIPPED_PREFIX):
+        return Path(func_path).expanduser().absolute()
+    path = SHIPPED / f"{func_path.removeprefix(SHIPPED_PREFIX)}.py"
+    if not path.is_file():
+        names = ", ".join(f"{SHIPPED_PREFIX}{file.stem}" for file in sorted(SHIPPED.glob("[!_]*.py")))
+        raise ValueError(f"there is no environment {func_path!r}; there are {names}")
+    return path
+
+
+def _failed(what: str, error: BaseException) -> ValueError:
+    reason, trace = described(error)
+    failed = ValueError(f"{what}: {reason}")
+    failed.add_note(trace)
+    return failed

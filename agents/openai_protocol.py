@@ -1,0 +1,188 @@
+"""Completions as OpenAI's clients ask for them and read them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Json, PositiveInt, ValidationError
+
+from agents.tools import OPEN, parse_calls
+from components.data.heldout import EVALUATION_STEP
+from components.engines.config import SamplingConfig
+
+_ids = itertools.count()
+
+
+class RequestError(Exception):
+    """A request that is refused."""
+
+    def __init__(self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+
+
+class Function(BaseModel):
+    name: str
+    arguments: Json[dict[str, Any]] | dict[str, Any]
+
+
+class ToolCall(BaseModel):
+    id: str = ""
+    type: str = "function"
+    function: Function
+
+
+class Part(BaseModel):
+    text: str
+
+
+def _text(content: Any) -> Any:
+    """Join the texts that a content may consist of."""
+    return "".join(Part.model_validate(part).text for part in content) if isinstance(content, list) else content or ""
+
+
+class Message(BaseModel):
+    """A chat message; what chat templates do not read is left out."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def compared(self) -> Any:
+        """What makes it the same as another: of the policy's, not the space around a text, nor the ids of calls."""
+        if self.role == "assistant":
+            return self.content.strip(), [call.function for call in self.tool_calls or []]
+        return self
+
+
+class Asked(BaseModel):
+    """A request for answers to chat messages, or for how a text goes on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[Message] = []
+    prompt: str = ""
+    model: str = "policy"
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: PositiveInt = sys.maxsize
+    max_completion_tokens: PositiveInt = sys.maxsize
+    stop: Annotated[list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    n: PositiveInt = 1
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: Any = None
+    """Not read: random numbers are the run's, so that it can be repeated. Nor is the next."""
+    user: Any = None
+
+    @property
+    def said(self) -> str | list[Message]:
+        """What came before."""
+        return self.messages or self.prompt
+
+    def choice(self, text: str, turn: int, finish: str, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
+        """What the policy wrote in its `turn`-th turn, as one of the answers.
+
+        Args:
+            text: for the client.
+            turn: counted from 1.
+            finish: "length", or anything else for an end that was meant.
+            tokens: the text of each.
+            logprobs: of each, in nats.
+        """
+        content = [
+            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+        # Each of the two endpoints has a form of its own, and its clients read that one.
+        both = {"content": content, "tokens": tokens, "token_logprobs": logprobs}
+        told = {
+            "finish_reason": "length" if finish == "length" else "stop",
+            "logprobs": both if self.logprobs else None,
+        }
+        if self.prompt:
+            return {**told, "text": text}
+        calls = parse_calls(text) if self.tools and self.tool_choice == "auto" else []
+        # With one that cannot be read, the client gets all as it was written.
+        if not calls or any(call.error for call in calls):
+            return {**told, "message": {"role": "assistant", "content": text}}
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+        # Some templates take no ids but of nine letters and digits.
+        given = [
+            {"index": place, "id": f"call{100 * turn + place:05d}", "type": "function", "function": function}
+            for place, function in enumerate(functions)
+        ]
+        before = text.partition(OPEN if OPEN in text else "{")[0]
+        message = {"role": "assistant", "content": before, "tool_calls": given}
+        return {**told, "finish_reason": "tool_calls", "message": message}
+
+    def completion(self, choices: list[dict[str, Any]], read: int, written: int) -> dict[str, Any]:
+        """The whole answer; `read` and `written` are numbers of tokens."""
+        kind = "chat.completion" if self.messages else "text_completion"
+        head = {"id": f"{kind}-{next(_ids)}", "object": kind, "created": int(time.time()), "model": self.model}
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return head | {"choices": [{"index": i, **choice} for i, choice in enumerate(choices)], "usage": usage}
+
+
+def read_request(body: bytes, sampling: SamplingConfig) -> tuple[Asked, SamplingConfig]:
+    """Read a request, and how its answers are drawn; a field that is null counts as absent.
+
+    Temperature, top_p and top_k can only be the run's, as log-probabilities are trained at them. Evaluations play at
+    temperatures of their own, and do not read a client's values. A limit of tokens can only lower the run's.
+
+    Raises:
+        RequestError: a field is missing, unknown, or not to be had.
+    """
+    try:
+        given = {name: value for name, value in dict(json.loads(body)).items() if value is not None}
+        asked = Asked.model_validate(given)
+        if bool(asked.messages) == bool(asked.prompt) or not all(asked.stop):
+            raise ValueError("it needs messages, or a prompt that is one text, and no empty stop")
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise RequestError(f"{where}: {fault['msg']}; leave out what is not supported", fault["type"], where) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the request cannot be read: {error}") from error
+    for name in ("temperature", "top_p", "top_k"):
+        value, own = getattr(asked, name), getattr(sampling, name)
+        if value not in (None, own) and sampling.step != EVALUATION_STEP:
+            why = f"this run draws with {name}={own}, at which log-probabilities are trained, and not {value}"
+            raise RequestError(f"{why}; leave it out", param=name)
+    most = min(sampling.max_new_tokens, asked.max_tokens, asked.max_completion_tokens)
+    return asked, replace(sampling, max_new_tokens=most)
+
+
+def rest_of(said: str | list[Message], before: str | list[Message]) -> Any:
+    """What follows `before` in `said`; None when it begins otherwise, or no message follows."""
+    start, rest = said[: len(before)], said[len(before) :]
+    if isinstance(start, str) or isinstance(before, str):
+        return rest if start == before else None
+    return rest or None if [one.compared() for one in start] == [one.compared() for one in before] else None
+
+
+def plain(said: str | list[Message]) -> str | list[Mapping[str, Any]]:
+    """The same for a chat template."""
+    return said if isinstance(said, str) else [one.model_dump(exclude_none=True) for one in said]
+
+
+def as_events(whole: dict[str, Any], options: dict[str, Any]) -> str:
+    """The same answer as server-sent events: all of it in one, as it is drawn whole."""
+    if whole["object"] == "chat.completion":
+        choices = [{"delta": choice.pop("message"), **choice} for choice in whole["choices"]]
+        whole |= {"object": "chat.completion.chunk", "choices": choices}
+    parts = [whole | {"usage": None}, whole | {"choices": []}] if options.get("include_usage") else [whole]
+    return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"

@@ -1,0 +1,234 @@
+"""An HTTP server that speaks as OpenAI's does, in the loop of the engine, and records as tokens what goes through it.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
+
+Each episode has an API key of its own, so that the requests of clients that know nothing of episodes are told apart.
+A request that begins with all that was said in one of the episode's sequences goes on with that one: what is new is
+written out and appended, and no token before it is touched. Any other request begins another sequence, and so does one
+that comes while that sequence grows. The turns of all of them count for `agent.max_turns`. Answers are drawn whole,
+also where a stream is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from uvicorn.server import ServerState
+except ModuleNotFoundError as error:
+    raise ValueError(f"OpenAIAgentExecutor needs {error.name}; run: bash scripts/setup.sh recipes endpoint") from error
+
+from agents.episode import Episode, EpisodeTask, Policy
+from agents.openai_protocol import Asked, Message, RequestError, as_events, plain, read_request, rest_of
+from agents.rendering import feedback_tokens, refuse_rendered
+from components.data.text import render_prompt
+
+if TYPE_CHECKING:
+    from components.engines.async_engine import Generation
+    from components.engines.config import SamplingConfig
+
+BACKLOG = 1024
+"""Connections that may wait to be taken."""
+
+
+@dataclass(eq=False)
+class Recorded:
+    """One sequence of an episode, as tokens and as its client sees it."""
+
+    stream: int
+    """Of its random numbers."""
+    tools: list[dict[str, Any]]
+    episode: Episode = field(default_factory=lambda: Episode([], 0))
+    said: str | list[Message] = ""
+    tail: str | None = ""
+    """What the policy wrote at the end of a text and the client was not shown: a stop text and what came with it. None:
+    an end token."""
+    is_busy: bool = False
+    """An answer is being drawn."""
+
+    def rest(self, said: str | list[Message]) -> Any:
+        """What a client says further; None when that does not go on with all that is recorded."""
+        rest = rest_of(said, self.said)
+        if isinstance(rest, str):
+            # Clients add the stop text themselves; here it stands already.
+            return None if self.tail is None or not rest.startswith(self.tail) else rest[len(self.tail) :]
+        return rest
+
+
+class Session:
+    """What the clients of one episode say to the server."""
+
+    def __init__(self, task: EpisodeTask, policy: Policy) -> None:
+        self.id = secrets.token_hex(8)
+        self.api_key = f"{self.id}.{secrets.token_urlsafe(24)}"
+        self.task = task
+        self.limit = ""
+        """The limit that a request has met."""
+        self.is_aborted = False
+        """The last answer was not waited for."""
+        self.drawing: set[asyncio.Task[Any]] = set()
+        self._policy = policy
+        self._recorded: list[Recorded] = []
+
+    def episodes(self) -> list[Episode]:
+        """The sequences, that with the most turns first."""
+        found = [one.episode for one in self._recorded if one.episode.turns]
+        return sorted(found, key=lambda episode: -len(episode.turns))
+
+    async def draw(self, asked: Asked, sampling: SamplingConfig) -> dict[str, Any]:
+        """Draw answers and record them; RequestError when what is asked cannot be written out, or meets a limit."""
+        turns = sum(len(one.episode.turns) + one.is_busy for one in self._recorded)
+        if turns + asked.n > self._policy.max_turns:
+            self._meet(f"{turns} turns were taken, of at most {self._policy.max_turns}", "max_turns")
+        try:
+            chosen, tokens = self._find(asked)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        while len(chosen) < asked.n:
+            chosen.append(Recorded(len(self._recorded), asked.tools))
+            self._recorded.append(chosen[-1])
+        for one in chosen:
+            one.is_busy = True
+        try:
+            draws = [self._policy.draw(tokens, sampling, asked.stop, one.stream) for one in chosen]
+            drawn = await asyncio.gather(*draws)
+        except ValueError as error:
+            self._meet(str(error), "context_length_exceeded")
+        finally:
+            for one in chosen:
+                one.is_busy = False
+        choices = [self._record(one, asked, tokens, *what) for one, what in zip(chosen, drawn, strict=True)]
+        return asked.completion(choices, len(tokens), sum(keep for _, keep in drawn))
+
+    def _meet(self, limit: str, code: str) -> NoReturn:
+        self.limit = limit
+        raise RequestError(limit, code)
+
+    def _find(self, asked: Asked) -> tuple[list[Recorded], list[int]]:
+        """The sequence that a request goes on with, or none, and the tokens that the policy is to read."""
+        encoder = self._policy.encoder
+        known = [one for one in self._recorded if one.episode.turns and not one.is_busy and one.tools == asked.tools]
+        found = [(one, rest) for one in known if (rest := one.rest(asked.said)) is not None]
+        if not found:
+            refuse_rendered(encoder, [message.model_dump() for message in asked.messages], self.task.prompt)
+            text = render_prompt(plain(asked.said), encoder.tokenizer, tools=asked.tools)
+            return [], list(self.task.tokens) if text == self.task.prompt else encoder.encode_prompt(text)
+        one, rest = max(found, key=lambda pair: len(pair[0].said))
+        before = one.episode.tokens
+        return [one], before + feedback_tokens(encoder, plain(rest), before)
+
+    def _record(self, one: Recorded, asked: Asked, tokens: list[int], drawn: Generation, keep: int) -> dict[str, Any]:
+        """Append what was read and written; returns what the client is told."""
+        episode, tokenizer = one.episode, self._policy.tokenizer
+        episode.observe(tokens[len(episode.tokens) :])
+        if not episode.turns:
+            episode.prompt_length = len(tokens)
+        turn = episode.act(drawn, keep)
+        written = episode.tokens[turn.start :]
+        text = str(tokenizer.decode(written, skip_special_tokens=True))
+        # A client does not expect to see its own stop texts; the policy has written them nevertheless.
+        cut = min((place for stop in asked.stop if (place := text.find(stop)) >= 0), default=len(text))
+        ends = {str(tokenizer.decode(written[-1:], skip_special_tokens=skips)) for skips in (False, True)}
+        one.tail, text = text[cut:] if len(ends) == 1 else None, text[:cut]
+        tokens_text = [str(tokenizer.decode([token])) for token in written]
+        choice = asked.choice(text, len(episode.turns), turn.finish, tokens_text, drawn.logprobs[:keep])
+        one.said = asked.prompt + text if asked.prompt else [*asked.messages, Message(**choice["message"])]
+        return choice
+
+
+class Server:
+    """Listens on this machine alone, in the loop in which it is made."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        routes = [
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={RequestError: _refused})
+        # A client that keeps its connection must not find it closed just when it asks again.
+        config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", timeout_keep_alive=3600)
+        config.load()
+        # Not uvicorn's Server, which would take the signals of the run.
+        self._state = ServerState()
+        protocol = partial(config.http_protocol_class, config, self._state, {})
+        listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        begin = asyncio.get_running_loop().create_server(protocol, sock=listening, backlog=BACKLOG)
+        self._begun = asyncio.ensure_future(begin)
+
+    @contextmanager
+    def session(self, task: EpisodeTask, policy: Policy) -> Iterator[Session]:
+        """Answer the clients of an episode."""
+        session = Session(task, policy)
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.id]
+            for drawing in session.drawing:
+                drawing.cancel()
+
+    async def close(self) -> None:
+        """End it, and its connections."""
+        (await self._begun).close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+
+    def _session(self, request: Request) -> Session:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        session = self._sessions.get(key.partition(".")[0])
+        # In a time that tells nothing of the right one.
+        if session is None or not hmac.compare_digest(key.encode(), session.api_key.encode()):
+            raise RequestError("this is the API key of no episode that is being played", "invalid_api_key", status=401)
+        return session
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "troupe"}]})
+
+    async def _complete(self, request: Request) -> Response:
+        session = self._session(request)
+        asked, sampling = read_request(await request.body(), session.task.sampling)
+        drawing = asyncio.create_task(session.draw(asked, sampling))
+        watching = asyncio.create_task(_watch(request, session, drawing))
+        session.drawing.add(drawing)
+        try:
+            whole = await drawing
+        except asyncio.CancelledError:
+            raise RequestError("the client or its episode has ended", "aborted", status=503) from None
+        finally:
+            watching.cancel()
+            session.drawing.discard(drawing)
+        session.is_aborted = False
+        if not asked.stream:
+            return JSONResponse(whole)
+        return Response(as_events(whole, asked.stream_options), media_type="text/event-stream")
+
+
+async def _watch(request: Request, session: Session, drawing: asyncio.Task[Any]) -> None:
+    """End a request whose client hangs up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    session.is_aborted = drawing.cancel()
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    # Clients would try again what fails again.
+    return JSONResponse(error.body, error.status, {"x-should-retry": "false"})

@@ -1,0 +1,65 @@
+"""The options of episodes, which recipes embed as their group `agent`. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class AgentOptions:
+    """How the policy's answers go on as episodes with a world that answers back."""
+
+    func_path: str | None = None
+    """A Python file that defines `AgentExecutor` or `AgentInstance`, or the name of a shipped environment, as
+    `env:guess`. Default: an answer is one turn, and a reward scores it."""
+    max_turns: int = 16
+    """Turns of an episode, at most; one that is not done by then is truncated."""
+    max_tokens: int | None = None
+    """Tokens of an episode, at most: prompt, answers and feedback. Default: as many as the model has positions. The
+    limit of one turn is that of an answer."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a turn; they stay part of it."""
+    concurrency: int = 256
+    """Episodes that one engine plays at the same time."""
+    runs_in: Literal["loop", "thread", "process"] = "loop"
+    """Where `reset` and `step` run: in the engine's event loop, for those that await what they wait for; in threads,
+    for those that block; or each episode in a process of its own, for those that may hang, crash or use a core."""
+    step_timeout_s: float = 60.0
+    """Seconds that one `reset` or `step` may take before its episode ends as an error."""
+    max_failed_share: float = 0.1
+    """Share of a batch's episodes that may end as errors (or two, if that is more and not all); above it the run
+    stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"agent.{name}={value}; set it to at least 1")
+        if not 0 < self.step_timeout_s < math.inf:
+            raise ValueError(f"agent.step_timeout_s={self.step_timeout_s}; set a number of seconds above 0")
+        if not 0 <= self.max_failed_share <= 1:
+            raise ValueError(f"agent.max_failed_share={self.max_failed_share}; set it to a number from 0 to 1")
+        if not all(self.stop):
+            raise ValueError("agent.stop holds an empty text; leave it out")
+        if self.func_path and self.func_path.endswith(".py"):
+            self.func_path = str(Path(self.func_path).expanduser().absolute())
+
+    def notes(self, given: Collection[str], engine: str = "") -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts; `engine` generates."""
+        idle = [f"agent.{option.name}" for option in fields(self) if option.name not in ("func_path", "concurrency")]
+        named = [name for name in idle if name in given]
+        if self.func_path is None:
+            return [f"no effect of {', '.join(named)}: there is no agent.func_path"] if named else []
+        if engine == "vllm" and self.max_tokens is None:
+            return ["vllm makes room for episodes as long as the model has positions; agent.max_tokens lowers that"]
+        return []
+
+    def longest_prompt(self, max_prompt_tokens: int, max_new_tokens: int) -> int | None:
+        """Tokens that an engine may have to read before it writes; None: as many as the model has positions."""
+        if self.func_path is None:
+            return max_prompt_tokens
+        return None if self.max_tokens is None else max(self.max_tokens - max_new_tokens, 1)

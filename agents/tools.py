@@ -1,0 +1,304 @@
+"""Tools for a policy: typed Python functions that it calls by writing JSON, and an agent that runs them.
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+
+A call that cannot be read or run is answered by an error that the policy can read; it never ends the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
+
+from agents.environments import TextWorld
+from agents.sandbox import Limits, cut, run_python_async
+from agents.worlds import Deadline, Overdue, driven
+from components.data.child_process import short_line
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TOO_DEEP = "too many brackets"
+
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"')
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Why it cannot be run; "" where it can be tried."""
+
+
+def parse_calls(text: str) -> list[Call]:
+    """The calls in what a policy wrote, in order; it raises nothing.
+
+    Without a `<tool_call>`, a JSON object with a `name` and `arguments` is a call too, wherever it stands.
+    """
+    if OPEN not in text:
+        return list(_plain_calls(text))
+    return [_call(*_enclosed(part)) for part in text.split(OPEN)[1:]]
+
+
+def _plain_calls(text: str) -> Iterator[Call]:
+    end = 0
+    for start in re.finditer(r'\{\s*"', text):
+        if start.start() < end:
+            continue
+        found, error, after = _json_at(text, start.start())
+        if not error:
+            end = after
+            if isinstance(found, dict) and "name" in found and ("arguments" in found or "parameters" in found):
+                yield _call(found, "")
+        elif error == TOO_DEEP or _BEGUN.match(text, start.start()):
+            # Meant as one: what was cut off or mistyped is answered, and does not pass for a final answer.
+            yield _call(None, error)
+            return
+
+
+def _enclosed(part: str) -> tuple[Any, str]:
+    """The JSON between the tags, of which the closing one may be missing; or why it cannot be read."""
+    found, error, after = _json_at(part, len(part) - len(part.lstrip()))
+    rest = part[after:].lstrip()
+    if not error and rest and not rest.startswith(CLOSE):
+        error = f"expected {CLOSE}, found {rest[:20]!r}"
+    return found, error
+
+
+def _json_at(text: str, start: int) -> tuple[Any, str, int]:
+    """The JSON that begins there, why it cannot be read, and where it ends."""
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, start)
+    except RecursionError:
+        return None, TOO_DEEP, start
+    except ValueError as error:
+        return None, short_line(str(error)), start
+    return found, "", end
+
+
+def _call(found: Any, error: str) -> Call:
+    example = '{"name": "...", "arguments": {...}}'
+    if error:
+        return Call("", error=f"the call is no valid JSON ({error}); write {example}")
+    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+    if isinstance(arguments, str):
+        # Some models write them as text in the text.
+        arguments = _json_at(arguments, 0)[0]
+    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+        return Call("", error=f"the call is no object with a name and arguments; write {example}")
+    return Call(found["name"], arguments)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of its arguments."""
+    function: Callable[..., Any]
+    """Takes them by name, checks and converts them; may be async."""
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Tool:
+        """Make a tool of a function with typed arguments and a docstring, whose `Args:` say what they are.
+
+        Raises:
+            ValueError: an argument has no type, or one that has no JSON schema, or cannot be given by name.
+        """
+        name, text = function.__name__, inspect.getdoc(function) or ""
+        for argument in inspect.signature(function).parameters.values():
+            if argument.annotation is argument.empty or argument.kind not in (
+                argument.KEYWORD_ONLY,
+                argument.POSITIONAL_OR_KEYWORD,
+            ):
+                raise ValueError(f"argument {argument.name!r} of the tool {name!r} needs a type and a name of its own")
+        if not text:
+            raise ValueError(f"the tool {name!r} needs a docstring; the policy reads it")
+        anything: Any = function
+        try:
+            parameters = TypeAdapter(anything).json_schema()
+            checked = validate_call(config=ConfigDict(coerce_numbers_to_str=True))(anything)
+        except Exception as error:
+            raise ValueError(f"the tool {name!r} has a type without a JSON schema: {short_line(str(error))}") from error
+        for key, schema in parameters["properties"].items():
+            schema.pop("title", None)  # enums and classes have none
+            if said := re.search(rf"^\s+{key}(?: \(.*\))?: (.*)", text, re.MULTILINE):
+                schema["description"] = said[1]
+        return Tool(name, re.split(r"\n\s*(?:Args|Returns|Raises):\n", text)[0].strip(), parameters, checked)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The way chat templates and APIs describe it."""
+        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": about}
+
+    async def run(self, arguments: Mapping[str, Any]) -> str:
+        """What the function gives for these, as text; plain functions run in a thread.
+
+        Raises:
+            ValueError: the arguments do not fit; the message says which and why. Whatever else the function raises.
+        """
+        is_async = inspect.iscoroutinefunction(self.function)
+        try:
+            found = self.function(**arguments) if is_async else in_thread(lambda: self.function(**arguments))
+            result = await found
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            raise ValueError("; ".join(faults)) from error
+        if not isinstance(result, str):
+            try:
+                result = json.dumps(result, ensure_ascii=False)
+            except (TypeError, ValueError):
+                result = str(result)
+        # Half a character, as JSON can write one, is nothing that a tokenizer takes.
+        return result.encode(errors="replace").decode()
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Run blocking work in a thread of its own: one that never ends takes nobody else's, nor holds up the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(method: str, value: Any) -> None:
+        if not done.done():
+            getattr(done, method)(value)
+
+    def run() -> None:
+        try:
+            outcome = ("set_result", work())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
+            # SystemExit would end more than the tool, and a future takes no StopIteration.
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            outcome = ("set_exception", error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def python_tool(limits: Limits | None = None) -> Tool:
+    """Python in the sandbox, which is no security boundary: see `agents.sandbox`."""
+
+    async def python(code: str) -> str:
+        """Run a Python program and give what it prints. Nothing is kept from one call to the next.
+
+        Args:
+            code: the whole program
+        """
+        return (await run_python_async(code, limits=limits)).text or "(it printed nothing)"
+
+    return Tool.of(python)
+
+
+class ToolAgentInstance(TextWorld):
+    """An agent that may call tools; an answer without a call is its last, and is scored.
+
+    The prompt is to be plain text (data.apply_chat_template=false): it becomes the user's message, after a system
+    message with the tools.
+    """
+
+    tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
+    """Functions, or what `Tool.of` or `python_tool` has made."""
+    instructions: ClassVar[str] = (
+        "You may call these tools. For each call write a JSON object with the tool's name and its arguments:\n"
+        f'{OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}\n'
+        "The results come in the next message. An answer without a call is final."
+    )
+    """What the policy reads first, before the tools; "" leaves the tools out too."""
+    result_role: ClassVar[str] = "tool"
+    """Of the messages with results; `user` for a template without tools, which then get one for all results of a turn.
+    They are text where `chat` is False."""
+    result_text: ClassVar[str] = "\n<tool_response>\n{}\n</tool_response>\n"
+    """Around a result where `chat` is False."""
+    max_result_chars: ClassVar[int] = 2000
+    """Of one result; the rest is cut off, with a note that says so."""
+    max_calls: ClassVar[int] = 16
+    """That are run in one turn."""
+    tool_timeout_s: ClassVar[float] = 30.0
+    """Seconds that all calls of one turn have together; the policy reads which gave no result in them. Below
+    agent.step_timeout_s."""
+
+    def __init__(self) -> None:
+        made = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in self.tools]
+        self._tools = {tool.name: tool for tool in made}
+        self._logs = {"tool_calls": 0, "tool_errors": 0}  # for a `reset` that leaves this class's out
+
+    @abstractmethod
+    async def score(self, answer: str, label: Any) -> float:
+        """How good a final answer is, from 0 to 1; also its reward."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
+        """Begin with the tools and the prompt."""
+        self._logs = {"tool_calls": 0, "tool_errors": 0}
+        prompt = states["observation"]
+        schemas = [json.dumps(tool.schema, ensure_ascii=False) for tool in self._tools.values()]
+        system = "\n".join([self.instructions, *schemas]) if self.instructions else ""
+        if not self.chat:
+            return {"observation": f"{system}\n\n{prompt}" if system else prompt}
+        messages = [{"role": "system", "content": system}] if system else []
+        return {"observation": [*messages, {"role": "user", "content": prompt}]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
+        """Run the calls, or score the answer."""
+        calls = parse_calls(states["action_text"])
+        if not calls:
+            score = await self.score(states["action_text"], states["label"])
+            return {"rewards": score, "scores": score, "environment_feedback": "", "done": True} | self._logged()
+        deadline, before = Deadline(self.tool_timeout_s), self._logs["tool_calls"]
+        results = [await self._result(number, call, deadline) for number, call in enumerate(calls)]
+        if self.chat and self.result_role == "user":
+            # Many templates want the roles to alternate.
+            feedback: Any = [{"role": "user", "content": "\n".join(results)}]
+        elif self.chat:
+            # Some templates take no ids but of nine letters and digits.
+            ids = (f"call{before + number:05d}" for number in range(len(results)))
+            feedback = [
+                {"role": self.result_role, "tool_call_id": name, "content": result}
+                for name, result in zip(ids, results, strict=True)
+            ]
+        else:
+            feedback = "".join(self.result_text.replace("{}", result, 1) for result in results)
+        return {"rewards": 0.0, "environment_feedback": feedback, "done": False} | self._logged()
+
+    def _logged(self) -> dict[str, Any]:
+        return {"extra_logs": dict(self._logs)}
+
+    async def _result(self, number: int, call: Call, deadline: Deadline) -> str:
+        """Run one call; what the policy reads of it."""
+        self._logs["tool_calls"] += 1
+        try:
+            if number >= self.max_calls:
+                raise ValueError(f"at most {self.max_calls} calls are run at once; this one was not")
+            if call.error:
+                raise ValueError(call.error)
+            if call.name not in self._tools:
+                raise ValueError(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
+            if not deadline.spend():
+                raise Overdue
+            # The world's own deadline says who keeps the loop busy.
+            text = await driven(self._tools[call.name].run(call.arguments), deadline, lambda _seconds: None)
+        except Overdue:
+            if deadline.spend():  # the time of the whole step is over, and not that of the tools
+                raise
+            text = f"error: {call.name} gave no result in {self.tool_timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy is to learn from it
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            text = f"error: {kind}{short_line(str(error))}"
+        else:
+            return cut(text, self.max_result_chars)
+        self._logs["tool_errors"] += 1
+        return text

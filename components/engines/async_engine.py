@@ -1,0 +1,144 @@
+"""Generation request by request, for callers that each wait for their own: agents, and rollouts that go on while
+weights change. Everything here runs in one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from components.engines.config import RolloutConfig, SamplingConfig, VLLMRolloutConfig
+from components.engines.rollout_engine import WeightVersions, open_rollout_engine
+
+if TYPE_CHECKING:
+    from components.engines.weight_sync import WeightHandle
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that came together."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """In nats, one per token."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All that was drawn for one request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """In nats, one per token, at the sampling temperature."""
+    versions: list[int]
+    """Version of the weights that drew each token."""
+    finish: Finish
+    """An end token came, the limit was reached, or the request was aborted."""
+
+
+class Request(ABC):
+    """A request on its way: iterate over its pieces as they come, or wait for all of it."""
+
+    @abstractmethod
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces that were not yet taken; for one reader.
+
+        Raises:
+            what `result` raises.
+        """
+
+    @abstractmethod
+    async def result(self) -> Generation:
+        """Everything, once it is finished or aborted.
+
+        Raises:
+            RuntimeError: the engine has died, or was closed.
+            ValueError, RuntimeError: what the engine says of this request and those that it drew together with it.
+        """
+
+    @abstractmethod
+    async def abort(self) -> Generation:
+        """End it; returns what was drawn so far."""
+
+
+class AsyncEngine(WeightVersions):
+    """Draws completions for many callers at the same time."""
+
+    positions: int | None = None
+    """Tokens of prompt and completion together, at most; None: any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updating = asyncio.Lock()
+        """Held while weights come in."""
+
+    @abstractmethod
+    def submit(
+        self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
+    ) -> Request:
+        """Continue `tokens`; returns at once.
+
+        Args:
+            tokens: ids of the prompt, at least one.
+            sampling: how to draw.
+            prompt_id: with `sample_id`, `sampling.seed`, `sampling.step` and the length of the prompt it fixes the
+                random numbers, whatever else is generated.
+            sample_id: which of the prompt's samples.
+
+        Raises:
+            ValueError: the prompt is empty, or too long for what is to be drawn; or weights have not arrived whole.
+        """
+
+    def _check_request(self, tokens: Sequence[int], sampling: SamplingConfig) -> None:
+        # Requests that come while weights do wait for them.
+        if not self._updating.locked():
+            self._check_whole()
+        room = self.positions
+        if not tokens or (room is not None and len(tokens) + sampling.max_new_tokens > room):
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens with max_new_tokens={sampling.max_new_tokens}; it needs at least "
+                f"one token, and both together at most {room}"
+            )
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Start nothing more until `resume`; returns once nothing is being drawn. Requests wait, new ones too."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    @abstractmethod
+    async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
+        """Copy published weights over the engine's own while requests wait, which then go on.
+
+        Raises:
+            ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error in the middle of the
+                copying the engine stays paused, until a version has arrived whole.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the engine has started."""
+
+
+async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> AsyncEngine:
+    """The engine that `config` is of, with the weights at `model_path`, for the loop that this runs in.
+
+    Args:
+        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+        config: of the engine.
+    """
+    if isinstance(config, VLLMRolloutConfig):
+        from components.engines.vllm_async import AsyncVLLMEngine
+
+        return await AsyncVLLMEngine.open(model_path, config)
+    from components.engines.batched_engine import BatchedEngine
+
+    return BatchedEngine(open_rollout_engine(model_path, config))

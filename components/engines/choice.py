@@ -1,0 +1,66 @@
+"""Which engine generates where the user leaves it open. Nothing here needs torch or vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+ROLLOUT_ENGINES = ("auto", "vllm", "hf")
+LARGE_BYTES = 100_000_000
+"""A model's weight files from which on vLLM is the faster one on a CPU too: see docs/benchmarks.md."""
+
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
+
+
+def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures: float) -> tuple[str, str]:
+    """Which engine generates, and why, in a few words.
+
+    Args:
+        asked: "vllm", "hf" or "auto".
+        gpus: of a machine.
+        model_path: folder, hub name, or the name of a demonstration model that is still to be made.
+        temperatures: that will be sampled at.
+
+    Raises:
+        ValueError: there is no such engine, or vLLM is asked for and cannot be had.
+    """
+    if asked not in ROLLOUT_ENGINES:
+        raise ValueError(f"rollout engine {asked!r}; use one of {', '.join(ROLLOUT_ENGINES)}")
+    installed = importlib.util.find_spec("vllm") is not None
+    if asked == "hf":
+        return "hf", "as asked for"
+    fault = _fault(gpus, Path(model_path).expanduser(), temperatures) if installed else "vLLM is not installed"
+    if asked == "vllm":
+        if fault:
+            remedy = "choose hf" if installed else "run bash scripts/setup.sh vllm, or choose hf"
+            raise ValueError(f"the rollout engine vllm cannot be used: {fault}; {remedy}")
+        return "vllm", "as asked for"
+    if fault:
+        return "hf", fault
+    if gpus:
+        return "vllm", "there is a GPU"
+    nbytes = sum(file.stat().st_size for file in Path(model_path).expanduser().glob("*.safetensors"))
+    if nbytes >= LARGE_BYTES:
+        return "vllm", f"the model has {nbytes / 1e6:,.0f} MB of weights"
+    return "hf", "faster for a small model on a CPU"
+
+
+def _fault(gpus: int, model: Path, temperatures: tuple[float, ...]) -> str:
+    """Why vLLM cannot sample from this model so; empty when it can."""
+    odd = [t for t in temperatures if t != 0 and not COLDEST <= t <= HOTTEST]
+    if odd:
+        return f"vLLM takes temperatures of 0, or from {COLDEST} to {HOTTEST}, not {odd[0]}"
+    if gpus or not (model / "config.json").is_file():
+        return ""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    if not {"hidden_size", "num_attention_heads"} <= config.keys():
+        return ""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = ", ".join(map(str, CPU_HEADS))
+    return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for attention heads of {sizes}, not {size}"

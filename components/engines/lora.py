@@ -1,0 +1,135 @@
+"""Low-rank adapters of linear layers, by peft: W + scale * B A, of which B and A are trained and W stays as it is.
+
+Hu et al. 2021 ("LoRA: Low-Rank Adaptation of Large Language Models"). A is [rank, in], B is [out, rank] and 0 at the
+start, so that the first outputs are the model's own; scale = lora_alpha / lora_rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.engines.causal import ValueModel
+from components.engines.config import TrainConfig
+
+_ALL = "all-linear"
+
+
+class Adapters:
+    """The adapters of one model: where they are, and what the model is with them added to its weights."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        """Put adapters into `model`, in place, the same on all ranks. Only they keep their gradients, and a value head.
+
+        Args:
+            model: policy or value model, whole and not under an engine yet.
+            config: its `lora_...` fields, and the seed of the first weights.
+
+        Raises:
+            ValueError: `lora_target_modules` names what can have no adapter.
+        """
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        base: Any = model.backbone if isinstance(model, ValueModel) else model
+        targets = _targets(base, config.lora_target_modules)
+        self.prefix = "backbone." if isinstance(model, ValueModel) else ""
+        self.config = LoraConfig(
+            r=config.lora_rank,
+            # The scale is a ratio: peft takes any number, whatever its annotation says.
+            lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=config.lora_dropout,
+            target_modules=targets,
+            fan_in_fan_out=not isinstance(base.get_submodule(targets[0]), nn.Linear),
+            base_model_name_or_path=base.name_or_path,
+            task_type=None if self.prefix else "CAUSAL_LM",
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            inject_adapter_in_model(self.config, base)
+        # peft writes down a set, in another order each time.
+        self.config.target_modules = targets
+        self.layers: dict[str, Any] = {
+            n: module for n, module in model.named_modules() if isinstance(module, LoraLayer)
+        }
+        """Those that have an adapter, by name."""
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.float()
+        names = ("lora_rank", "lora_alpha", "lora_target_modules")
+        self.note = {name: getattr(config, name) for name in names}
+        """What a saved state has to agree with."""
+
+    def merged(
+        self, frozen: Iterable[tuple[str, Tensor]], trained: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the model without adapters that computes the same, by its names and in its types.
+
+        Args:
+            frozen: whole parameters that are not trained, by their names in the model; none on ranks other than 0.
+            trained: whole ones that are, of which the adapters are added and others come as they are; none there too.
+        """
+        for name, weight in frozen:
+            layer, _, kind = name.rpartition(".base_layer.")
+            if layer in self.layers and kind == "weight":
+                yield f"{layer}.weight", self._added(layer, weight, trained)
+            else:
+                yield name.replace(".base_layer.", "."), weight
+        yield from ((name, weight) for name, weight in trained.items() if ".lora_" not in name)
+
+    def _added(self, layer: str, weight: Tensor, trained: Mapping[str, Tensor]) -> Tensor:
+        up, down = (trained[f"{layer}.lora_{side}.default.weight"].float() for side in "BA")
+        module = self.layers[layer]
+        change = (up @ down).mul_(module.scaling["default"])
+        # GPT-2's layers keep their weights as [in, out].
+        return (weight + (change.T if module.fan_in_fan_out else change)).to(weight.dtype)
+
+    def save(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
+        """Write what `PeftModel.from_pretrained(model, folder)` loads into the model that training started from.
+
+        Args:
+            folder: made when missing.
+            trained: as for `merged`. A value head is not written.
+        """
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(str(folder))
+        weights = {
+            "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."): tensor.contiguous()
+            for name, tensor in trained.items()
+            if ".lora_" in name
+        }
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _targets(base: Any, wanted: str) -> list[str]:
+    """Names of the linear layers that are wanted, in the order of the model."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = base.get_output_embeddings()
+    linear = {name: module for name, module in base.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    if wanted == _ALL:
+        return [name for name, module in linear.items() if module is not head]
+    chosen: dict[str, None] = {}
+    for ending in filter(None, (part.strip() for part in wanted.split(","))):
+        found = [name for name in linear if name == ending or name.endswith(f".{ending}")]
+        if not found:
+            endings = sorted({name.rpartition(".")[2] for name in linear})
+            raise ValueError(
+                f"lora_target_modules={wanted!r}: no linear layer of {type(base).__name__} is called {ending!r}; there "
+                f"are {', '.join(endings)}; or set {_ALL}"
+            )
+        chosen |= dict.fromkeys(found)
+    shared = base.get_input_embeddings().weight
+    tied = [name for name in chosen if linear[name].weight is shared]
+    if tied:
+        raise ValueError(
+            f"lora_target_modules={wanted!r}: {tied[0]} shares its weight with the embedding of the tokens, and an "
+            "adapter of one alone cannot be merged; leave it out"
+        )
+    return list(chosen)

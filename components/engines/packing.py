@@ -1,0 +1,236 @@
+"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed.
+
+A model that packs gets the row, positions that start anew with each sequence, and where the sequences begin, under the
+names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
+
+    on a GPU, in half precision     torch's variable-length kernel, where it can what the layer wants
+    else                            sequence by sequence: torch's SDPA, or plain tensor functions for caps and sinks
+
+Legend: `B` sequences, `N` all their tokens end to end, `T` tokens of one, `R` rows of a call that is not packed, `H`
+query heads, `K` key heads, `D` size of a head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+
+from components.batch import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "troupe_packed"
+_MARK = "packs_sequences"  # a ValueModel has a property of this name
+
+# How far a packed sequence may be from the same one alone, relative to the largest number of the output.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+def use_packing(model: PreTrainedModel) -> None:
+    """Let `model` take packed sequences; `packs` tells from then on.
+
+    It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. Call
+    it while the weights are whole: a small packed row is compared with its sequences alone, under the model's own plain
+    attention.
+
+    Raises:
+        ValueError: something else than attention looks at several tokens, or the two do not agree.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    own = model.config._attn_implementation
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(_refusal(model, f"it has layers of the kinds {', '.join(sorted(kinds))}"))
+    row = _probe_row(model)
+    try:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            alone = [model(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
+            model.set_attn_implementation(_NAME)
+            packed = model(**packed_inputs(row))[0]
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(_refusal(model, f"it failed on a packed row: {error}")) from error
+    if model.config._attn_implementation != _NAME:
+        raise ValueError(_refusal(model, "transformers cannot give it another attention"))
+    expected = torch.cat(alone, 1).float()
+    distance = float((packed.float() - expected).abs().max() / expected.abs().max())
+    # Not the other way round: NaN is not near.
+    if not distance <= _TOLERANCE.get(model.dtype, 1e-3):
+        raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
+    if own is not None and "flash" in own:
+        model.set_attn_implementation(own)
+    setattr(model, _MARK, True)
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether a model, or the model in an engine, takes packed sequences."""
+    return getattr(model, _MARK, False)
+
+
+def packed_inputs(batch: Batch) -> dict[str, Any]:
+    """What a model that packs is called with, for column `tokens` of at least one token."""
+    packed = batch.packed()
+    borders = {f"cu_seq_lens_{side}": packed.cumulative_lengths for side in ("q", "k")}
+    longest = {f"max_length_{side}": packed.max_length for side in ("q", "k")}
+    row = {"input_ids": packed.tokens[None], "position_ids": packed.positions[None]}
+    # No cache and no mask: with either transformers takes the row for one sequence.
+    return {**row, **borders, **longest, "use_cache": False}
+
+
+def _refusal(model: nn.Module, why: str) -> str:
+    return f"{type(model).__name__} cannot be trained on packed sequences: {why}; set packing=False"
+
+
+def _probe_row(model: PreTrainedModel) -> Batch:
+    """Three sequences; the first and the last begin alike, so that an order of positions alone decides nothing."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (6, 1, 9)]
+    return Batch.from_rows({"tokens": rows})
+
+
+def _mask(attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any) -> Tensor | None:
+    """What layers get as their mask: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
+
+    Args:
+        attention_mask: [R, S] False at padding.
+        local_size: tokens that a token sees, itself included.
+        arguments: as transformers calls functions that make masks.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is not None or arguments["q_length"] != arguments["kv_length"]:
+        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, **arguments)
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
+
+
+def _attention(
+    module: nn.Module,
+    query_RHND: Tensor,
+    key_RKND: Tensor,
+    value_RKND: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls attention: returns [R, N, H, D] and no attention weights.
+
+    Args:
+        attention_mask: what `_mask` made of it.
+        s_aux: [H] sinks: logits that take their share of the softmax and give nothing.
+        cu_seq_lens_q: [B + 1] where sequences begin in the only row; None: every row is a sequence.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    is_window = attention_mask is not None and attention_mask.dtype == torch.int64
+    is_masked, plain = attention_mask is not None and not is_window, softcap is None and s_aux is None
+    odd = rest.get("position_bias") is not None or rest.get("is_causal") is False or not _is_causal(module)
+    if odd or (is_masked and (cu_seq_lens_q is not None or not plain)):
+        raise ValueError(f"{type(module).__name__} has a mask or a bias beside its order; set packing=False")
+    if is_masked:
+        arguments = {"scaling": scaling, "dropout": dropout, **rest}
+        return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
+    window = None if attention_mask is None else int(attention_mask)
+    scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
+    if cu_seq_lens_q is not None and plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
+        return _by_kernel(query_RHND, key_RKND, value_RKND, cu_seq_lens_q, max_length_q, scale, window), None
+    lengths = [query_RHND.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=s_aux), scale, dropout, window)
+    parts = zip(*(x.split(lengths, 2) for x in (query_RHND, key_RKND, value_RKND)), strict=True)
+    output = torch.cat([attend(query, key, value) for query, key, value in parts], 2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return getattr(module, "is_causal", True)
+
+
+def _by_sdpa(
+    scale: float, dropout: float, window: int | None, query_RHTD: Tensor, key_RKTD: Tensor, value_RKTD: Tensor
+) -> Tensor:
+    length = query_RHTD.shape[2]
+    mask_TT = None if window is None or window >= length else _seen(length, window, query_RHTD.device)
+    return scaled_dot_product_attention(
+        query_RHTD,
+        key_RKTD,
+        value_RKTD,
+        attn_mask=mask_TT,
+        is_causal=mask_TT is None,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query_RHTD.shape[1] != key_RKTD.shape[1],
+    )
+
+
+def _by_hand(
+    scale: float,
+    dropout: float,
+    window: int | None,
+    query_RHTD: Tensor,
+    key_RKTD: Tensor,
+    value_RKTD: Tensor,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    group = query_RHTD.shape[1] // key_RKTD.shape[1]
+    key_RHTD, value_RHTD = (x.repeat_interleave(group, 1) for x in (key_RKTD, value_RKTD))
+    score_RHTT = query_RHTD @ key_RHTD.transpose(2, 3) * scale
+    if softcap is not None:
+        score_RHTT = torch.tanh(score_RHTT / softcap) * softcap
+    length = query_RHTD.shape[2]
+    score_RHTT = score_RHTT.masked_fill(~_seen(length, window or length, score_RHTT.device), -torch.inf)
+    if s_aux is not None:
+        sink_RHT1 = s_aux.view(1, -1, 1, 1).to(score_RHTT.dtype).expand(*score_RHTT.shape[:-1], 1)
+        score_RHTT = torch.cat([score_RHTT, sink_RHT1], -1)
+    share_RHTT = score_RHTT.softmax(-1, dtype=torch.float32).to(query_RHTD.dtype)[..., :length]
+    return drop(share_RHTT, dropout) @ value_RHTD
+
+
+def _seen(length: int, window: int, device: torch.device) -> Tensor:
+    """[T, T] bool, True where the row's token sees the column's: itself and those before it in the window."""
+    seen_TT = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen_TT.triu(1 - window)
+
+
+def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:
+    fits = query_RHND.shape[-1] == value_RKND.shape[-1] <= 256
+    return query_RHND.is_cuda and query_RHND.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _by_kernel(
+    query_1HND: Tensor,
+    key_1KND: Tensor,
+    value_1KND: Tensor,
+    borders: Tensor,
+    longest: int | None,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """[1, N, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    group = query_1HND.shape[1] // key_1KND.shape[1]
+    # Not the kernel's own grouping, which is not in every release of torch.
+    key_1HND, value_1HND = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KND, value_1KND))
+    query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1).contiguous() for x in (query_1HND, key_1HND, value_1HND))
+    assert longest is not None
+    seen = (-1 if window is None else window - 1, 0)
+    output: Any = varlen_attn(
+        query_NHD, key_NHD, value_NHD, borders, borders, longest, longest, scale=scale, window_size=seen
+    )
+    return output[None]

@@ -1,0 +1,160 @@
+"""Generation with vLLM request by request, for callers that each wait for their own: agents, and rollouts that go on
+while weights change.
+
+Everything here runs in one asyncio loop. vLLM generates in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from components.engines.async_engine import AsyncEngine, Generation, Piece, Request
+from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.sampling import request_seeds
+from components.engines.vllm_options import (
+    drawn_logprobs,
+    engine_arguments,
+    parameters_of,
+    positions_of,
+    prepare_process,
+    same_digests,
+    sampling_parameters,
+)
+from components.engines.weight_sync import WeightHandle
+
+
+class VLLMRequest(Request):
+    """A request on its way: iterate over its pieces as they come, or wait for all of it."""
+
+    def __init__(self, engine: AsyncVLLMEngine, request_id: str, outputs: AsyncIterator[Any]) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._collect(outputs), name=request_id)
+
+    async def _collect(self, outputs: AsyncIterator[Any]) -> Generation:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        last: Any = None
+        try:
+            async for output in outputs:
+                last = output.outputs[0]
+                piece = Piece(list(last.token_ids), drawn_logprobs(last))
+                tokens += piece.tokens
+                logprobs += piece.logprobs
+                if piece.tokens:
+                    self._pieces.put_nowait(piece)
+        finally:
+            self._pieces.put_nowait(None)
+        if last is None:
+            return Generation([], [], [], "abort")
+        spans = last.weight_versions or []
+        versions = [version for span in spans for version in [int(span.version)] * (span.end - span.start)]
+        assert len(versions) == len(tokens) == len(logprobs), (len(versions), len(tokens), len(logprobs))
+        return Generation(tokens, logprobs, versions, last.finish_reason)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+        await self.result()
+
+    async def result(self) -> Generation:
+        # A caller that stops waiting does not end the request; abort does.
+        return await asyncio.shield(self._task)
+
+    async def abort(self) -> Generation:
+        while not self._task.done():
+            # Again, should vLLM not know it yet.
+            await self._engine.abort(self.request_id)
+            await asyncio.wait([self._task], timeout=0.05)
+        return await self.result()
+
+
+class AsyncVLLMEngine(AsyncEngine):
+    """vLLM's `AsyncLLM`. Make it with `open`, in the loop that it is used in."""
+
+    def __init__(self, model_path: str | Path, config: VLLMRolloutConfig, llm: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.positions = positions_of(model_path, config)
+        self._model_path = model_path
+        self._llm: Any = llm
+        self._ids = itertools.count()
+
+    @classmethod
+    async def open(cls, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> AsyncVLLMEngine:
+        """Start an engine.
+
+        Args:
+            model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+            config: of this engine; it always has a process of its own.
+        """
+        config = config or VLLMRolloutConfig()
+        # Its engine has a process of its own in any case; this way that one needs no further one.
+        prepare_process(config, in_process=True)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(**engine_arguments(model_path, config))
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        try:
+            await llm.update_weight_version("0")
+            return cls(model_path, config, llm)
+        except BaseException:
+            llm.shutdown()
+            raise
+
+    def submit(
+        self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
+    ) -> VLLMRequest:
+        self._check_request(tokens, sampling)
+        from vllm.sampling_params import RequestOutputKind
+
+        seed = int(request_seeds(sampling.seed, sampling.step, prompt_id, sample_id, len(tokens))[0])
+        parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens)
+        parameters.output_kind = RequestOutputKind.DELTA
+        request_id = f"request-{next(self._ids)}"
+        outputs = self._llm.generate({"prompt_token_ids": list(tokens)}, parameters, request_id)
+        return VLLMRequest(self, request_id, outputs)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its result is what was drawn so far. One that has ended already stays as it is."""
+        await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests wait, new ones too; what they have read so far is forgotten, and read again
+        on `resume`, by the weights that are there then.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
+        """Copy published weights over the engine's own, between two tokens of the requests in flight; see
+        `AsyncEngine`.
+        """
+        async with self._updating:
+            self.check_receivable(handle)
+            await self.pause()
+            self._damaged = True
+            # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+            digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
+            self.received(handle, same_digests(digests) if verify else None)
+            await self._llm.update_weight_version(str(handle.version))
+            await self.resume()
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return parameters_of(self._model_path)
+
+    def close(self) -> None:
+        """End vLLM's processes. Requests in flight fail."""
+        self._llm.shutdown()
+        # It does so again when it is collected, which fails when that is as late as the interpreter's end.
+        self._llm.shutdown = lambda timeout=None: None  # noqa: ARG005
+        self._llm = None

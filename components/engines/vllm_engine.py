@@ -1,0 +1,89 @@
+"""Generation with vLLM: one batch of prompts in, all completions out.
+
+vLLM is the engine for GPUs and for models that are not tiny: it keeps its memory full of sequences, whatever their
+lengths. Tokens do not depend on the number of engines, the order of prompts, or what else is generated: every request
+has a seed of its own. They are other tokens than the hf engine draws from the same seed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from components.batch import Batch
+from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.rollout_engine import Completions, RolloutEngine
+from components.engines.vllm_options import (
+    completions,
+    engine_arguments,
+    parameters_of,
+    positions_of,
+    prepare_process,
+    requests,
+    same_digests,
+)
+from components.engines.weight_sync import WeightHandle
+
+__all__ = ["VLLMRolloutConfig", "VLLMRolloutEngine"]
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """vLLM's `LLM`: in this process, in one beside it, or in one per device."""
+
+    def __init__(self, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> None:
+        """
+        Args:
+            model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+            config: of this engine.
+        """
+        super().__init__()
+        self.config = config or VLLMRolloutConfig()
+        self.positions = positions_of(model_path, self.config)
+        self._model_path = model_path
+        self._awake: set[str] = set()
+        prepare_process(self.config, in_process=not self.config.own_process)
+        set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
+        # In this process vLLM would leave behind a seeded generator, another default type, and fixed threads.
+        with torch.random.fork_rng():
+            from vllm import LLM
+
+            self._llm: Any = LLM(**engine_arguments(model_path, self.config))
+        torch.set_num_threads = set_num_threads
+        torch.set_default_dtype(dtype)
+
+    def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
+        outputs = self._llm.generate(*requests(prompts, sampling), use_tqdm=False) if len(prompts) else []
+        return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+
+    def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
+        # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+        digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
+        return same_digests(digests)
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return parameters_of(self._model_path)
+
+    def _sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+        self._awake = set()
+
+    def _wake(self, for_weights: bool) -> None:
+        # Its parts wake once each.
+        wanted = {"weights"} if for_weights else {"weights", "kv_cache"}
+        self._llm.wake_up(tags=sorted(wanted - self._awake))
+        self._awake |= wanted
+
+    def close(self) -> None:
+        """End vLLM's processes. The process group of this one stays, which vLLM would end: a trainer may be in it."""
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda group=None: None  # noqa: ARG005
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        finally:
+            dist.destroy_process_group = destroy

@@ -1,0 +1,204 @@
+"""What the two vLLM engines share: the environment they start in, their settings, and requests.
+
+On a CPU three traps of vLLM 0.32 are kept out. Without a size its key-value cache takes all memory. It prefills long
+queues of prompts in chunks, which ends a request with a seed of its own, so chunks are off. And one process per core
+of a machine is bound to a core by NUMA node, which fails where there is one node, so cores are dealt out here.
+
+Legend: `B` sequences, `K` most new tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from components.batch import Batch
+from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.rollout_engine import Completions, limits
+from components.engines.sampling import request_seeds
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RECEIVER = "components.engines.vllm_worker.WeightReceiver"
+BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
+"""Which cores vLLM takes, and what we have set that to."""
+BATCHED_TOKENS = 16384
+"""Prompt tokens that are read at the same time, at least."""
+
+
+def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
+    """Set what vLLM reads from the environment when it is imported. What the user has set stays, but for where the
+    engine runs.
+
+    Raises:
+        ValueError: vLLM is not installed, or there are fewer cores than processes of the engine.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Its workers are started anew: a fork of a process with threads may hang.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    if not torch.cuda.is_available() and os.environ.get(BINDING) in (None, os.environ.get(OUR_BINDING)):
+        # Another engine may have been here before; what the user has set stays.
+        os.environ[BINDING] = os.environ[OUR_BINDING] = _cores(config.tensor_parallel_size)
+
+
+def _cores(processes: int) -> str:
+    """Who is bound to which cores, as vLLM wants it: alone an engine goes where there is room."""
+    if processes == 1:
+        return "nobind"
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < processes:
+        raise ValueError(
+            f"tensor_parallel_size={processes}, but this process may use {len(own)} CPU cores, one for each part of an "
+            f"engine; set at most {len(own)}"
+        )
+    share = len(own) // processes
+    return "|".join(",".join(map(str, own[i * share : (i + 1) * share])) for i in range(processes))
+
+
+def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`."""
+    length = positions_of(model_path, config)
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": config.dtype,
+        "max_model_len": length,
+        "max_num_seqs": config.max_rows,
+        "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_rows),
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        # In an actor of Ray vLLM would ask Ray for its processes, which have places of ours.
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else None,
+        # Those of the distribution that was drawn from: at the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": RECEIVER,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if torch.cuda.is_available():
+        return arguments | {
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": config.enable_sleep,
+        }
+    _check_heads(model_path)
+    # Compiling takes minutes on a CPU and makes nothing faster.
+    return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30)}
+
+
+def _check_heads(model_path: str | Path) -> None:
+    """See that vLLM's CPU kernels have the size of the model's heads: it would say so at the first prompt."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text: Any = model_config(model_path).get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ValueError(
+            f"{model_path} has attention heads of {size} numbers, and on a CPU vLLM has kernels for {sizes}; choose "
+            "the engine hf"
+        )
+
+
+def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
+    """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
+    known: int | None = getattr(model_config(model_path).get_text_config(), "max_position_embeddings", None)
+    asked = config.max_model_len
+    return min(known, asked) if known and asked else known or asked
+
+
+def model_config(model_path: str | Path) -> PretrainedConfig:
+    """The config.json of a model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path)
+
+
+@lru_cache(maxsize=4)
+def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """As `RolloutEngine._parameters`, of the model as transformers has it; no weight is read. To be asked late: making
+    the model takes a third of an engine's start.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(model_path))
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
+
+
+def same_digests(parts: list[dict[str, str]]) -> dict[str, str]:
+    """What all parts of an engine were given; a part that was given something else has none of it right."""
+    return {name: found if all(part.get(name) == found for part in parts) else "" for name, found in parts[0].items()}
+
+
+def sampling_parameters(sampling: SamplingConfig, seed: int | None, max_tokens: int) -> Any:
+    """VLLM's `SamplingParams` of one request.
+
+    Args:
+        sampling: how to draw.
+        seed: of this request; greedy ones need none.
+        max_tokens: of this request.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if sampling.temperature else 1.0,
+        top_k=sampling.top_k if sampling.temperature else 0,
+        seed=seed if sampling.temperature else None,
+        max_tokens=max_tokens,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def requests(prompts: Batch, sampling: SamplingConfig) -> tuple[list[Any], list[Any]]:
+    """Prompts as vLLM takes them, and how each is continued."""
+    seeds = request_seeds(
+        sampling.seed, sampling.step, prompts["prompt_id"], prompts["sample_id"], position_B=prompts.lengths
+    )
+    rows = [{"prompt_token_ids": tokens} for tokens in prompts.lists("tokens")]
+    limit_B = limits(prompts, sampling).tolist()
+    return rows, [sampling_parameters(sampling, int(seed), limit) for seed, limit in zip(seeds, limit_B, strict=True)]
+
+
+def drawn_logprobs(output: Any) -> list[float]:
+    """Log-probability of each token of a `CompletionOutput`."""
+    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+def completions(outputs: list[Any], max_new_tokens: int) -> Completions:
+    """What vLLM has drawn, one `CompletionOutput` per prompt."""
+    rows = [(list(output.token_ids), drawn_logprobs(output)) for output in outputs]
+    length_B = torch.tensor([len(tokens) for tokens, _ in rows], dtype=torch.int64)
+
+    def padded(columns: list[list[Any]], dtype: torch.dtype) -> Tensor:
+        x_BK = torch.zeros(len(rows), max_new_tokens, dtype=dtype)
+        inside_BK = torch.arange(max_new_tokens) < length_B[:, None]
+        x_BK[inside_BK] = torch.tensor([value for column in columns for value in column], dtype=dtype)
+        return x_BK
+
+    return Completions(
+        tokens_BK=padded([tokens for tokens, _ in rows], torch.int64),
+        logprob_BK=padded([logprobs for _, logprobs in rows], torch.float32),
+        length_B=length_B,
+        ended_B=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
+    )

@@ -1,0 +1,41 @@
+"""What vLLM's worker processes do for us: vLLM mixes this class into its own worker, wherever that runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from components.engines.weight_digest import digest
+from components.engines.weight_sync import WeightHandle, read_weights
+
+
+class WeightReceiver:
+    """Extends vLLM's worker; every public method can be called through `collective_rpc`."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def receive_weights(self, pickled: bytes, with_digests: bool) -> dict[str, str]:
+        """Load the version of a pickled handle in place; with digests: those of what has arrived, by published name."""
+        handle: WeightHandle = pickle.loads(pickled)
+        digests: dict[str, str] = {}
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in read_weights(handle):
+                if with_digests:
+                    digests[name] = digest(tensor)
+                yield name, tensor
+
+        self.reload_weights(weights_iterator=arriving(), is_checkpoint_format=True)
+        self._repack_head()
+        return digests
+
+    def _repack_head(self) -> None:
+        """On a CPU a tied head keeps a packed copy of the embeddings, which vLLM does not renew, and says nothing."""
+        head = getattr(self.model_runner.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if method is not None and not next(self.model_runner.model.parameters()).is_cuda:
+            method.process_weights_after_loading(head)

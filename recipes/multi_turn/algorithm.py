@@ -1,0 +1,102 @@
+"""What this recipe teaches with: what every turn of an episode is worth, and the loss.
+
+Change a line here in a copy of the folder, and it is another algorithm. `B` episodes (an answer that branched is
+several), `N` all tokens end to end, `X` whatever is compared: episodes, or their turns; entry t of a per-token column
+speaks about token t.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.data.rollouts import compare_samples, with_correction
+from components.engines.causal import token_logprobs
+from components.rl import advantages
+from components.rl.aggregation import LossOutput, Totals, reduce_loss
+from components.rl.kl import kl_estimate
+from components.rl.masked import sequence_means, token_mean
+from components.rl.policy_losses import ppo_loss
+
+from .config import MultiTurnConfig
+
+
+def add_advantages(samples: Batch, config: MultiTurnConfig) -> Batch:
+    """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's episodes.
+
+    What a turn or an episode has earned is compared with others of its prompt, and stands at all of its tokens; from
+    each the KL that is still to come goes off; and all is whitened over the step. `shaped_reward` is the mean over an
+    episode's tokens before the KL.
+    """
+    own, mask_N, lengths_B = config.algorithm, samples["action_mask"], samples.lengths
+    advantage_N = worth(samples, config)
+    samples = samples.with_sequences(shaped_reward=sequence_means(advantage_N, mask_N, lengths_B))
+    if config.needs_reference:
+        kl_N = kl_estimate(samples["logprob"], samples["reference_logprob"], mask_N, own.kl_estimator)
+        advantage_N = advantage_N - own.kl_coef * advantages.discounted_returns(kl_N, mask_N, lengths_B, 1.0)
+    if own.whitens:
+        advantage_N = advantages.whiten(advantage_N, mask_N)
+    samples = samples.with_tokens(advantage=advantage_N)
+    return with_correction(samples, own.correction, *own.correction_range)
+
+
+def worth(samples: Batch, config: MultiTurnConfig) -> Tensor:
+    """[N] what each token's turn, or its whole episode, has earned beside others of the prompt."""
+    own, mask_N, prompt_B = config.algorithm, samples["action_mask"], samples["prompt_id"]
+    if own.credit == "trajectory":
+        worth_B = compare_samples(samples, samples["reward"], partial(compared, config=config))
+        return worth_B[samples.sequence_ids] * mask_N
+    if "branch" in samples and int(samples["branch"].max()):
+        raise ValueError("algorithm.credit=turn compares turns, and this agent's episodes branch; set trajectory")
+    columns = (samples["turn_reward"], mask_N, samples.lengths, prompt_B)
+    compare = partial(compared, config=config)
+    return advantages.turn_advantages(*columns, own.turn_gamma, compare, samples["turn"])
+
+
+def compared(reward_X: Tensor, group_X: Tensor, config: MultiTurnConfig) -> Tensor:
+    """[X] rewards beside those of their group."""
+    match config.algorithm.estimator:
+        case "reinforce":
+            return reward_X
+        case "reinforce_baseline" | "dr_grpo":
+            return advantages.group_mean_baseline(reward_X, group_X)
+        case "rloo":
+            return advantages.rloo(reward_X, group_X)
+        case "grpo":
+            return advantages.group_norm(reward_X, group_X)
+        case "gpg":
+            return advantages.gpg(reward_X, group_X)
+        case "grpo_passk":
+            return advantages.grpo_passk(reward_X, group_X)
+
+
+def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: MultiTurnConfig) -> LossOutput:
+    """The clipped surrogate over the tokens that the policy wrote."""
+    own, mask_N = config.algorithm, micro["action_mask"]
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    assert output.entropy_N is not None
+    # In the only optimizer step of a batch the policy before it is the policy itself.
+    old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
+    columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
+    weight_N = micro["correction"] if own.correction != "none" else None
+    tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
+    longest = config.rollout.max_new_tokens * config.agent.max_turns
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_aggregation, longest, weight_N)
+    gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
+    metrics = {
+        "policy_loss": policy.loss.detach(),
+        "entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens),
+        "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
+    }
+    return LossOutput(policy.loss, policy.metrics | metrics)
+
+
+def minibatches(count: int, config: MultiTurnConfig, step: int) -> list[Tensor]:
+    """Indices of each optimizer step of one step's episodes, in order: epochs shuffled by (seed, step, epoch)."""
+    order: list[Tensor] = []
+    for epoch in range(config.epochs):
+        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
+        order += torch.from_numpy(shuffled).tensor_split(config.minibatches)
+    return order

@@ -1,0 +1,43 @@
+"""The frozen policy that the KL is measured to."""
+
+from typing import Any
+
+import torch
+
+from components.batch import Batch
+from components.engines.causal import evaluate, load_policy, token_logprobs
+from core import BaseWorkload, trainer_invocation
+
+from ..config import MultiTurnConfig
+
+
+class Reference(BaseWorkload):
+    """One instance of the reference."""
+
+    config: MultiTurnConfig
+
+    @trainer_invocation(blocking=False, idempotent=True, replay="last")
+    def load(self, model_path: str) -> None:
+        """Load; nothing of it is ever trained."""
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        attention = self.config.model.attn_implementation
+        self.model: Any = load_policy(
+            model_path,
+            dtype=self.config.dtype,
+            attn_implementation=attention,
+            packing=self.config.train.packing,
+        )
+        self.model.to(self.device).eval().requires_grad_(False)
+
+    @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
+    def logprobs(self, tokens: Batch) -> Batch:
+        """`reference_logprob` per token, in nats, at the sampling temperature; split over the instances."""
+        options, temperature = self.config.train, self.config.rollout.temperature
+        logprob_N = evaluate(
+            tokens,
+            options.forward_max_tokens or options.max_tokens,
+            self.device,
+            lambda micro: token_logprobs(self.model, micro, temperature).logprob_N,
+            packing=options.packing,
+        )
+        return Batch(tokens.lengths, {"reference_logprob": logprob_N})

@@ -1,0 +1,1 @@
+"""verl's PPO: its roles, configuration keys, data format and order of steps."""

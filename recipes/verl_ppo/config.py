@@ -1,0 +1,1192 @@
+"""Every option of the recipe, under verl's keys: `a.b=value`, `--a.b value`, or YAML with `--config FILE`.
+
+The engines' configurations are mapped from these keys below; other names of them, and the keys that are not taken, are
+in keys.yaml.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from agents.options import AgentOptions
+from components.data.text import load_tokenizer
+from components.engines.choice import ROLLOUT_ENGINES
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, VLLMRolloutConfig
+from components.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
+from components.tracking import WandbConfig
+from core import ConfigError, Refused
+
+from .resource_pool import ResourcePoolManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECIPE = Path(__file__).parent.name
+KEYS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text(encoding="utf-8"))
+"""What is to be known of verl's keys beside the schema: other names, and those that are not taken."""
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Compared = Literal["grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"]
+Estimator = Literal[Compared, "opo", "gpg", "gdpo", "gae", "reinforce_plus_plus", "remax"]
+GROUPED = (*get_args(Compared), "opo", "gpg", "gdpo")
+"""Estimators that compare the answers to one prompt with each other."""
+RatioLoss = Literal["vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"]
+PolicyLoss = Literal[RatioLoss, "sapo", "kl_cov", "gpg"]
+"""Policy losses: those of RatioLoss have a clip range."""
+CHOICES = {
+    "algorithm.adv_estimator": get_args(Estimator),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": get_args(PolicyLoss),
+    "actor_rollout_ref.actor.loss_agg_mode": get_args(Aggregation),
+    "critic.loss_agg_mode": get_args(Aggregation),
+    "reward_model.reward_manager": ("naive", "batch", "dapo"),
+    "actor_rollout_ref.rollout.name": ROLLOUT_ENGINES,
+}
+"""What options are set to of which verl has more than there is here; keys.yaml says what to use instead."""
+KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Estimators of the KL, each also with a + behind it."""
+LOGGERS = ("console", "file", "wandb", "tensorboard")
+UNLIMITED = 2**62
+"""Tokens of a micro-batch that is cut by sequences, and checkpoints where all are kept."""
+
+
+@dataclass(frozen=True)
+class Idle(Refused):
+    """A key that steers how verl goes about something that is done otherwise here: taken, and without effect."""
+
+    def lets_through(self, value: Any) -> bool:  # noqa: ARG002 (whatever it is)
+        """Always; a user who names the key is told."""
+        return True
+
+
+@dataclass(kw_only=True)
+class DataKeys:
+    """The prompts."""
+
+    train_files: Any = None
+    """Training prompts in verl's format: a parquet, json or jsonl file, or a list of them; or `task:<name>` for a
+    generated task."""
+    val_files: Any = None
+    """The same of the prompts that validate. Default: no validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a text, or a list of chat messages, which go through the chat template."""
+    reward_fn_key: str = "data_source"
+    """Column that says where a row is from, by which its reward function is chosen."""
+    train_batch_size: int = 1024
+    """Prompts per step."""
+    max_prompt_length: int = 512
+    """Tokens of a prompt, at most; see `truncation`."""
+    max_response_length: int = 512
+    """Tokens of an answer, at most."""
+    train_max_samples: int = -1
+    """Use at most this many training prompts; -1: all, of a generated task, which has no end, 10,000."""
+    val_max_samples: int = -1
+    """The same of those that validate; -1: all, of a generated task 2,048."""
+    shuffle: bool = True
+    """Go through the prompts in another order in each epoch."""
+    seed: int | None = None
+    """Of that order. Default: `seed`."""
+    filter_overlong_prompts: bool = False
+    """Leave prompts out that are longer than max_prompt_length; they are counted."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What else becomes of them: an error, or the part that is cut out."""
+
+    def __post_init__(self) -> None:
+        self.train_files, self.val_files = as_list(self.train_files), as_list(self.val_files)
+
+
+@dataclass(kw_only=True)
+class OverrideConfig:
+    """What a model's config.json says otherwise."""
+
+    attn_implementation: str | None = None
+    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
+
+
+@dataclass(kw_only=True)
+class ModelKeys:
+    """The policy that the run starts from."""
+
+    path: str = ""
+    """A folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which makes and keeps a tiny
+    demonstration model."""
+    tokenizer_path: str | None = None
+    """The tokenizer's folder or hub name. Default: the model's."""
+    custom_chat_template: str | None = None
+    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    override_config: OverrideConfig = field(default_factory=OverrideConfig)
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+    use_remove_padding: bool = True
+    """Lay the sequences of a micro-batch end to end instead of padding them. Changes no results but for rounding."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank (peft) instead of the weights. 0: train all."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Any = "all-linear"
+    """Layers that get an adapter: their names or endings, or all-linear."""
+
+
+@dataclass(kw_only=True)
+class OptimKeys:
+    """AdamW and the schedule of its learning rate."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """What follows the warm-up."""
+    lr_warmup_steps: int | None = -1
+    """Steps of the run in which the learning rate rises from 0; -1 or null: lr_warmup_steps_ratio says it."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Share of the run in which it does."""
+    min_lr_ratio: float | None = None
+    """Where cosine ends, as a share of the peak. Default: 0."""
+    weight_decay: float = 0.01
+    """Decoupled decay per optimizer step, in units of the learning rate. Norms and biases are exempt."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+
+
+@dataclass(kw_only=True)
+class FSDPKeys:
+    """How parameters, gradients and optimizer states are spread over the ranks. fsdp and fsdp2 are the same here,
+    torch's fully_shard.
+    """
+
+    param_offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory."""
+    optimizer_offload: bool = False
+    """The same: they go together."""
+    offload_policy: bool = False
+    """The same."""
+    reshard_after_forward: bool = True
+    """Spread the parameters between forward and backward pass too; else only between optimizer steps."""
+    model_dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
+    """fp32, or bf16: bfloat16 with float32 master weights. auto: bf16 where there are GPUs."""
+    dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
+    """Of the matrix products with model_dtype=fp32. auto: bfloat16 where there are GPUs. On a CPU always float32."""
+
+    def __post_init__(self) -> None:
+        short = {"float32": "fp32", "bfloat16": "bf16"}
+        self.model_dtype = cast(Any, short.get(self.model_dtype, self.model_dtype))
+        self.dtype = cast(Any, short.get(self.dtype, self.dtype))
+        refuse({"dtype": (self.model_dtype, self.dtype) == ("bf16", "fp32")})
+
+    def choose(self, gpus: int) -> None:
+        """Fill in what is left to a machine of so many GPUs."""
+        self.model_dtype = ("bf16" if gpus else "fp32") if self.model_dtype == "auto" else self.model_dtype
+        if self.model_dtype == "fp32" and not gpus:
+            self.dtype = "fp32"
+        self.dtype = "bf16" if self.dtype == "auto" else self.dtype
+
+    @property
+    def precision(self) -> str:
+        """As the engines call the two together."""
+        if self.model_dtype == "bf16":
+            return "bf16"
+        return "bf16_autocast" if (self.model_dtype, self.dtype) == ("fp32", "bf16") else "fp32"
+
+
+@dataclass(kw_only=True)
+class PolicyLossKeys:
+    """Which surrogate is minimised; docs/algorithms.md has the formulas."""
+
+    loss_mode: str = "vanilla"
+    """vanilla is PPO's; gspo, geo_mean, cispo, sapo, dppo_tv, dppo_kl, clip_cov and kl_cov; gpg has no ratio."""
+    clip_cov_ratio: float = 2e-4
+    """clip_cov: share of the tokens that it drops."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: least covariance of these."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of these."""
+    kl_cov_ratio: float = 2e-4
+    """kl_cov: share of the tokens that it holds back."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: loss per nat that these move."""
+
+
+@dataclass(kw_only=True)
+class ActorKeys:
+    """How the policy is trained."""
+
+    strategy: str = "fsdp"
+    """fsdp or fsdp2, which are the same here; as critic.strategy."""
+    ppo_mini_batch_size: int = 256
+    """Prompts of an optimizer step, over all ranks; times rollout.n sequences."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences in a forward and backward pass on one rank. Changes memory and speed, never the result."""
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens instead."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens in such a micro-batch, padding included. A longer sequence stands alone."""
+    ppo_epochs: int = 1
+    """Passes over each step's sequences."""
+    shuffle: bool = False
+    """In each pass in another order."""
+    data_loader_seed: int = 42
+    """Of that order."""
+    grad_clip: float = 1.0
+    """Gradients are scaled down to this norm."""
+    clip_ratio: float = 0.2
+    """The policy ratio is clipped to 1 +- this."""
+    clip_ratio_low: float | None = None
+    """To 1 minus this instead."""
+    clip_ratio_high: float | None = None
+    """To 1 plus this instead."""
+    clip_ratio_c: float = 3.0
+    """vanilla: a token with a negative advantage costs at most this many times it."""
+    tau_pos: float = 1.0
+    """sapo: how fast its gate closes for tokens with a positive advantage."""
+    tau_neg: float = 1.05
+    """sapo: the same for the others."""
+    policy_loss: PolicyLossKeys = field(default_factory=PolicyLossKeys)
+    loss_agg_mode: Any = "token-mean"
+    """How tokens are weighed: each the same (token-mean), each sequence the same (seq-mean-token-mean), or each
+    sequence's sum (seq-mean-token-sum, and with -norm divided by loss_scale_factor)."""
+    loss_scale_factor: int | None = None
+    """See loss_agg_mode. Default: data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy that the loss rewards. It is logged in any case."""
+    use_kl_loss: bool = False
+    """Add the KL to the starting policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Its weight."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3); with a + its gradient is that of mse, the unbiased
+    one."""
+    optim: OptimKeys = field(default_factory=OptimKeys)
+    fsdp_config: FSDPKeys = field(default_factory=FSDPKeys)
+
+    @property
+    def clip_low(self) -> float:
+        """How far the ratio may go below 1."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """How far the ratio may go above 1."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass(kw_only=True)
+class RefKeys:
+    """How log-probabilities are computed without gradients: in `ref` of the starting policy, in `rollout` of the
+    policy before the step.
+    """
+
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Sequences in a pass on one process. Default: the actor's ppo_micro_batch_size_per_gpu."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Cut by tokens instead. Default: as the actor."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Tokens in such a pass. Default: the actor's ppo_max_token_len_per_gpu."""
+
+
+@dataclass(kw_only=True)
+class ValKeys:
+    """How answers are drawn that validate."""
+
+    do_sample: bool = False
+    """Sample; else the likeliest tokens are taken."""
+    temperature: float = 0.0
+    """Of these samples."""
+    n: int = 1
+    """Answers per prompt."""
+
+
+@dataclass(kw_only=True)
+class RolloutKeys(RefKeys):
+    """How answers are drawn."""
+
+    name: str = "auto"
+    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
+    GPU or with a large model."""
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float = 1.0
+    """Log-probabilities are taken at the same temperature."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
+    one that is trained."""
+    top_k: int = -1
+    """Sample from so many likeliest tokens; -1: from all."""
+    tensor_model_parallel_size: int = 1
+    """vllm: devices of one engine. With the hybrid engine each process has an engine of its own device."""
+    gpu_memory_utilization: float = 0.5
+    """vllm: share of a GPU's memory for weights and cache."""
+    cpu_cache_gb: float = 1.0
+    """vllm: GiB of an engine's key-value cache on a CPU."""
+    max_num_seqs: int = 256
+    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+    max_model_len: int | None = None
+    """vllm: tokens of prompt and answer together, at most. Default: data.max_prompt_length +
+    data.max_response_length; with an agent agent.max_tokens."""
+    enforce_eager: bool = False
+    """vllm: no CUDA graphs, which are slower to start and faster to run."""
+    enable_prefix_caching: bool = True
+    """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
+    free_cache_engine: bool = True
+    """vllm on GPUs that it shares: give its memory back between generations."""
+    verify_weight_sync: bool = False
+    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    engines. Costs about a step's time."""
+    val_kwargs: ValKeys = field(default_factory=ValKeys)
+
+
+@dataclass(kw_only=True)
+class ActorRolloutRefKeys:
+    """The policy: what trains, what samples, and what it was at the start."""
+
+    hybrid_engine: bool = True
+    """One process trains and samples. Otherwise the roles are actor and rollout."""
+    model: ModelKeys = field(default_factory=ModelKeys)
+    actor: ActorKeys = field(default_factory=ActorKeys)
+    ref: RefKeys = field(default_factory=RefKeys)
+    rollout: RolloutKeys = field(default_factory=RolloutKeys)
+
+
+@dataclass(kw_only=True)
+class CriticModelKeys:
+    """What the critic starts from."""
+
+    path: str | None = None
+    """A folder or hub name; without a value head it gets a new one. Default: the policy."""
+    enable_gradient_checkpointing: bool = True
+    """As of the policy."""
+    use_remove_padding: bool = True
+    """As of the policy."""
+    fsdp_config: FSDPKeys = field(default_factory=FSDPKeys)
+
+
+@dataclass(kw_only=True)
+class CriticKeys:
+    """The value function."""
+
+    enable: bool | None = None
+    """Whether there is one. Default: with algorithm.adv_estimator=gae."""
+    strategy: str = "fsdp"
+    """As actor_rollout_ref.actor.strategy."""
+    model: CriticModelKeys = field(default_factory=CriticModelKeys)
+    optim: OptimKeys = field(default_factory=lambda: OptimKeys(lr=1e-5))
+    ppo_mini_batch_size: Any = None
+    """Prompts of an optimizer step. Default: the actor's."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences in a forward and backward pass on one rank. Default: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens instead. Default: as the actor."""
+    ppo_max_token_len_per_gpu: int = 32768
+    """Tokens in such a micro-batch."""
+    forward_micro_batch_size_per_gpu: int | None = None
+    """Sequences in a pass without gradients. Default: ppo_micro_batch_size_per_gpu."""
+    forward_max_token_len_per_gpu: int | None = None
+    """Tokens in such a pass. Default: ppo_max_token_len_per_gpu."""
+    ppo_epochs: int = 0
+    """Passes over each step's sequences. Default: the actor's."""
+    shuffle: bool | None = None
+    """Default: as the actor."""
+    data_loader_seed: int = 42
+    """Of the order in which it takes them."""
+    grad_clip: float = 1.0
+    """Gradients are scaled down to this norm."""
+    cliprange_value: float = 0.5
+    """The critic may move a value by this much per step."""
+    loss_agg_mode: Any = None
+    """How tokens are weighed. Default: as the actor."""
+
+
+@dataclass(kw_only=True)
+class RewardModelModelKeys:
+    """The reward model."""
+
+    path: str | None = None
+    """A sequence classifier with one label and the policy's vocabulary: a folder or hub name."""
+
+
+@dataclass(kw_only=True)
+class RewardModelKeys:
+    """What an answer is worth."""
+
+    enable: bool = False
+    """Score answers with a reward model."""
+    model: RewardModelModelKeys = field(default_factory=RewardModelModelKeys)
+    micro_batch_size_per_gpu: int | None = None
+    """Sequences in a pass of the reward model. Default: as the critic's without gradients."""
+    use_dynamic_bsz: bool | None = None
+    """Cut by tokens instead. Default: as the critic."""
+    forward_max_token_len_per_gpu: int | None = None
+    """Tokens in such a pass. Default: the critic's."""
+    function_weight: float = 0.0
+    """With a reward model: times which the reward function's score is added. 0: the model alone."""
+    reward_manager: str = "naive"
+    """naive gives the function one answer at a time; batch gives it lists; dapo is naive, and answers lose reward over
+    the last tokens before data.max_response_length (reward_kwargs.overlong_buffer_cfg)."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Of the manager: `overlong_buffer_cfg: {enable, len, penalty_factor}` and `max_resp_len` of dapo."""
+    num_workers: int = 1
+    """Processes that run the reward function."""
+    timeout_s: float = 60.0
+    """Seconds that it may take over one answer, before that is counted as failed; with batch over a batch so many times
+    its answers."""
+    max_failed_share: float = 0.1
+    """Share of a batch's answers that may fail (or two, if that is more and not all); above it the run stops."""
+
+
+@dataclass(kw_only=True)
+class CustomRewardFunctionKeys:
+    """A reward function of your own, instead of that of the data source."""
+
+    path: str | None = None
+    """A Python file."""
+    name: str = "compute_score"
+    """The function in it: `compute_score(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)`,
+    which returns a number, or a mapping with `score` and other numbers that are logged."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of it, or of the built-in function."""
+
+
+@dataclass(kw_only=True)
+class KLCtrlKeys:
+    """The weight of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: it follows target_kl."""
+    kl_coef: float = 0.001
+    """At the start."""
+    horizon: int = 10000
+    """adaptive: answers over which it may change by a fifth."""
+    target_kl: float = 0.1
+    """adaptive: mean KL per token, in nats."""
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionKeys:
+    """What is done about the engine that samples having other probabilities than the policy that trains."""
+
+    preset: str | None = None
+    """One of verl's presets, disabled, bypass_ppo_clip and decoupled_ with token_is, seq_is, seq_is_rs, geo_rs, k3_rs,
+    and the last two also with _token_tis or _seq_tis behind; keys that are set beside it change it."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh each token's loss by the policy's probability over the engine's, of the token or of its sequence."""
+    rollout_is_threshold: str | None = "2.0"
+    """Largest weight (TIS); or `low_high`: weights outside are 0 (IcePop). null: 2.0."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the step."""
+    rollout_rs: str | None = None
+    """Leave tokens or sequences out that the two judge too differently: token_, seq_sum_ or seq_mean_ with k1, k2 or k3
+    behind it; several with commas between."""
+    rollout_rs_threshold: str | None = None
+    """Bounds of these, one for all or one each: k1 `low_high` of the ratio, or `high`, whose inverse is low; k2 and k3
+    the largest estimate, in nats."""
+    bypass_mode: bool = False
+    """Take the engine's log-probabilities for those of the policy before the step, which are not computed then."""
+
+    def __post_init__(self) -> None:
+        chosen = KEYS["presets"].get(self.preset or "disabled")
+        refuse({"preset": chosen is None}, name=self.preset, names=", ".join(KEYS["presets"]))
+        for name, value in chosen.items():
+            if getattr(self, name) == getattr(type(self), name):
+                setattr(self, name, value)
+
+    @property
+    def weight_bounds(self) -> tuple[float, float, Literal["clamp", "zero"]]:
+        """Lowest and highest weight, and what becomes of those outside."""
+        found = numbers("rollout_is_threshold", self.rollout_is_threshold or "2.0")
+        return (0.0, found[0], "clamp") if len(found) == 1 else (found[0], found[1], "zero")
+
+    @property
+    def rejections(self) -> list[tuple[str, Any, float | None, float]]:
+        """(of what, estimator, low, high) of each rule: k1 as bounds of the policy's probability over the engine's."""
+        rules = [rule.strip() for rule in (self.rollout_rs or "").split(",") if rule.strip()]
+        bounds = [text.strip() for text in (self.rollout_rs_threshold or "").split(",") if text.strip()]
+        refuse({"bounds": rules and len(bounds) not in (1, len(rules))}, own=self)
+        return [_rule(rule, bounds[i % len(bounds)]) for i, rule in enumerate(rules)]
+
+
+@dataclass(kw_only=True)
+class FilterGroupsKeys:
+    """Dynamic sampling (DAPO)."""
+
+    enable: bool = False
+    """Replace prompts whose answers all have the same score, until the step is full or the data at its end."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmKeys:
+    """What makes an answer good; docs/algorithms.md has the formulas."""
+
+    adv_estimator: str = "gae"
+    """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the answers
+    to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo; _vectorized behind grpo or
+    rloo changes nothing."""
+    gamma: float = 1.0
+    """Discount per action token, of gae and reinforce_plus_plus."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo: divide by the deviation of a prompt's rewards. Dr. GRPO does not."""
+    f_norm: float = 1.0
+    """gpg: its advantages are divided by this."""
+    gdpo_reward_keys: list[str] = field(default_factory=list)
+    """gdpo: numbers that the reward function returns, which are normalised each for itself."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: their weights. Default: 1 each."""
+    use_kl_in_reward: bool = False
+    """Take the KL to the starting policy off the reward."""
+    kl_penalty: str = "kl"
+    """Its estimator, as actor.kl_loss_type."""
+    kl_ctrl: KLCtrlKeys = field(default_factory=KLCtrlKeys)
+    rollout_correction: RolloutCorrectionKeys = field(default_factory=RolloutCorrectionKeys)
+    filter_groups: FilterGroupsKeys = field(default_factory=FilterGroupsKeys)
+
+
+@dataclass(kw_only=True)
+class TrainerKeys:
+    """How long, where, and what is kept."""
+
+    total_epochs: int = 30
+    """Passes over the prompts."""
+    total_training_steps: int | None = None
+    """Steps, at most. Default: as many as the epochs have."""
+    critic_warmup: int = 0
+    """The critic, where there is one, learns alone for so many steps."""
+    balance_batch: bool = True
+    """Give all ranks about the same work in the passes before the update. Changes no results."""
+    nnodes: int = 1
+    """Machines. With resource_pool_spec: as many as its longest pool has, unless its pools are on more."""
+    n_gpus_per_node: int | None = None
+    """Processes of the pool on each, without resource_pool_spec. Default: its GPUs; 1 without."""
+    resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
+    """Pools: processes on each of its nodes. Default: global_pool with n_gpus_per_node on each of nnodes."""
+    role_mapping: dict[str, str] = field(default_factory=dict)
+    """Role -> pool, of actor_rollout_ref, actor_rollout, actor, rollout, ref, critic, rm. Default: actor_rollout (or
+    actor and rollout without the hybrid engine), and what else is needed, in the first pool."""
+    share_processes: bool = False
+    """The roles of a pool share processes, rank by rank, not only devices."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """And do nothing else."""
+    test_freq: int = -1
+    """Validate every so many steps; -1: at the start and the end."""
+    save_freq: int = -1
+    """A checkpoint every so many steps; -1: of the best policy, and when the training ends or is stopped."""
+    max_actor_ckpt_to_keep: Any = 3
+    """How many checkpoints are kept, the newest ones, of actor and critic; the best stays beside them. null: all."""
+    default_local_dir: str | None = None
+    """Folder of the checkpoints. Default: run_dir/checkpoints."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the latest checkpoint if there is one; disable begins anew; resume_path goes on from
+    resume_from_path. `resume` says the same, and wins."""
+    resume_from_path: str | None = None
+    """A step's folder, a run's, or one of checkpoints."""
+    logger: Any = "console"
+    """Who reads along: console and file, which are always there, wandb and tensorboard."""
+    project_name: str = "verl_examples"
+    """W&B's project."""
+    experiment_name: str = "gsm8k"
+    """W&B's run."""
+
+    def __post_init__(self) -> None:
+        self.logger = as_list(self.logger)
+        refuse({"logger": not set(self.logger) <= set(LOGGERS)}, names=self.logger, known=", ".join(LOGGERS))
+        self.save_freq = self.save_freq if self.save_freq > 0 else -1
+        if self.max_actor_ckpt_to_keep is None:
+            self.max_actor_ckpt_to_keep = UNLIMITED
+        if spec := self.resource_pool_spec.values():
+            least, most = max(map(len, spec)), max(sum(map(len, spec)), 1)
+            self.nnodes = max(least, 1) if self.nnodes == 1 else self.nnodes
+            refuse({"nodes": not least <= self.nnodes <= most}, own=self, least=least, most=most)
+
+
+@dataclass(kw_only=True)
+class VerlPPOConfig(RunOptions):
+    """PPO, GRPO and their relatives with verl's keys."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = KEYS["aliases"]
+    REFUSED: ClassVar[Mapping[str, Refused]] = {
+        key: kind(entry["why"], Any, str(entry.get("harmless", "")))
+        for kind, section in ((Idle, "idle"), (Refused, "refused"))
+        for entry in KEYS[section]
+        for key in entry["keys"]
+    }
+
+    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
+    """Folder of everything that the run writes."""
+    data: DataKeys = field(default_factory=DataKeys)
+    actor_rollout_ref: ActorRolloutRefKeys = field(default_factory=ActorRolloutRefKeys)
+    critic: CriticKeys = field(default_factory=CriticKeys)
+    reward_model: RewardModelKeys = field(default_factory=RewardModelKeys)
+    custom_reward_function: CustomRewardFunctionKeys = field(default_factory=CustomRewardFunctionKeys)
+    algorithm: AlgorithmKeys = field(default_factory=AlgorithmKeys)
+    trainer: TrainerKeys = field(default_factory=TrainerKeys)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        actor, critic = self.actor_rollout_ref.actor, self.critic
+        for model in (self.actor_rollout_ref.model, critic.model, self.reward_model.model):
+            if model.path:
+                model.path = at_home(model.path)
+        critic.ppo_mini_batch_size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        critic.ppo_micro_batch_size_per_gpu = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+        critic.ppo_epochs = critic.ppo_epochs or actor.ppo_epochs
+        critic.use_dynamic_bsz = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+        critic.shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
+        critic.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
+        for key, known in CHOICES.items():
+            value = str(attrgetter(key)(self))
+            instead = KEYS["elsewhere"].get(value, "")
+            refuse({"choice": value not in known}, key=key, value=value, instead=instead, known=", ".join(known))
+        try:
+            self._check_batches()
+            self._check_algorithm()
+            self._check_roles()
+            for engine in (self.actor_engine, self.critic_engine):
+                engine(1)
+            apart = "actor_rollout_ref.hybrid_engine=false, and a pool of its own for rollout in trainer.role_mapping"
+            self.asynchronous.check(self.shares_devices, self.backend, self.prompts_per_step, apart)
+        except ValueError as error:
+            raise ConfigError(renamed(str(error))) from error
+
+    def _check_batches(self) -> None:
+        own, prompts = self.actor_rollout_ref, self.data.train_batch_size
+        for least, keys in KEYS["at_least"].items():
+            for key in keys:
+                value: Any = attrgetter(key)(self)
+                fits = value is None or (isinstance(value, int | float) and value >= least)
+                refuse({"least": not fits}, key=key, value=value, least=least)
+        refuse({"no_model": not own.model.path, "no_data": not self.data.train_files})
+        for part, key in (("actor", "actor_rollout_ref.actor"), ("critic", "critic"))[: 1 + self.needs_critic]:
+            keys = own.actor if part == "actor" else self.critic
+            ranks = self.pools.workers(self.policy_role if part == "actor" else "critic")
+            faults = {
+                "minibatch": prompts % keys.ppo_mini_batch_size,
+                "micro_batch": not keys.use_dynamic_bsz and keys.ppo_micro_batch_size_per_gpu is None,
+                "ranks": self.minibatch_sequences(part) < ranks,
+            }
+            refuse(faults, c=self, key=key, keys=keys, ranks=ranks)
+
+    def _check_algorithm(self) -> None:
+        own, actor, val = self.algorithm, self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout.val_kwargs
+        fix, control, name = own.rollout_correction, own.kl_ctrl, own.adv_estimator
+        keys, partial = own.gdpo_reward_keys, self.asynchronous.partial_rollout
+        compares = name in GROUPED or own.filter_groups.enable
+        unbounded = actor.policy_loss.loss_mode in ("geo_mean", "dppo_tv", "dppo_kl")
+        most = self.prompts_per_step * self.samples_per_prompt / 5
+        for estimator in (own.kl_penalty, actor.kl_loss_type):
+            refuse({"estimator": estimator.removesuffix("+") not in KL_NAMES}, name=estimator)
+        faults = {
+            "one_answer": compares and self.samples_per_prompt < 2,
+            "gdpo": name == "gdpo" and (not keys or len(own.gdpo_reward_weights or keys) != len(keys)),
+            "gae": name == "gae" and not self.needs_critic,
+            "bypass": fix.bypass_mode and (fix.rollout_is or fix.rollout_rs),
+            "rejection": fix.rollout_rs and not fix.rollout_rs_threshold,
+            "adaptive": control.type == "adaptive" and not (control.target_kl > 0 and control.horizon > most),
+            "clip": min(actor.clip_low, actor.clip_high) < 0 or (actor.clip_low > 1 and not unbounded),
+            "dual_clip": actor.clip_ratio_c <= 1,
+            "value_clip": not self.critic.cliprange_value > 0,
+            "greedy": val.n > 1 and self.val_temperature == 0,
+            "partial": partial and (own.filter_groups.enable or name == "remax"),
+        }
+        refuse(faults, c=self)
+        _ = fix.weight_bounds, fix.rejections  # refused where they cannot be read
+
+    def _check_roles(self) -> None:
+        own, trainer = self.actor_rollout_ref, self.trainer
+        engines, devices = self.pools.workers(self.rollout_role), self.rollout.tensor_parallel
+        faults = {
+            "strategy": not {own.actor.strategy, self.critic.strategy} <= {"fsdp", "fsdp2"},
+            "strategies": own.actor.strategy != self.critic.strategy and self.needs_critic,
+            "hybrid": not own.hybrid_engine and self.policy_role == self.rollout_role,
+            "tensor_parallel": engines % devices or (devices > 1 and self.shares_devices),
+            "few_answers": self.sampling_ranks > self.fewest_answers,
+            "no_reward_model": self.needs_reward_model and not self.reward_model.model.path,
+            "two_rewards": self.needs_reward_model and self.agent.func_path,
+            "resume": trainer.resume_mode == "resume_path" and not trainer.resume_from_path,
+            "val_only": trainer.val_only and not self.data.val_files,
+        }
+        refuse(faults, c=self, engines=engines)
+        most = self.prompts_per_step * self.samples_per_prompt
+        for role in (name for name in self.pools.mapping if name in (self.rollout_role, "ref", "rm")):
+            count = self.pools.workers(role) // (devices if role == self.rollout_role else 1)
+            refuse({"idle_pool": count > most}, c=self, role=role, count=count, most=most)
+
+    # --- who there is
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values are learnt."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL to measure."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a model scores the answers."""
+        return self.reward_model.enable
+
+    @property
+    def pools(self) -> ResourcePoolManager:
+        """Which processes each role has."""
+        own = self.trainer
+        spec = own.resource_pool_spec or {"global_pool": [own.n_gpus_per_node or 1] * own.nnodes}
+        first = next(iter(spec))
+        policy = ("actor_rollout",) if self.actor_rollout_ref.hybrid_engine else ("actor", "rollout")
+        mapping = dict[str, str](own.role_mapping) or dict.fromkeys(policy, first)
+        needed = {"critic": self.needs_critic, "ref": self.needs_reference, "rm": self.needs_reward_model}
+        if "actor_rollout_ref" in mapping and "ref" not in mapping:
+            needed["ref"] = False
+        for role, is_needed in needed.items():
+            refuse({"no_pool": is_needed and role not in mapping and own.role_mapping}, role=role, pool=first)
+            if is_needed:
+                mapping.setdefault(role, first)
+            elif role in mapping:
+                del mapping[role]
+        return ResourcePoolManager(spec, mapping)
+
+    @property
+    def policy_role(self) -> str:
+        """The role that trains the policy."""
+        return self.pools.holder("actor")
+
+    @property
+    def rollout_role(self) -> str:
+        """The role that samples."""
+        return self.pools.holder("rollout")
+
+    @property
+    def reference_role(self) -> str:
+        """The role that computes the log-probabilities of the starting policy."""
+        return self.pools.holder("ref")
+
+    # --- how much
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a step."""
+        return self.data.train_batch_size
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Answers to each."""
+        return self.actor_rollout_ref.rollout.n
+
+    @property
+    def max_response(self) -> int:
+        """Tokens of an answer, at most."""
+        return self.data.max_response_length
+
+    @property
+    def sampling_ranks(self) -> int:
+        """Processes that sample and must all have something to do, as they train too; 1 where they do nothing else."""
+        return self.pools.workers(self.policy_role) if self.policy_role == self.rollout_role else 1
+
+    @property
+    def fewest_answers(self) -> int:
+        """Answers that are asked for at a time in training, at the least."""
+        own = self.algorithm
+        prompts = 1 if own.filter_groups.enable else self.prompts_per_step
+        return prompts * (1 if own.adv_estimator == "remax" else self.samples_per_prompt)
+
+    def minibatch_sequences(self, part: str) -> int:
+        """Sequences of one optimizer step of "actor" or "critic"."""
+        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
+        return own.ppo_mini_batch_size * self.samples_per_prompt
+
+    def optimizer_steps(self, part: str, steps: int) -> int:
+        """Optimizer steps of "actor" or "critic" in so many steps of the run."""
+        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
+        return steps * own.ppo_epochs * (self.prompts_per_step // own.ppo_mini_batch_size)
+
+    def steps(self, num_prompts: int) -> int:
+        """Steps of the run; what is left of an epoch's prompts begins the first step of the next."""
+        return self.steps_of(num_prompts * self.trainer.total_epochs)
+
+    def steps_of(self, num_prompts: int, done: int = 0) -> int:
+        """Steps that so many prompts fill, of all epochs together, where so many steps are done. Filtered prompts leave
+        less for the last one, or fewer steps.
+        """
+        filtered = self.algorithm.filter_groups.enable * (self.prompts_per_step - 1)
+        most = self.trainer.total_training_steps
+        steps = (num_prompts + filtered) // self.prompts_per_step
+        return steps if most is None else min(steps, max(most - done, 0))
+
+    def arithmetic(self, num_prompts: int) -> str:
+        """How much of what a run does, in a sentence."""
+        own, n, prompts = self.actor_rollout_ref.actor, self.samples_per_prompt, self.prompts_per_step
+        steps, total = self.steps(num_prompts), num_prompts * self.trainer.total_epochs
+        unused, (tokens, sequences) = max(total - steps * prompts, 0), self._micro_batch("actor")
+        micro = f"{sequences} sequences" if sequences else f"{tokens} tokens"
+        at_most = "at most " * self.algorithm.filter_groups.enable
+        left = f"; the last {unused} of all {total} prompts are not used" if unused else ""
+        return (
+            f"{at_most}{steps} steps of {prompts} prompts x {n} answers = {prompts * n} sequences; "
+            f"in each {self.optimizer_steps('actor', 1)} optimizer steps of {own.ppo_mini_batch_size} prompts = "
+            f"{self.minibatch_sequences('actor')} sequences, in micro-batches of at most {micro} on each of "
+            f"{self.pools.workers(self.policy_role)} processes{left}"
+        )
+
+    # --- the engines
+
+    def _micro_batch(self, part: str) -> tuple[int, int]:
+        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
+        if own.use_dynamic_bsz:
+            return own.ppo_max_token_len_per_gpu, 0
+        return UNLIMITED, own.ppo_micro_batch_size_per_gpu or self.minibatch_sequences(part)
+
+    def forward_limits(self, part: str) -> tuple[int, int]:
+        """Tokens and sequences of a pass without gradients of "actor", "ref", "critic" or "rm"; 0 sequences set no
+        limit.
+        """
+        whole, critic, reward = self.actor_rollout_ref, self.critic, self.reward_model
+        own = whole.actor if part in ("actor", "ref") else critic
+        dynamic, tokens, sequences = None, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+        if part in ("actor", "ref"):
+            keys = whole.rollout if part == "actor" else whole.ref
+            dynamic, tokens = keys.log_prob_use_dynamic_bsz, keys.log_prob_max_token_len_per_gpu
+            sequences = keys.log_prob_micro_batch_size_per_gpu
+        elif part == "rm":
+            dynamic, tokens = reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu or tokens
+            sequences = reward.micro_batch_size_per_gpu or sequences
+        if own.use_dynamic_bsz if dynamic is None else dynamic:
+            return tokens or own.ppo_max_token_len_per_gpu, 0
+        return UNLIMITED, sequences or own.ppo_micro_batch_size_per_gpu or 1
+
+    def _engine(self, part: str, steps: int) -> TrainConfig:
+        whole, actor = self.actor_rollout_ref.model, self.actor_rollout_ref.actor
+        own, model = (actor, actor) if part == "actor" else (self.critic, self.critic.model)
+        shards, optim, total = model.fsdp_config, own.optim, self.optimizer_steps(part, steps)
+        tokens, sequences = self._micro_batch(part)
+        forward_tokens, forward_sequences = self.forward_limits(part)
+        # verl counts steps of the run; half a step less, so that no rounding adds one.
+        steps = -1 if optim.lr_warmup_steps is None else optim.lr_warmup_steps
+        warm = max(self.optimizer_steps(part, steps) - 0.5, 0) / max(total, 1)
+        lora = {
+            "lora_rank": whole.lora_rank,
+            "lora_alpha": whole.lora_alpha,
+            "lora_target_modules": ",".join(as_list(whole.target_modules)),
+        }
+        return TrainConfig(
+            engine="fsdp",
+            zero_stage=3 if shards.reshard_after_forward else 2,
+            precision=shards.precision,
+            learning_rate=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            max_norm=own.grad_clip,
+            lr_scheduler="constant" if optim.lr_scheduler_type == "constant" else "cosine_with_min_lr",
+            lr_warmup_ratio=min(warm, 1.0) if steps >= 0 else optim.lr_warmup_steps_ratio,
+            min_lr_ratio=optim.min_lr_ratio or 0.0,
+            total_steps=total,
+            max_tokens=tokens,
+            max_sequences=sequences,
+            forward_max_tokens=forward_tokens,
+            forward_max_sequences=forward_sequences or UNLIMITED,  # 0 would be: as in training
+            packing=whole.use_remove_padding if part == "actor" else self.critic.model.use_remove_padding,
+            adam_offload=shards.param_offload or shards.optimizer_offload or shards.offload_policy,
+            seed=self.seed,
+            **(lora if part == "actor" else {}),
+        )
+
+    def actor_engine(self, steps: int) -> TrainConfig:
+        """The engine of the policy, in a run of so many steps."""
+        return self._engine("actor", steps)
+
+    def critic_engine(self, steps: int) -> TrainConfig:
+        """The engine of the critic."""
+        return self._engine("critic", steps)
+
+    @property
+    def dtype(self) -> str:
+        """Of models that are not trained."""
+        return "float32" if self.actor_rollout_ref.actor.fsdp_config.precision == "fp32" else "bfloat16"
+
+    @property
+    def packing(self) -> bool:
+        """Whether the policy's sequences are laid end to end."""
+        return self.actor_rollout_ref.model.use_remove_padding
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """Attention kernels; None: what suits the model."""
+        return self.actor_rollout_ref.model.override_config.attn_implementation
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The policy's, with the chat template that was given. One that has no token for padding pads with its end
+        token.
+        """
+        own = self.actor_rollout_ref.model
+        path, template = own.tokenizer_path or own.path, own.custom_chat_template
+        return load_tokenizer(path, chat_template=template, pad_with_end=True)
+
+    # --- sampling
+
+    @property
+    def rollout(self) -> RolloutOptions:
+        """How answers are sampled, as the group of options that recipes share."""
+        own = self.actor_rollout_ref.rollout
+        return RolloutOptions(
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=max(own.top_k, 0),
+            max_new_tokens=self.max_response,
+            max_rows=own.max_num_seqs,
+            engine=own.name,
+            tensor_parallel=1 if self.policy_role == self.rollout_role else own.tensor_model_parallel_size,
+            gpu_memory=own.gpu_memory_utilization,
+            cpu_cache_gb=own.cpu_cache_gb,
+            enforce_eager=own.enforce_eager,
+            prefix_caching=own.enable_prefix_caching,
+            verify_weight_sync=own.verify_weight_sync,
+        )
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the engines share their devices with other roles."""
+        pools = self.pools
+        return self.policy_role == self.rollout_role or len(pools.roles_of(pools.mapping[self.rollout_role])) > 1
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engines give their memory back between generations; not between an agent's episodes."""
+        own = self.actor_rollout_ref.rollout
+        return own.free_cache_engine and own.name == "vllm" and self.shares_devices and not self.agent.func_path
+
+    def rollout_engine(self) -> RolloutConfig:
+        """The engine of a process that samples."""
+        longest = self.agent.longest_prompt(self.data.max_prompt_length, self.max_response)
+        config = self.rollout.engine_config(self.dtype, longest, self.shares_devices, self.sleeps)
+        if not isinstance(config, VLLMRolloutConfig):
+            return config
+        length = self.actor_rollout_ref.rollout.max_model_len or config.max_model_len
+        return replace(config, max_model_len=length, own_process=self.policy_role == self.rollout_role)
+
+    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the answers of a step are drawn; those that validate name a temperature, and leave no token out."""
+        return self.rollout.sampling(self.seed, step, temperature)
+
+    @property
+    def temperature(self) -> float:
+        """Of the answers that are trained on."""
+        return self.actor_rollout_ref.rollout.temperature
+
+    @property
+    def val_temperature(self) -> float:
+        """Of the answers that validate."""
+        own = self.actor_rollout_ref.rollout.val_kwargs
+        return own.temperature if own.do_sample else 0.0
+
+    @property
+    def val_samples(self) -> int:
+        """Answers to each prompt that validates."""
+        return self.actor_rollout_ref.rollout.val_kwargs.n
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the engine's log-probabilities stand for those of the policy before the step."""
+        return self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether these are computed."""
+        return not self.bypasses
+
+    # --- what is kept
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the step folders are."""
+        return Path(self.trainer.default_local_dir or f"{self.run_dir}/checkpoints").expanduser()
+
+    @property
+    def resume_from(self) -> str:
+        """`auto`, `none`, or a path to go on from."""
+        by_mode = {"auto": "auto", "disable": "none", "resume_path": self.trainer.resume_from_path or ""}
+        return by_mode[self.trainer.resume_mode] if self.resume == "auto" else self.resume
+
+    def tracker_sinks(self) -> dict[str, Any]:
+        """Who reads along, as `Tracker` is told of it."""
+        own = self.trainer
+        wandb = WandbConfig(project=own.project_name, run_name=own.experiment_name) if "wandb" in own.logger else None
+        return {"wandb": wandb, "tensorboard": "true" if "tensorboard" in own.logger else None}
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        own, actor = self.actor_rollout_ref, self.actor_rollout_ref.actor
+        found, mode = list[str](), actor.policy_loss.loss_mode
+        if mode in ("gspo", "sapo", "geo_mean") and actor.loss_agg_mode == "token-mean":
+            found.append(f"{mode} is a mean over answers in its paper; set loss_agg_mode=seq-mean-token-mean for that")
+        if self.policy_role == self.rollout_role and own.rollout.tensor_model_parallel_size > 1:
+            found.append("tensor_model_parallel_size: each process of the hybrid engine samples on its own device")
+        if self.algorithm.use_kl_in_reward and actor.use_kl_loss:
+            found.append("the KL is both taken off the reward and added to the loss")
+        for is_idle, why, names in self._idle():
+            groups = tuple(name for name in names if name.endswith("."))
+            named = [name for name in sorted(given) if is_idle and (name in names or name.startswith(groups))]
+            found += [f"no effect of {', '.join(named)}: {why}"] * bool(named)
+        roles = [role for role in self.trainer.role_mapping if role not in self.pools.mapping]
+        found += [f"no effect of {role} in trainer.role_mapping: nothing needs it" for role in roles]
+        shared = [name for name, key in KEYS["groups"].items() if key in given]
+        notes = [*self.rollout.notes(shared), *self.agent.notes(given, own.rollout.name)]
+        corrects = bool(self.algorithm.rollout_correction.rollout_is) or self.bypasses
+        notes += self.asynchronous.notes(given, "algorithm.rollout_correction.rollout_is=token", corrects)
+        return found + [renamed(note) for note in notes]
+
+    def _idle(self) -> list[tuple[object, str, tuple[str, ...]]]:
+        """(whether, why, which) options, or groups with a dot behind them, have no effect beside the others."""
+        whole, own, critic = self.actor_rollout_ref, self.algorithm, self.critic
+        actor, rollout, fix, data = whole.actor, whole.rollout, own.rollout_correction, self.data
+        mode, name, hf = actor.policy_loss.loss_mode, own.adv_estimator, rollout.name == "hf"
+        a, r, f, k = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction", "kl_ctrl."
+        ratios = tuple(f"{a}.clip_ratio{which}" for which in ("", "_low", "_high"))
+        sides = None not in (actor.clip_ratio_low, actor.clip_ratio_high)
+        sampled = rollout.val_kwargs.do_sample
+        lora = ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.target_modules")
+        validates = ("trainer.test_freq", "trainer.val_before_train", "data.val_max_samples")
+        return [
+            (actor.use_dynamic_bsz, "use_dynamic_bsz cuts by tokens", (f"{a}.ppo_micro_batch_size_per_gpu",)),
+            (not actor.use_dynamic_bsz, "use_dynamic_bsz is off", (f"{a}.ppo_max_token_len_per_gpu",)),
+            (not actor.use_kl_loss, "use_kl_loss is off", (f"{a}.kl_loss_coef", f"{a}.kl_loss_type")),
+            (not actor.shuffle, "shuffle is off", (f"{a}.data_loader_seed",)),
+            (mode not in get_args(RatioLoss), f"{mode} has no clip range", ratios),
+            (sides and mode in get_args(RatioLoss), "clip_ratio_low and clip_ratio_high are set", ratios[:1]),
+            (not whole.model.lora_rank, "lora_rank is 0", lora),
+            (hf, "hf generates", (f"{r}.max_model_len", f"{r}.free_cache_engine")),
+            (data.val_files and not sampled, "val_kwargs.do_sample is off", (f"{r}.val_kwargs.temperature",)),
+            (not self.needs_critic, "there is no critic", ("critic.", "trainer.critic_warmup")),
+            (self.needs_critic and not critic.shuffle, "shuffle is off", ("critic.data_loader_seed",)),
+            (not self.needs_reward_model, "there is no reward model", ("reward_model.function_weight",)),
+            (name not in ("gae", "reinforce_plus_plus"), f"{name} discounts nothing", ("algorithm.gamma",)),
+            (name != "gae", f"{name} has no lambda", ("algorithm.lam",)),
+            (not own.use_kl_in_reward, "use_kl_in_reward is off", (f"algorithm.{k}", "algorithm.kl_penalty")),
+            (
+                own.use_kl_in_reward and own.kl_ctrl.type == "fixed",
+                "kl_ctrl.type=fixed",
+                (f"algorithm.{k}target_kl", f"algorithm.{k}horizon"),
+            ),
+            (
+                not fix.rollout_is,
+                "rollout_is is not set",
+                (f"{f}.rollout_is_threshold", f"{f}.rollout_is_batch_normalize"),
+            ),
+            (not fix.rollout_rs, "rollout_rs is not set", (f"{f}.rollout_rs_threshold",)),
+            (not data.val_files, "there are no data.val_files", (*validates, f"{r}.val_kwargs.")),
+            (data.filter_overlong_prompts, "filter_overlong_prompts leaves long ones out", ("data.truncation",)),
+            (self.trainer.resource_pool_spec, "resource_pool_spec says it", ("trainer.n_gpus_per_node",)),
+        ]
+
+
+def plain_arguments(arguments: Sequence[str]) -> list[str]:
+    """Hydra's way of writing as that of `load_config`: without + before a key, and `mapping.key=value` as a mapping.
+
+    Raises:
+        ConfigError: something of Hydra's that is not here, or no YAML.
+    """
+    plain, inner, groups = list[str](), list[str](), KEYS["mappings"]
+    for word in arguments:
+        hydra = word.startswith(("~", "--config-name", "--config-path", "--config-dir", "hydra."))
+        refuse({"hydra": hydra}, word=word)
+        key, equals, value = word.lstrip("+").partition("=")
+        if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
+            value = value[1:-1]  # quotes that the shell has left
+        if not equals or not f"{key}.".startswith(tuple(f"{group}." for group in groups)):
+            plain.append(f"{key}{equals}{value}")
+            continue
+        if not {"'", '"'} & set(value):  # Hydra takes {a:1} too
+            value = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", value)
+        inner.append(f"{key}={value}")
+    try:
+        tree = OmegaConf.from_dotlist(inner)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(inner)}: {error}") from error
+    found = {group: OmegaConf.select(tree, group) for group in groups}
+    return plain + [f"{group}={json.dumps(OmegaConf.to_container(one))}" for group, one in found.items() if one]
+
+
+def idle_notes(arguments: Sequence[str]) -> list[str]:
+    """What keys of a command line, as `plain_arguments` gives it, and of its `--config FILE` have no effect."""
+    words = [word.removeprefix("--").partition("=") for word in arguments]
+    named = {key for key, _, _ in words}
+    for (key, equals, value), (following, *rest) in zip(words, [*words[1:], ("", "", "")], strict=True):
+        if key == "config":
+            named |= written(yaml.safe_load(Path(value if equals else "".join([following, *rest])).read_text("utf-8")))
+    return [
+        f"no effect of {', '.join(keys)}: {entry['why']}"
+        for entry in KEYS["idle"]
+        if (keys := [key for key in entry["keys"] if key in named])
+    ]
+
+
+def written(tree: Any, prefix: str = "") -> set[str]:
+    """The keys of a file, each with dots, and those of the groups."""
+    if not isinstance(tree, dict):
+        return set()
+    own = {f"{prefix}{key}": value for key, value in tree.items()}
+    return set(own).union(*(written(value, f"{key}.") for key, value in own.items()))
+
+
+def refuse(faults: Mapping[str, object], **values: Any) -> None:
+    """Say of the first thing that is wrong what keys.yaml has to say of it.
+
+    Raises:
+        ConfigError: something is.
+    """
+    for name, is_wrong in faults.items():
+        if is_wrong:
+            raise ConfigError(KEYS["faults"][name].format(**values))
+
+
+def renamed(text: str) -> str:
+    """A sentence about the shared groups, in verl's keys."""
+    for own, key in KEYS["groups"].items():
+        text = re.sub(rf"(?<![\w.]){re.escape(own)}", key, text)
+    return text
+
+
+def as_list(value: Any) -> list[str]:
+    """One text or a list of them, as verl takes both."""
+    if value is None:
+        return []
+    return [at_home(str(item)) for item in (value if isinstance(value, list) else [value])]
+
+
+def at_home(path: str) -> str:
+    """The path with ~ written out: the shell leaves it in key=~/model."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """One number, or two with _ between them, the lower first.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        found = [float(part) for part in text.split("_")]
+    except ValueError:
+        found = []
+    refuse({"bound": len(found) not in (1, 2) or not 0 <= found[0] <= found[-1] > 0}, name=name, text=text)
+    return found
+
+
+def _rule(rule: str, bound: str) -> tuple[str, Any, float | None, float]:
+    level, _, estimator = rule.rpartition("_")
+    known = level in ("token", "seq_sum", "seq_mean") and estimator in ("k1", "k2", "k3")
+    refuse({"later": level == "seq_max", "rule": not known}, rule=rule)
+    found = numbers("rollout_rs_threshold", bound)
+    if estimator != "k1":
+        return level, estimator, None, found[-1]
+    low = found[0] if len(found) == 2 else 1 / found[0]
+    return level, estimator, 1 / found[-1], 1 / low if low else math.inf  # verl bounds the inverse

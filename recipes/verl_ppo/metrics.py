@@ -1,0 +1,225 @@
+"""What a step is described by, under the names that people know from verl; and the balancing of its answers.
+
+`B` sequences, `N` all tokens end to end. What verl has no name for keeps the one that all recipes here give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from components.batch import Batch
+from components.data.rollouts import rollout_metrics
+from components.data.validation import validation_metrics
+from components.rl.masked import sequence_means
+
+if TYPE_CHECKING:
+    from .config import VerlPPOConfig
+
+SHARED = {"grad_norm": "grad_norm", "learning_rate": "lr"}
+ENGINE_NAMES = {
+    "actor": SHARED
+    | {
+        "policy_loss": "pg_loss",
+        "clipped_share": "pg_clipfrac",
+        "dual_clipped_share": "pg_clipfrac_lower",
+        "approx_kl": "ppo_kl",
+    },
+    "critic": SHARED | {"loss": "vf_loss", "clipped_share": "vf_clipfrac", "value_mean": "vpred_mean"},
+}
+"""What the engines say of an update, and what verl calls it. Its ppo_kl is the mean log-ratio, and may be negative;
+ours is the k3 estimate of the same KL."""
+
+ROLLOUT_NAMES = {
+    "rollout/mismatch_kl": "rollout_corr/kl",
+    "rollout/mismatch_k3": "rollout_corr/k3_kl",
+    "rollout/chi_square_token": "rollout_corr/chi2_token",
+    "rollout/chi_square_sequence": "rollout_corr/chi2_seq",
+    "rollout/outside_share": "rollout_corr/rollout_is_oob_ratio",
+}
+"""What `rollout_metrics` says, and what verl calls it."""
+TOLD_BELOW = {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/turns_mean"}
+"""What it says of which `experience_metrics` tells more, under verl's names."""
+
+ATTENTION = 1 / 24576
+"""What each token of a sequence adds to the work of another, as verl has it for a model of 7B."""
+
+PER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+"""Phases whose time is told for each token, prompts included; that of `gen` for each token of the answers."""
+
+
+def renamed(metrics: Mapping[str, float], part: Literal["actor", "critic"]) -> dict[str, float]:
+    """Metrics of an update, as `over_updates` gives them, under verl's names."""
+    names = ENGINE_NAMES[part]
+    return {f"{part}/{names.get(name, name)}": value for name, value in metrics.items()}
+
+
+def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, float]:
+    """What one step's answers are like.
+
+    Args:
+        experience: as it is trained on, and as `rollout_metrics` reads it. Where tokens were rejected, `sampled_mask`
+            [N] is True at these too, and `action_mask` no more; else it may be missing. Rewards before
+            (`reward`) and after (`shaped_reward`) what the KL takes off them.
+        config: of the run.
+
+    Returns:
+        critic/: `{score,rewards}/{mean,max,min}` over the answers that are not empty, `{advantages,returns,values}/...`
+        over the tokens that are trained on, `vf_explained_var`. `response_length/...` and, without the empty answers,
+        `response_length_non_aborted/...`, in tokens, those of an agent's world included; their `clip_ratio` counts
+        those that were cut off. `prompt_length/...`, whose `clip_ratio` counts those of data.max_prompt_length tokens.
+        `num_turns/...` of episodes. Where the trainer computed log-probabilities of its own, `training/...` and
+        `rollout_corr/...`. And what is left of `rollout_metrics`.
+    """
+    own = config.algorithm.rollout_correction
+    bounds = own.weight_bounds[:2] if own.rollout_is == "token" else ()
+    every = (
+        experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
+    )
+    told = rollout_metrics(every, *bounds).items()
+    metrics = {ROLLOUT_NAMES.get(name, name): value for name, value in told if name not in TOLD_BELOW}
+    metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_length)
+    if "num_turns" in experience:
+        metrics |= _spread("num_turns", experience["num_turns"])
+    if "logprob" in every:
+        metrics |= _probabilities(every) | _perplexities(every)
+    if "sampled_mask" in experience:
+        kept = int(experience["action_mask"].sum()) / int(every["action_mask"].sum())
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - kept
+    if "correction" in experience:
+        metrics |= _weights(every)
+    return metrics
+
+
+def _spread(name: str, x: Tensor) -> dict[str, float]:
+    x = x.float()
+    return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+
+
+def _learning(experience: Batch) -> dict[str, float]:
+    mask_N, answered_B = experience["action_mask"], experience.lengths > experience["prompt_length"]
+    answered_B = answered_B if bool(answered_B.any()) else ~answered_B  # all of them, where all are empty
+    metrics = _spread("critic/score", experience["reward"][answered_B])
+    metrics |= _spread("critic/rewards", experience["shaped_reward"][answered_B])
+    return_N = experience["return"][mask_N]
+    metrics |= _spread("critic/advantages", experience["advantage"][mask_N]) | _spread("critic/returns", return_N)
+    if "value" in experience:
+        value_N = experience["value"][mask_N]
+        metrics |= _spread("critic/values", value_N)
+        left, whole = (return_N - value_N).var(correction=0), return_N.var(correction=0)
+        metrics["critic/vf_explained_var"] = 1.0 - float(left / (whole + 1e-5))
+    return metrics
+
+
+def _lengths(experience: Batch, most_prompt: int) -> dict[str, float]:
+    prompt_B = experience["prompt_length"]
+    answer_B, cut_B = experience.lengths - prompt_B, experience["truncated"].float()
+    metrics = _spread("response_length", answer_B) | {"response_length/clip_ratio": float(cut_B.mean())}
+    answered_B = answer_B > 0
+    metrics["response/aborted_ratio"] = 1.0 - float(answered_B.float().mean())
+    if bool(answered_B.any()):
+        metrics |= _spread("response_length_non_aborted", answer_B[answered_B])
+        metrics["response_length_non_aborted/clip_ratio"] = float(cut_B[answered_B].mean())
+    full = {"prompt_length/clip_ratio": float((prompt_B >= most_prompt).float().mean())}
+    return metrics | _spread("prompt_length", prompt_B) | full
+
+
+def _probabilities(samples: Batch) -> dict[str, float]:
+    """How far trainer and engine are apart, in probability."""
+    mask_N = samples["action_mask"]
+    own_N, engine_N = (samples[name][mask_N].float().exp() for name in ("logprob", "rollout_logprob"))
+    gap_N = (own_N - engine_N).abs()
+    metrics = {"valid": 1.0, "max": float(gap_N.max()), "mean": float(gap_N.mean())}
+    found = {f"training/rollout_probs_diff_{name}": value for name, value in metrics.items()}
+    found["training/rollout_probs_diff_std"] = float(gap_N.std(correction=0))
+    centred_own_N, centred_engine_N = own_N - own_N.mean(), engine_N - engine_N.mean()
+    scale = centred_own_N.norm() * centred_engine_N.norm()
+    if scale > 0:  # else all tokens are equally likely
+        found["training/rollout_actor_probs_pearson_corr"] = float((centred_own_N * centred_engine_N).sum() / scale)
+    return found
+
+
+def _perplexities(samples: Batch) -> dict[str, float]:
+    """Of the answers, to trainer and engine; `log_ppl_diff` is the trainer's less the engine's, in nats."""
+    mask_N, lengths_B = samples["action_mask"], samples.lengths
+    acts_B = samples.sum_tokens(mask_N) > 0
+    own_B, engine_B = (
+        -sequence_means(samples[name], mask_N, lengths_B)[acts_B] for name in ("logprob", "rollout_logprob")
+    )
+    diff_B = own_B - engine_B
+    found = {"training_ppl": own_B.exp(), "training_log_ppl": own_B, "rollout_ppl": engine_B.exp()}
+    found |= {"rollout_log_ppl": engine_B, "log_ppl_diff": diff_B, "log_ppl_abs_diff": diff_B.abs()}
+    found["ppl_ratio"] = diff_B.exp()
+    means = {f"rollout_corr/{name}": float(x_B.mean()) for name, x_B in found.items()}
+    most = {"rollout_corr/log_ppl_diff_max": float(diff_B.max()), "rollout_corr/log_ppl_diff_min": float(diff_B.min())}
+    return means | most
+
+
+def _weights(samples: Batch) -> dict[str, float]:
+    """What the loss of each token is weighed by."""
+    weight_N = samples["correction"][samples["action_mask"]]
+    metrics = _spread("rollout_corr/rollout_is", weight_N)
+    metrics = {name.replace("/rollout_is/", "/rollout_is_"): value for name, value in metrics.items()}
+    metrics["rollout_corr/rollout_is_std"] = float(weight_N.std(correction=0))
+    size = weight_N.mean().square() / weight_N.square().mean().clamp(min=1e-8)
+    return metrics | {"rollout_corr/rollout_is_eff_sample_size": float(size)}
+
+
+def performance(experience: Batch, took: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """How fast a step was.
+
+    Args:
+        experience: what it was trained on.
+        took: of the clock, `timing_s/<phase>` and `timing_s/step`.
+        ranks: processes, or GPUs, of the run.
+
+    Returns:
+        `perf/total_num_tokens`, prompts included; `perf/time_per_step` in seconds; `perf/throughput` in tokens per
+        second and rank; `timing_per_token_ms/<phase>` in milliseconds.
+    """
+    seconds, every = took["timing_s/step"], experience.num_tokens
+    answers = every - int(experience["prompt_length"].sum())
+    tokens = {"gen": answers} | dict.fromkeys(PER_ALL_TOKENS, every)
+    metrics = {
+        f"timing_per_token_ms/{name}": 1000 * took[f"timing_s/{name}"] / max(count, 1)
+        for name, count in tokens.items()
+        if f"timing_s/{name}" in took
+    }
+    speed = every / max(seconds, 1e-9) / ranks
+    return metrics | {"perf/total_num_tokens": float(every), "perf/time_per_step": seconds, "perf/throughput": speed}
+
+
+def heldout_metrics(answers: Batch) -> dict[str, float]:
+    """Metrics of validation, of scored answers; `info_pred`, where a reward function says it, is what votes."""
+    logged = {name.removeprefix("log_"): answers[name] for name in answers.names if name.startswith("log_")}
+    metrics = validation_metrics(
+        answers["reward"],
+        answers["prompt_id"],
+        answers["datasource"],
+        {"score": answers["score"], **logged},
+        answers.objects.get("info_pred"),
+    )
+    return metrics | (_spread("val-aux/num_turns", answers["num_turns"]) if "num_turns" in answers else {})
+
+
+def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
+    """Reorder, so that each of the `ranks` parts that `Batch.split` cuts is about as much work.
+
+    Where samples have several sequences (`branch`), which have to stay side by side, nothing is moved.
+
+    Returns:
+        The batch, and `global_seqlen/{min,max,minmax_diff,mean}` of the tokens of the parts as they were, and
+        `balanced_min` and `balanced_max` of them as they are now.
+    """
+    before = [part.num_tokens for part in experience.split(ranks)]
+    if "branch" not in experience or not bool(experience["branch"].any()):
+        # Larger parts first, as `split` cuts them.
+        shares = sorted(experience.balanced_shares(ranks, ATTENTION), key=len, reverse=True)
+        experience = experience.select(torch.cat(shares))
+    after = [part.num_tokens for part in experience.split(ranks)]
+    metrics = {"min": min(before), "max": max(before), "minmax_diff": max(before) - min(before)}
+    metrics |= {"balanced_min": min(after), "balanced_max": max(after), "mean": sum(before) / ranks}
+    return experience, {f"global_seqlen/{name}": float(value) for name, value in metrics.items()}

@@ -1,0 +1,184 @@
+"""What answers are worth: a function by the data source of the prompt or of the user's own, a reward model, or both.
+B answers. Nothing here imports torch before there are some.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agents.code_tests import code_score
+from components.data.reward_workers import ScoreWorkers
+from components.data.rewards import RewardSettings
+from components.data.score_functions import PREDICTION, ScoreCode, ScoreFunction, default_functions
+
+from .config import VerlPPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.batch import Batch
+
+CODE_SOURCES = ("apps", "codecontests", "codeforces", "taco")
+"""Data sources whose answers are programs; their ground truths are tests."""
+OWN_FUNCTIONS: dict[str, ScoreFunction] = dict.fromkeys(CODE_SOURCES, code_score)
+"""Reward functions by data source, beside `default_functions`. Put yours here, from the top level of a module; a `*` at
+the end of a name stands for any end.
+"""
+
+
+def score_code(config: VerlPPOConfig) -> ScoreCode:
+    """The function that was asked for: the user's, or the built-in ones."""
+    own, functions = config.custom_reward_function, default_functions() | OWN_FUNCTIONS
+    kwargs = dict(own.reward_kwargs)
+    if own.path is None:
+        method = kwargs.pop("method", "strict")
+        if kwargs or method not in ("strict", "flexible"):
+            raise ValueError(
+                f"custom_reward_function.reward_kwargs={dict(own.reward_kwargs)}, but the built-in functions take only "
+                "method=strict or method=flexible (of openai/gsm8k); change that, or set custom_reward_function.path"
+            )
+        if method == "flexible":
+            functions["openai/gsm8k"] = functions["gsm8k_flexible"]
+    return ScoreCode(
+        path=own.path,
+        name=own.name,
+        kwargs=kwargs,
+        lists=config.reward_model.reward_manager == "batch",
+        functions=functions,
+        optional=config.needs_reward_model and not config.reward_model.function_weight,
+    )
+
+
+def overlong_buffer(config: VerlPPOConfig) -> tuple[int, int, float] | None:
+    """Of the manager dapo: the tokens of the longest answer, those of its buffer, and what it loses at most; None
+    without a buffer.
+    """
+    own = config.reward_model
+    given: dict[str, Any] = dict(own.reward_kwargs)
+    buffer: Mapping[str, Any] = given.pop("overlong_buffer_cfg", None) or {}
+    longest = given.pop("max_resp_len", None) or config.max_response
+    unknown = [*given, *({*buffer} - {"enable", "len", "penalty_factor", "log"})]
+    if unknown or (own.reward_kwargs and own.reward_manager != "dapo"):
+        raise ValueError(
+            f"reward_model.reward_kwargs={dict(own.reward_kwargs)} with reward_model.reward_manager="
+            f"{own.reward_manager}; only dapo takes some: overlong_buffer_cfg.enable, .len, .penalty_factor, .log, and "
+            "max_resp_len (for arguments of the function set custom_reward_function.reward_kwargs)"
+        )
+    if not buffer.get("enable"):
+        return None
+    tokens, factor = buffer.get("len", 0), buffer.get("penalty_factor", 1.0)
+    if not 1 <= tokens <= longest or factor < 0:
+        raise ValueError(
+            f"reward_model.reward_kwargs.overlong_buffer_cfg={dict(buffer)}; set len to 1 to {longest} tokens, and "
+            "penalty_factor to 0 or more"
+        )
+    return longest, tokens, factor
+
+
+def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, with a ValueError, a reward that cannot be, or that does not suit the rows of each part."""
+    code = score_code(config)
+    overlong_buffer(config)
+    if config.agent.func_path is not None:
+        return
+    code.check()
+    for rows in parts:
+        check_sources(code, (row["datasource"] for row in rows))
+        code.check_labels(rows)
+
+
+def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
+    """ValueError where there is no function for a data source that needs one."""
+    unknown = [] if code.optional else code.unknown(sources)
+    if unknown:
+        raise ValueError(
+            f"there is no reward function for the data source {', '.join(map(repr, unknown))}; set "
+            "custom_reward_function.path to a Python file with compute_score(data_source, solution_str, ground_truth, "
+            "extra_info=None), data.reward_fn_key to the column with the data source, or score with a reward model "
+            f"(reward_model.enable); there are functions for {', '.join(sorted(code.functions))}"
+        )
+
+
+class RewardManager:
+    """Rewards answers, in verl's three ways: naive, batch and dapo. It holds processes until it is closed."""
+
+    def __init__(self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", say: Callable[[str], None]) -> None:
+        """Start the function's processes, unless an agent's world rewards.
+
+        Args:
+            config: of the run.
+            tokenizer: of the policy.
+            say: told which answers have no reward, the first few by name.
+        """
+        self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
+        self._tokenizer, self._say, self._weight = tokenizer, say, own.function_weight
+        settings = RewardSettings(
+            workers=own.num_workers, timeout_s=own.timeout_s, max_failed_share=own.max_failed_share
+        )
+        self._workers = None if config.agent.func_path else ScoreWorkers(self._code, settings)
+
+    def __call__(self, samples: "Batch") -> "Batch":
+        """Reward B answers.
+
+        Args:
+            samples: with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`, `datasource` and
+                maybe `extra_info`, and where a model has scored them `rm_score`. Those that have a `reward` are
+                episodes, and stay as they are.
+
+        Returns:
+            With `reward`, `score`, `reward_failed`, a `log_<name>` for each other number that the function gives, NaN
+            where an answer lacks it, and the objects `info_pred`, what it calls `pred`, as text, and `info`, a mapping
+            of whatever else it says; None where it says nothing. With a model the reward is its score and
+            function_weight times the function's, and the score is the function's where there is one.
+
+        Raises:
+            RewardError: the function failed for more answers than reward_model.max_failed_share allows.
+            ValueError: there is no function for a data source.
+        """
+        from components.data.rollouts import answer_texts, score_answers, with_rewards
+
+        if self._workers is None or "reward" in samples:
+            return score_answers(samples, None, self._tokenizer, self._say)
+        sources = samples["datasource"]
+        check_sources(self._code, sources)
+        extras = [extra or {} for extra in samples["extra_info"]] if "extra_info" in samples else [{} for _ in sources]
+        texts = answer_texts(samples, self._tokenizer)
+        output = self._workers(sources, samples["prompt"], texts, samples["label"], extras)
+        what = "score" if self._code.optional else "reward"
+        scored = with_rewards(samples, output, self._say, what)
+        # Of every batch, as batches of other data sources may come beside it.
+        predicted = output.texts.get(PREDICTION, [None] * len(samples))
+        others = {name: said for name, said in output.texts.items() if name != PREDICTION}
+        told = [{name: said[i] for name, said in others.items() if said[i] is not None} for i in range(len(samples))]
+        scored = scored.with_objects(info_pred=predicted, info=[each or None for each in told])
+        return self._less_overlong(self._with_model(scored) if "rm_score" in samples else scored)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _with_model(self, scored: "Batch") -> "Batch":
+        """Add the model's score to the function's, which an answer may lack."""
+        import torch
+
+        model_B, function_B = scored["rm_score"].float(), scored["score"]
+        knows_B = torch.tensor([self._code.knows(source) for source in scored["datasource"]])
+        reward_B = model_B + self._weight * function_B
+        if self._weight:  # as in any sum of rewards, an answer that has failed in a part of it has failed
+            reward_B = torch.where(scored["reward_failed"] > 0, 0.0, reward_B)
+        return scored.with_sequences(
+            reward=reward_B,
+            score=torch.where(knows_B, function_B, model_B),
+            log_model=model_B,
+            log_function=torch.where(knows_B, function_B, torch.nan),
+        )
+
+    def _less_overlong(self, scored: "Batch") -> "Batch":
+        """Take reward away from answers that come close to the longest that is allowed."""
+        from components.rl.rewards import overlong_penalty
+
+        if self._buffer is None:
+            return scored
+        reward_B = overlong_penalty(scored["reward"], scored.sum_tokens(scored["action_mask"]), *self._buffer)
+        lost_B = reward_B - scored["reward"]
+        return scored.with_sequences(reward=reward_B, log_overlong_reward=lost_B, log_overlong=(lost_B < 0).float())

@@ -1,0 +1,1 @@
+"""The workers, one class in each file."""

@@ -1,0 +1,190 @@
+"""How busy the slots of an engine are kept, while many episodes of several turns are played.
+
+    python scripts/bench_agents.py                    2,000 episodes of 4 turns, 64 at a time, 20 ms an answer
+    python scripts/bench_agents.py --wait 0.005       each step of the world waits for 5 ms, too
+    python scripts/bench_agents.py --runs-in process --episodes 500
+
+The player, its executor and the worlds are those of a run; only the engine is not: it draws nothing, and gives each
+answer after the same time. Were nothing else to take time, episodes * turns * (answer + wait) / slots would; the share
+is this ideal over the time it took. In turns with it, as many tasks as there are slots only sleep as often and as long:
+what that loses is asyncio's and the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agents.loading import load_agent  # noqa: E402 (may not be installed)
+from agents.options import AgentOptions  # noqa: E402
+from agents.player import Player, settle  # noqa: E402
+from components.batch import Batch  # noqa: E402
+from components.data.tiny_model import character_tokenizer  # noqa: E402
+from components.engines.async_engine import AsyncEngine, Generation, Piece, Request  # noqa: E402
+from components.engines.config import SamplingConfig  # noqa: E402
+from components.engines.weight_sync import WeightHandle  # noqa: E402
+
+PROMPT, ANSWER, FEEDBACK = "play", "a move to make", "and one in return"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played."""
+
+    episodes: int
+    turns: int = 4
+    slots: int = 64
+    answer_s: float = 0.02
+    wait_s: float = 0.0
+    runs_in: Literal["loop", "thread", "process"] = "loop"
+
+    @property
+    def ideal_s(self) -> float:
+        return self.episodes * self.turns * (self.answer_s + self.wait_s) / self.slots
+
+
+class TimedRequest(Request):
+    """An answer that is there after a while."""
+
+    def __init__(self, tokens: list[int], seconds: float) -> None:
+        self._drawn = Generation(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop")
+        self._seconds = seconds
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        drawn = await self.result()
+        yield Piece(drawn.tokens, drawn.logprobs)
+
+    async def result(self) -> Generation:
+        await asyncio.sleep(self._seconds)
+        return self._drawn
+
+    async def abort(self) -> Generation:
+        return self._drawn
+
+
+class TimedEngine(AsyncEngine):
+    """Gives the same answer to everybody, in the same time."""
+
+    def __init__(self, tokens: list[int], seconds: float) -> None:
+        super().__init__()
+        self._tokens, self._seconds = tokens, seconds
+
+    def submit(
+        self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
+    ) -> Request:
+        del tokens, sampling, prompt_id, sample_id
+        return TimedRequest(self._tokens, self._seconds)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
+        raise NotImplementedError("it has no weights")
+
+    def close(self) -> None: ...
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {}
+
+
+AGENT = f"""
+import asyncio
+from agents import AgentInstanceBase
+
+class AgentInstance(AgentInstanceBase):
+    # Lasts as many turns as the label says, and waits in each.
+    async def reset(self, states, **kwargs):
+        self.left, self.wait_s = states["label"]
+        return {{"observation": states["observation"]}}
+
+    async def step(self, states, **kwargs):
+        self.left -= 1
+        if self.wait_s:
+            await asyncio.sleep(self.wait_s)
+        return {{"rewards": 1.0, "scores": 1.0, "environment_feedback": {FEEDBACK!r}, "done": not self.left}}
+"""
+
+
+def play(load: Load) -> float:
+    """Play all episodes; returns how many seconds it took."""
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
+    prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (PROMPT, ANSWER))
+    end = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
+    assert isinstance(end, int)
+    count = load.episodes
+    prompts = Batch(
+        [len(prompt)] * count,
+        {"tokens": torch.tensor(prompt * count)},
+        {"prompt_id": torch.arange(count), "sample_id": torch.zeros(count, dtype=torch.int64)},
+        {"prompt": [PROMPT] * count, "label": [(load.turns, load.wait_s)] * count},
+    )
+    engine = TimedEngine([*answer, end], load.answer_s)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "agent.py"
+        file.write_text(AGENT)
+        options = AgentOptions(func_path=str(file), runs_in=load.runs_in, max_turns=load.turns, concurrency=load.slots)
+        player = Player(engine, load_agent(str(file)), options, tokenizer)
+        try:
+            began = time.perf_counter()
+            played = player.play(prompts, SamplingConfig(max_new_tokens=32))
+            seconds = time.perf_counter() - began
+        finally:
+            player.close()
+    assert played["reward"].tolist() == [float(load.turns)] * count, played.objects["error"]
+    return seconds
+
+
+async def only_wait(load: Load) -> float:
+    """Sleep as the slots do, and do nothing else; returns how many seconds it took."""
+
+    async def wait() -> None:
+        for _ in range(load.episodes * load.turns // load.slots):
+            await asyncio.sleep(load.answer_s)
+            if load.wait_s:
+                await asyncio.sleep(load.wait_s)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(wait() for _ in range(load.slots)))
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Print a line for each round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--answer", type=float, default=0.02, help="seconds that the engine takes for one")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the world waits in each step")
+    parser.add_argument("--runs-in", choices=["loop", "thread", "process"], default="loop")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    load = Load(given.episodes, given.turns, given.slots, given.answer, given.wait, given.runs_in)
+    play(dataclasses.replace(load, episodes=given.slots))  # what is loaded once, is loaded now
+    settle()  # as a rollout process does
+    for _ in range(given.rounds):
+        cpu, seconds = time.process_time(), play(load)
+        cpu = (time.process_time() - cpu) / (load.episodes * load.turns)
+        print(
+            f"{seconds:.2f} s of at best {load.ideal_s:.2f} s: {load.ideal_s / seconds:.1%}; this process worked for "
+            f"{1e6 * cpu:.0f} us on each turn; only waiting: {load.ideal_s / asyncio.run(only_wait(load)):.1%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How much faster asynchronous training is, where a world lets its policy wait, and whether it learns as much.
+
+    python scripts/bench_async.py           grpo on its demonstration, 2 epochs a step, 3 seeds of each kind
+    python scripts/bench_async.py --wait 1.0 --steps 16 --seeds 1
+
+Sorting, as a world that takes `--wait` seconds over each answer: by default so long that generating a batch takes
+about as long as training on it. All episodes of a batch wait at the same time in either kind of run, so what is won is
+won by training meanwhile. "ideal" is (g + t) / max(g, t) of the synchronous runs: g seconds of a step are generation, t
+all the rest. Seconds are medians over steps of the wall time from one step's end to the next; the runs take turns.
+
+What is drawn with older weights is weighed by TIS. Scores are those of 2,048 held-out prompts at the end. Exits 1 where
+less than 0.75 of the ideal is reached, or where the mean score of the asynchronous runs is further below the other than
+twice its standard error over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR = 0.75
+HELDOUT = 2048
+SKIPPED = 3
+"""Steps at the start in which there is still something to warm up."""
+AGENT = """
+import asyncio, os
+from agents import AgentInstanceBase
+
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        await asyncio.sleep(float(os.environ["BENCH_WAIT_S"]))
+        reward = float(states["action_text"] == states["label"])
+        return {"rewards": reward, "scores": reward, "environment_feedback": "", "done": True}
+"""
+
+
+def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """One run; the metrics of its steps, and its score at the end."""
+    command = [sys.executable, "-m", "recipes.grpo.main", f"run_dir={folder}", f"agent.func_path={agent}"]
+    command += ["placement.collocate=false", "epochs=2", f"data.max_rows={64 * steps}", *more]
+    environment = os.environ | {"BENCH_WAIT_S": str(wait), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    score = json.loads((folder / "summary.json").read_text())["score"]["end"]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], score
+
+
+def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
+    """Wall time of each step but the first ones."""
+    times = [row["time"] for row in rows[SKIPPED - 1 :]]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def loss_of_score(synchronous: list[float], asynchronous: list[float]) -> tuple[float, float]:
+    """How much lower the second mean is, and the standard error of that: over seeds, or of the held-out prompts."""
+    lost = statistics.mean(synchronous) - statistics.mean(asynchronous)
+    square = 0.0
+    for scores in (synchronous, asynchronous):
+        mean, count = statistics.mean(scores), len(scores)
+        among_seeds = statistics.variance(scores) if count > 1 else 0.0
+        square += max(among_seeds, mean * (1 - mean) / HELDOUT) / count
+    return lost, math.sqrt(square)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wait", type=float, default=0.6, help="seconds that the world takes over an answer")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    asked = parser.parse_args()
+    kinds = {"synchronous": [], "asynchronous": ["--async_train", "algorithm.correction=tis"]}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    scores: dict[str, list[float]] = {kind: [] for kind in kinds}
+    generating: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        agent = Path(scratch) / "agent.py"
+        agent.write_text(AGENT)
+        for seed in asked.seeds:
+            for kind, more in kinds.items():
+                folder = Path(scratch) / f"{kind}-{seed}"
+                rows, score = run(folder, agent, asked.steps, asked.wait, [f"seed={seed}", *more])
+                print(f"{kind}, seed {seed}: score {score:.3f}", flush=True)
+                seconds[kind] += step_seconds(rows)
+                scores[kind].append(score)
+                if kind == "synchronous":
+                    generating += [row["timing_s/generate"] for row in rows[SKIPPED:]]
+    middle = {kind: statistics.median(times) for kind, times in seconds.items()}
+    generation = statistics.median(generating)
+    training = middle["synchronous"] - generation
+    ideal = (generation + training) / max(generation, training)
+    gain = middle["synchronous"] / middle["asynchronous"]
+    print(f"synchronous: {generation:.2f} s generating, {training:.2f} s all else; ideal gain {ideal:.2f}")
+    print("| run | seconds per step, median | answers per second | scores | mean |\n|---|---|---|---|---|")
+    for kind, value in middle.items():
+        ended = ", ".join(f"{score:.3f}" for score in scores[kind])
+        print(f"| {kind} | {value:.2f} | {512 / value:.0f} | {ended} | {statistics.mean(scores[kind]):.3f} |")
+    lost, error = loss_of_score(scores["synchronous"], scores["asynchronous"])
+    print(f"gain {gain:.2f}, {gain / ideal:.2f} of the ideal; score lower by {lost:.3f}, standard error {error:.3f}")
+    return 0 if gain / ideal >= BAR and lost <= 2 * error else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Agents that are clients, for the tests of the endpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+
+from agents.openai_executor import OpenAIAgentExecutor
+from components.batch import Batch
+from tests.agents.play_cases import Rig
+
+
+class Blocking(OpenAIAgentExecutor):
+    """`play` with a client that blocks its thread, and which never asks twice."""
+
+    def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
+        with openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"], max_retries=0) as client:
+            return self.play(client, prompt, label)
+
+    def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        raise NotImplementedError
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def chat(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **more).choices[0]
+
+
+def check_drawn(rig: Rig, batch: Batch) -> None:
+    """Every token of the policy has the log-probability that the trainer's forward pass gives it."""
+    difference_N = (rig.training_logprobs(batch) - batch["rollout_logprob"]).abs()[batch["action_mask"]]
+    assert len(difference_N) and float(difference_N.max()) < 1e-4
+    assert batch["token_version"][batch["action_mask"]].eq(0).all()

@@ -1,0 +1,94 @@
+"""A tiny policy whose tokens are not what encoding their text gives, and players with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from agents.episode import AgentExecutorBase
+from agents.options import AgentOptions
+from agents.player import Player
+from components.batch import Batch
+from components.data.text import TextEncoder, load_tokenizer
+from components.data.tiny_model import learnt_tokenizer, tiny_model
+from components.engines.batched_engine import BatchedEngine
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.engines.hf_engine import HFRolloutEngine
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""ChatML with the end token for all marks."""
+POSITIONS = 256
+TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello world"]
+
+
+def write_policy(folder: Path, seed: int = 1) -> Path:
+    """An untrained model and a byte-pair tokenizer of 300 tokens; a tenth of all tokens are end tokens."""
+    tokenizer = learnt_tokenizer(TEXTS * 4, 300)
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model(tokenizer, seed, hidden=64, layers=1, heads=2, key_value_heads=1, max_positions=POSITIONS)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = list(range(2, 32))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Rig:
+    """One engine, and players with it, which are closed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine = HFRolloutEngine(folder, HFRolloutConfig())
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
+        self.encoder = TextEncoder(self.tokenizer)
+        self._players: list[Player] = []
+
+    def player(self, executor: AgentExecutorBase | None = None, **options: Any) -> Player:
+        """A player with default options but for these."""
+        player = Player(BatchedEngine(self.engine), executor, AgentOptions(**options), self.tokenizer)
+        self._players.append(player)
+        return player
+
+    def close(self) -> None:
+        """Close all players."""
+        for player in self._players:
+            player.close()
+        self._players = []
+
+    def decode(self, tokens: Sequence[int] | torch.Tensor, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
+
+    def prompts(self, count: int = 3, samples: int = 2, labels: Sequence[Any] = ()) -> Batch:
+        """So many of TEXTS, over and over, each with so many samples side by side."""
+        texts = [TEXTS[i % len(TEXTS)] for i in range(count)]
+        ids = torch.arange(count)
+        batch = Batch.from_rows(
+            {"tokens": [self.encoder.encode_prompt(text) for text in texts]},
+            {"prompt_id": 10 + ids, "sample_id": torch.zeros_like(ids)},
+            {"prompt": texts, "label": list(labels) or [f"label {i}" for i in range(count)]},
+        )
+        return batch.repeat(samples).with_sequences(sample_id=torch.arange(samples).repeat(count))
+
+    def training_logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+        """[N] what the trainer's forward pass says."""
+        with torch.no_grad():
+            return token_logprobs(load_policy(self.folder), batch, temperature).logprob_N
+
+
+def sampling(max_new_tokens: int = 6, **more: Any) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=max_new_tokens, **more)
+
+
+def turns_of(batch: Batch, row: int) -> list[list[int]]:
+    """Tokens of each turn of a sequence."""
+    tokens, turn = batch.row(row, "tokens"), batch.row(row, "turn")
+    return [tokens[turn == number].tolist() for number in range(int(batch["num_turns"][row]))]

@@ -1,0 +1,497 @@
+"""Episodes of one turn and of many, with a real engine and worlds as users write them."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import agents.schema
+from agents import AgentInstanceBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
+from agents.episode import Episode, EpisodeTask, Policy
+from agents.options import AgentOptions
+from agents.player import open_player
+from agents.schema import read_sampling, read_step, sampling_params
+from components.batch import Batch
+from components.data.heldout import EVALUATION_STEP
+from components.engines.config import HFRolloutConfig
+from tests.agents.play_cases import POSITIONS, Rig, sampling, turns_of, write_policy
+
+PUBLISHED = """
+from typing import Any, Dict
+import torch
+
+from agents import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.step_idx = 0
+
+    async def reset(self, states: dict, **kwargs) -> dict:
+        self.step_idx = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict, **kwargs) -> Dict[str, Any]:
+        self.step_idx += 1
+        done = self.step_idx >= 3
+        reward = torch.tensor(1.0) if done else torch.tensor(0.0)
+        environment_feedback = (
+            "\\n\\nHuman: [CORRECT]\\n</s>"
+            if done
+            else "\\n\\nHuman: [INCORRECT]\\nPlease analyze the issues and try again.\\n</s>\\n\\nAssistant: "
+        )
+        return {
+            "rewards": reward,
+            "scores": reward,
+            "environment_feedback": environment_feedback,
+            "done": done,
+            "sampling_params": states.get("sampling_params", None),
+            "extra_logs": {"step": self.step_idx},
+        }
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+"""What OpenRLHF's guide shows, but for the line that imports from it."""
+INCORRECT = "\n\nHuman: [INCORRECT]\nPlease analyze the issues and try again.\n</s>\n\nAssistant: "
+
+
+class World:
+    """Answers each step with what `script` says, over and over, and keeps what it was told."""
+
+    script: tuple[dict[str, Any], ...] = ()
+    told: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        type(self).told.append(states)
+        answer = self.script[self.steps % len(self.script)]
+        self.steps += 1
+        return {"rewards": 0.0, "environment_feedback": " go on ", "done": False, **answer}
+
+
+def world(*script: dict[str, Any]) -> type[World]:
+    return type("Scripted", (World,), {"script": script or ({},), "told": []})
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(write_policy(tmp_path_factory.mktemp("policy")))
+
+
+@pytest.fixture(autouse=True)
+def closed(rig: Rig) -> Iterator[None]:
+    yield
+    rig.close()
+
+
+def played(rig: Rig, instance: type, count: int = 1, max_new_tokens: int = 6, **options: Any) -> Batch:
+    player = rig.player(MultiTurnAgentExecutor(instance), **options)
+    return player.play(rig.prompts(count, samples=1), sampling(max_new_tokens))
+
+
+def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "agent_func.py").write_text(PUBLISHED)
+    options = AgentOptions(func_path=str(tmp_path / "agent_func.py"))
+    player = open_player(str(rig.folder), HFRolloutConfig(), options, lambda: rig.tokenizer)
+    batch = player.play(rig.prompts(3, samples=2), sampling())
+    player.close()
+    assert batch["num_turns"].tolist() == [3] * 6
+    assert batch["reward"].tolist() == batch["score"].tolist() == [1.0] * 6
+    assert batch["log_step"].tolist() == [3.0] * 6
+    assert batch["status"] == ["finished"] * 6
+    feedback = rig.encoder.encode(INCORRECT)
+    for row in range(6):
+        turn = batch.row(row, "turn").tolist()
+        tokens = batch.row(row, "tokens").tolist()
+        prompt, first = int(batch["prompt_length"][row]), turns_of(batch, row)[0]
+        assert tokens[prompt + len(first) :][: len(feedback)] == feedback
+        # Prompt, turn, feedback, turn, feedback, turn, and nothing after it.
+        runs = [number for place, number in enumerate(turn) if place == 0 or turn[place - 1] != number]
+        assert runs == [-1, 0, -1, 1, -1, 2]
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens_and_add_up(rig: Rig) -> None:
+    batch = played(
+        rig,
+        world(
+            {"rewards": 0.5, "scores": 0.1, "extra_logs": {"a": 1}},
+            {"rewards": np.float32(-0.25), "scores": 0.2},
+            {
+                "rewards": torch.tensor([2.0]),
+                "scores": torch.tensor(0.75),
+                "done": np.bool_(True),
+                "extra_logs": {"b": 3},
+            },
+        ),
+        count=2,
+    )
+    assert batch["reward"].tolist() == [2.25, 2.25]
+    assert batch["score"].tolist() == [0.75, 0.75]
+    for row in range(2):
+        turn, reward = batch.row(row, "turn"), batch.row(row, "turn_reward")
+        ends = [int((turn == number).nonzero().max()) for number in range(3)]
+        assert reward[ends].tolist() == [0.5, -0.25, 2.0]
+        assert int((reward != 0).sum()) == 3
+    # Those of the last step.
+    assert batch["log_b"].tolist() == [3.0, 3.0]
+    assert "log_a" not in batch
+
+
+def test_without_scores_the_score_is_the_sum_of_the_rewards(rig: Rig) -> None:
+    batch = played(rig, world({"rewards": 0.25}, {"rewards": 0.5, "scores": None, "done": True}))
+    assert batch["score"].tolist() == [0.75]
+
+
+def test_states_are_what_was_said(rig: Rig) -> None:
+    instance = world({}, {"done": True})
+    batch = played(rig, instance, stop=["#"])
+    first, second = instance.told
+    prompt = rig.prompts(1, 1)["prompt"][0]
+    assert first["observation_text"] == prompt
+    assert (first["label"], first["finish"] in ("stop", "length")) == ("label 0", True)
+    decode = rig.decode
+    turns = turns_of(batch, 0)
+    assert first["action_text"] == decode(turns[0], skip_special_tokens=True)
+    # All that was read and written, special tokens too.
+    assert second["observation_text"] == decode(
+        rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" go on ")
+    )
+    params = first["sampling_params"]
+    assert params == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 6, "stop": ["#"]}
+    assert params.max_tokens == 6
+    assert not hasattr(params, "min_p")
+
+
+def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig) -> None:
+    class Short(World):
+        script = ({},)
+        told: ClassVar[list[dict[str, Any]]] = []
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            answer = await super().step(states)
+            shorter = states["label"] == "label 0" and self.steps == 1
+            return answer | ({"sampling_params": SimpleNamespace(max_tokens=1, temperature=None)} if shorter else {})
+
+    batch = played(rig, Short, count=2, max_turns=3, max_new_tokens=4)
+    most = [state["sampling_params"]["max_tokens"] for state in Short.told if state["label"] == "label 0"]
+    assert most == [4, 1, 4]
+    assert [state["sampling_params"]["max_tokens"] for state in Short.told if state["label"] == "label 1"] == [4] * 3
+    assert len(turns_of(batch, 0)[1]) == 1
+
+
+def test_a_greedy_turn_is_the_likeliest_answer(rig: Rig) -> None:
+    batch = played(rig, world({"sampling_params": {"temperature": 0}}, {"done": True}))
+    row = batch.row(0, "tokens")[: -len(turns_of(batch, 0)[1])]
+    prompts = Batch.from_rows({"tokens": [row]}, {"prompt_id": [0], "sample_id": [0]})
+    greedy = rig.engine.generate(prompts, sampling(temperature=0.0))
+    assert turns_of(batch, 0)[1] == greedy["tokens"][len(row) :].tolist()
+
+
+def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
+    own = sampling(8, temperature=0.7)
+    assert read_sampling({"max_tokens": 100, "stop": "x", "top_k": -1}, own) == (own, ["x"])
+    assert read_sampling(sampling_params(own, ["a"]), own) == (own, ["a"])
+    changed, stop = read_sampling(SimpleNamespace(temperature=0.0, top_p=0.5, min_p=0.1), own)
+    assert (changed.temperature, changed.top_p, changed.max_new_tokens, stop) == (0.0, 0.5, 8, [])
+    for wrong, what in [
+        ({"max_token": 3}, "holds 'max_token'; it may have temperature, top_p, top_k, max_tokens, stop"),
+        (5, r"is a int \(5\)"),
+        ({"temperature": "hot"}, "hold 'hot'"),
+        ({"stop": [""]}, "hold"),
+        ({"temperature": -1}, "temperature=-1 is not possible"),
+        ({"max_tokens": 0}, "max_new_tokens=0 is not possible"),
+        ({"max_tokens": 2.5}, "hold a top_k or max_tokens that is not whole"),
+        ({"top_k": 2.5}, "hold a top_k or max_tokens that is not whole"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            read_sampling(wrong, own)
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ({"rewards": math.nan}, "step 0: give one number each, .*'rewards' holds nan; return finite numbers"),
+        ({"rewards": [1.0, 2.0]}, "'rewards' has the shape"),
+        ({"rewards": "1"}, "'rewards' must be numbers, found a str"),
+        ({"rewards": None}, "'rewards' must be numbers, found a NoneType"),
+        ({"done": "yes"}, r"'done' is a str \('yes'\); return True or False"),
+        ({"environment_feedback": 3}, r"'environment_feedback' is a int \(3\); return text, or a list of messages"),
+        ({"environment_feedback": [{"role": "user"}]}, "return text, or a list of messages with role and content"),
+        ({"extra_logs": {"verdict": "good"}}, r"extra_logs\['verdict'\] must be numbers"),
+        ({"sampling_params": {"tmp": 1}}, "sampling_params holds 'tmp'"),
+    ],
+)
+def test_a_wrong_answer_of_a_world_ends_its_own_episode_with_a_clear_line(
+    rig: Rig, answer: dict[str, Any], what: str
+) -> None:
+    class Wrong(World):
+        script = ({"rewards": 1.0},)
+        told: ClassVar[list[dict[str, Any]]] = []
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            right = await super().step(states)
+            return {**right, **answer} if states["label"] == "label 1" else {**right, "done": self.steps == 2}
+
+    batch = played(rig, Wrong, count=3)
+    assert batch["status"] == ["finished", "error", "finished"]
+    assert batch["reward"].tolist() == [2.0, 0.0, 2.0]
+    assert batch["reward_failed"].tolist() == [0.0, 1.0, 0.0]
+    assert batch["error"][0] == batch["error"][2] == ""
+    with pytest.raises(ValueError, match=what):
+        raise ValueError(batch["error"][1])
+    # It keeps what was said until then, and earns nothing, not by turns either.
+    assert batch["num_turns"].tolist() == [2, 1, 2]
+    assert batch.row(1, "turn_reward").count_nonzero() == 0
+
+
+def test_a_step_without_what_it_has_to_return_says_what_that_is() -> None:
+    with pytest.raises(
+        ValueError, match=r"step 4 returned a dict with the keys \['done'\]; return a dict with rewards"
+    ):
+        read_step({"done": True}, 4)
+    assert read_step({"rewards": 1, "environment_feedback": None, "done": True}, 0).feedback == ""
+
+
+class Failing(AgentInstanceBase):
+    """Fails as the label says."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if states["label"] == "reset":
+            raise KeyError("board")
+        return {"observation": "" if states["label"] == "empty" else states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if states["label"] == "step":
+            raise ZeroDivisionError("by nobody")
+        return {"rewards": 1.0, "environment_feedback": "", "done": True}
+
+
+def test_what_raises_in_a_world_ends_its_own_episode(rig: Rig) -> None:
+    player = rig.player(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
+    labels = ["reset", "fine", "step", "empty", "fine"]
+    batch = player.play(rig.prompts(5, 1, labels), sampling())
+    assert batch["status"] == ["error", "finished", "error", "error", "finished"]
+    assert "board" in batch["error"][0]
+    assert "by nobody" in batch["error"][2]
+    assert "empty observation" in batch["error"][3]
+    # With no action of the policy there is the prompt, and nothing to learn from.
+    prompts = rig.prompts(5, 1)
+    assert batch.row(0, "tokens").tolist() == prompts.row(0, "tokens").tolist()
+    assert not batch.row(0, "action_mask").any()
+    assert batch["num_turns"].tolist() == [0, 1, 1, 0, 1]
+
+
+def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> None:
+    class Opening(World):
+        script = ({"done": True},)
+        told: ClassVar[list[dict[str, Any]]] = []
+
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            chat = [{"role": "user", "content": "Higher?"}]
+            return {"observation": chat if states["label"] == "label 0" else "Lower: " + states["observation"]}
+
+    batch = played(rig, Opening, count=2)
+    starts = [rig.decode(batch.row(i, "tokens")[: batch["prompt_length"][i]]) for i in range(2)]
+    assert starts == ["[user]Higher?<eos>\n[assistant]", f"Lower: {rig.prompts(2, 1)['prompt'][1]}"]
+
+
+def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -> None:
+    chat = [{"role": "user", "content": "Higher."}]
+    batch = played(rig, world({"environment_feedback": chat}, {"done": True}), count=3, max_new_tokens=3)
+    end = rig.tokenizer.eos_token_id
+    for row in range(3):
+        prompt, (first, second) = rig.prompts(3, 1).row(row, "tokens").tolist(), turns_of(batch, row)
+        tokens = batch.row(row, "tokens").tolist()
+        between = tokens[len(prompt) + len(first) : -len(second)]
+        # Untrained, it writes other special tokens too; each of them stands for an end.
+        closing = [] if first[-1] in rig.tokenizer.all_special_ids else [end]
+        assert tokens[: len(prompt) + len(first)] == prompt + first
+        assert between == [*closing, *rig.encoder.encode("\n[user]Higher.<eos>\n[assistant]")]
+
+
+def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
+    batch = played(rig, world({"rewards": 1.0, "scores": 0.5}), max_turns=4)
+    assert batch["num_turns"].tolist() == [4]
+    assert batch["status"] == ["truncated"]
+    assert batch["truncated"].tolist() == [True]
+    # It earns what it had, and ends with the policy's words.
+    assert (batch["reward"].tolist(), batch["score"].tolist()) == ([4.0], [0.5])
+    assert bool(batch["action_mask"][-1])
+
+
+def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
+    prompt = len(rig.prompts(1, 1)["tokens"])
+    said = len(rig.encoder.encode(" go on "))
+    assert said > 1
+    # Two turns of one token with feedback between them; after them there is room for feedback, but not for a turn.
+    full = prompt + 1 + said + 1
+    for most, turns in ((full, 2), (full + said, 2), (full + said + 1, 3)):
+        batch = played(rig, world(), max_new_tokens=1, max_tokens=most)
+        assert (batch["num_turns"].tolist(), batch["status"]) == ([turns], ["truncated"])
+        assert len(batch["tokens"]) == prompt + turns + (turns - 1) * said
+        assert bool(batch["action_mask"][-1])
+
+
+def test_the_last_turn_has_the_tokens_that_are_left(rig: Rig) -> None:
+    prompt = len(rig.prompts(1, 1)["tokens"])
+    instance = world({"done": True, "rewards": 1.0})
+    batch = played(rig, instance, max_new_tokens=50, max_tokens=prompt + 1)
+    assert len(turns_of(batch, 0)[0]) == 1
+    # Its world was happy with it, cut as it was.
+    assert (batch["status"], batch["reward"].tolist()) == (["finished"], [1.0])
+    assert instance.told[0]["sampling_params"].max_tokens == 50
+
+
+def test_a_turn_that_a_limit_cuts_off_is_still_judged(rig: Rig) -> None:
+    instance = world({"done": True})
+    played(rig, instance, count=8, max_new_tokens=2)
+    finishes = {told["action_text"]: told["finish"] for told in instance.told}
+    assert {"length"} <= set(finishes.values()) <= {"length", "stop"}
+
+
+def test_a_prompt_that_leaves_no_room_is_truncated_without_a_turn(rig: Rig) -> None:
+    prompts = rig.prompts(2, 1)
+    longest = int(prompts.lengths.max())
+    for executor in (
+        MultiTurnAgentExecutor(world({"done": True})),
+        SingleTurnAgentExecutor(lambda *_: {"rewards": [1]}),
+    ):
+        batch = rig.player(executor, max_tokens=longest).play(prompts, sampling(3))
+        full = prompts.lengths.tolist().index(longest)
+        assert batch["status"][full] == "truncated"
+        assert batch.row(full, "tokens").tolist() == prompts.row(full, "tokens").tolist()
+        assert not batch.row(full, "action_mask").any()
+        assert batch["num_turns"][full] == 0
+        assert batch["num_turns"][1 - full] == 1
+
+
+def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) -> None:
+    class Long(World):
+        script = ({},)
+        told: ClassVar[list[dict[str, Any]]] = []
+
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"observation": "0123456789" * 100}
+
+    batch = played(rig, Long)
+    assert batch.lengths.tolist() == batch["prompt_length"].tolist() == [POSITIONS]
+    assert batch["status"] == ["truncated"]
+
+
+def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) -> None:
+    free = played(rig, world({"done": True}), count=12, max_new_tokens=12)
+    # Two neighbouring tokens that were drawn, so that the text spans both.
+    row, text = next(
+        (row, text)
+        for row in range(12)
+        for turn in [turns_of(free, row)[0]]
+        if len(turn) > 5 and (text := rig.decode(turn[2:4])).isascii() and text not in rig.decode(turn[:3])
+    )
+    instance = world({"done": True})
+    for batch in (
+        played(rig, instance, count=12, max_new_tokens=12, stop=["nowhere to be found", text]),
+        rig.player(SingleTurnAgentExecutor(), stop=[text]).play(rig.prompts(12, 1), sampling(12)),
+    ):
+        drawn = turns_of(free, row)[0]
+        written = rig.decode(drawn)
+        assert text in written
+        assert turns_of(batch, row)[0] == drawn[:4]
+        assert batch["status"][row] == "finished"
+        for other in range(12):
+            turn = turns_of(batch, other)[0]
+            assert turn == turns_of(free, other)[0][: len(turn)]
+            assert text not in rig.decode(turn[:-1])
+    assert instance.told[0]["sampling_params"].stop == ["nowhere to be found", text]
+
+
+def test_a_world_that_draws_otherwise_than_the_run_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    agents.schema._warn_changed.cache_clear()
+    own = sampling(8, temperature=0.7)
+    read_sampling({"temperature": 0.7, "top_p": 1, "max_tokens": 3}, own)
+    read_sampling({"temperature": 0.5}, sampling(8, step=EVALUATION_STEP))
+    assert not caplog.records
+    for given in ({"temperature": 0.5}, {"top_k": 3}):
+        read_sampling(given, own)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "trained at the run's" in caplog.text
+
+
+def test_what_an_episode_earned_besides_its_turns_stands_on_the_last_of_them(rig: Rig) -> None:
+    class Judged(MultiTurnAgentExecutor):
+        async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
+            episode = await super().execute(task, policy)
+            episode.reward = 5.0
+            return episode
+
+    class Two(World):
+        script = ({"rewards": 2.0}, {"rewards": 1.0, "done": True})
+
+    batch = rig.player(Judged(Two)).play(rig.prompts(1, 1), sampling())
+    turn, earned = batch["turn"], batch["turn_reward"]
+    assert [float(earned[turn == number].sum()) for number in (0, 1)] == [2.0, 3.0]
+
+
+def test_a_reward_gets_responses_where_it_takes_them(rig: Rig) -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[Any], responses: list[str]) -> Any:
+        told.extend(responses)
+        return {"rewards": [1.0]}
+
+    told: list[str] = []
+    batch = rig.player(SingleTurnAgentExecutor(reward_func)).play(rig.prompts(2, 1), sampling())
+    assert sorted(told) == sorted(rig.decode(turns_of(batch, row)[0], skip_special_tokens=True) for row in range(2))
+
+
+def test_a_single_turn_is_rewarded_by_its_function_or_later(rig: Rig) -> None:
+    asked: list[Any] = []
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **kwargs: Any) -> dict[str, Any]:
+        asked.append((queries, prompts, labels))
+        return {"rewards": torch.tensor([3.0]), "scores": [0.5], "extra_logs": {"words": 2}}
+
+    prompts = rig.prompts(2, 1)
+    batch = rig.player(SingleTurnAgentExecutor(reward_func)).play(prompts, sampling())
+    assert (batch["reward"].tolist(), batch["score"].tolist()) == ([3.0, 3.0], [0.5, 0.5])
+    assert batch["log_words"].tolist() == [2.0, 2.0]
+    assert sorted(asked) == sorted(
+        ([rig.decode(batch.row(i, "tokens"))], [prompts["prompt"][i]], [f"label {i}"]) for i in range(2)
+    )
+    later = rig.player(SingleTurnAgentExecutor()).play(prompts, sampling())
+    assert not {"reward", "score", "reward_failed"} & set(later.names)
+    assert later["tokens"].tolist() == batch["tokens"].tolist()
+
+
+def test_a_reward_that_raises_or_hangs_ends_its_own_episode(rig: Rig) -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
+        if labels == ["hang"]:
+            time.sleep(3600)
+        return {"rewards": [float(labels[0])]}
+
+    player = rig.player(SingleTurnAgentExecutor(reward_func), step_timeout_s=0.2, max_failed_share=0.7)
+    batch = player.play(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
+    assert batch["status"][1:3] == ["error", "error"]
+    assert batch["reward"].tolist() == [1.0, 0.0, 0.0, 3.0]
+    assert batch["error"][1] == "ValueError: could not convert string to float: 'two'"
+    assert "TimeoutError" in batch["error"][2]
+
+
+def test_agents_are_imported_without_torch() -> None:
+    code = "import agents, sys; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

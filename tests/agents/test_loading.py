@@ -1,0 +1,106 @@
+"""Agent files: what is refused before a run begins, without running them, and what is loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agents import MultiTurnAgentExecutor, SingleTurnAgentExecutor
+from agents.loading import SHIPPED, check_agent, load_agent
+
+PROJECT = Path(__file__).resolve().parents[2]
+INSTANCE = """
+class AgentInstance:
+    async def reset(self, states): ...
+    async def step(self, states): ...
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "agent.py"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("class Agent:\n    pass\n", "defines neither AgentExecutor nor AgentInstance; classes found: Agent"),
+        ("AgentInstance = [\n", r"is not valid Python: '\[' was never closed"),
+        (
+            "import os\nfrom openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n" + INSTANCE,
+            r"imports from openrlhf.utils.agent \(line 2\); write `from agents import AgentInstanceBase, Multi",
+        ),
+    ],
+)
+def test_a_file_that_is_no_agent_is_refused_without_being_run(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_agent(written(tmp_path, f"{text}\nraise SystemExit\n"))
+
+
+def test_a_missing_file_or_environment_is_named() -> None:
+    with pytest.raises(ValueError, match=r"agent file '/no/agent.py' does not exist"):
+        check_agent("/no/agent.py")
+    with pytest.raises(ValueError, match=r"there is no environment 'env:ches'; there are env:.*env:guess"):
+        check_agent("env:ches")
+
+
+@pytest.mark.parametrize("text", [INSTANCE, "AgentInstance = object\n", "from agents import x as AgentExecutor\n"])
+def test_a_file_that_names_an_agent_passes_without_being_run(tmp_path: Path, text: str) -> None:
+    check_agent(written(tmp_path, f"{text}\nraise SystemExit\n"))
+
+
+def test_a_check_needs_no_torch() -> None:
+    check = "from agents.loading import check_agent; check_agent('env:guess')"
+    code = f"{check}; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT)
+
+
+def test_every_shipped_environment_passes_the_check() -> None:
+    names = [path.stem for path in SHIPPED.glob("[!_]*.py")]
+    assert "guess" in names
+    for name in names:
+        check_agent(f"env:{name}")
+
+
+def test_an_instance_alone_plays_many_turns(tmp_path: Path) -> None:
+    executor = load_agent(written(tmp_path, INSTANCE))
+    assert type(executor) is MultiTurnAgentExecutor
+    assert executor.agent_instance.__name__ == "AgentInstance"
+
+
+@pytest.mark.parametrize("end", ["", "\nAgentExecutor = AgentExecutor()"])
+def test_an_executor_may_be_a_class_or_an_instance(tmp_path: Path, end: str) -> None:
+    text = f"{INSTANCE}\nfrom agents import SingleTurnAgentExecutor\nclass AgentExecutor(SingleTurnAgentExecutor): ..."
+    # It counts, although there is an AgentInstance as well.
+    assert isinstance(load_agent(written(tmp_path, text + end)), SingleTurnAgentExecutor)
+
+
+def test_a_file_finds_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_agent.py").write_text(INSTANCE)
+    # Python's own modules come first, whatever lies beside the file.
+    (tmp_path / "this.py").write_text("raise SystemExit")
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    text = "import this\nfrom beside_the_agent import AgentInstance"
+    executor = load_agent(written(tmp_path, text))
+    assert isinstance(executor, MultiTurnAgentExecutor)
+    assert executor.agent_instance.__module__ == "beside_the_agent"
+
+
+@pytest.mark.parametrize("line", ["raise KeyError('board')", "raise SystemExit('board')"])
+def test_what_a_file_raises_is_said_in_a_line_with_its_traceback(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ValueError, match=r"agent file '.*agent.py' cannot be loaded: .*board") as caught:
+        load_agent(written(tmp_path, f"{INSTANCE}\n{line}\n"))
+    assert line in caught.value.__notes__[0]
+
+
+def test_an_executor_that_is_none_or_needs_arguments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"AgentExecutor in '.*' is a int; derive it from MultiTurnAgentExecutor"):
+        load_agent(written(tmp_path, "AgentExecutor = 3"))
+    text = "from agents import MultiTurnAgentExecutor\nclass AgentExecutor(MultiTurnAgentExecutor): ..."
+    with pytest.raises(
+        ValueError, match=r"AgentExecutor in '.*' cannot be made without arguments: TypeError: .*missing"
+    ):
+        load_agent(written(tmp_path, text))

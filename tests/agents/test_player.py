@@ -1,0 +1,504 @@
+"""What a rollout role gives: episodes as a Batch, alone or in flight, token in and token out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agents import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+from agents.episode import Episode, EpisodeTask, Policy
+from agents.options import AgentOptions
+from agents.player import WINDOW, Player, open_player
+from components.batch import Batch
+from components.engines.async_engine import Request
+from components.engines.batched_engine import BatchedEngine
+from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.engines.hf_engine import HFRolloutEngine
+from components.engines.weight_sync import WeightHandle, WeightPublisher
+from tests.agents.play_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
+
+
+class Talk(AgentInstanceBase):
+    """Two to four turns with text or messages between them, by the number in the label."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.left = 2 + int(states["label"][-1]) % 3
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.left -= 1
+        said = " hello world\n" if self.left % 2 else [{"role": "user", "content": "hello <bos> higher"}]
+        return {"rewards": 1.0, "environment_feedback": said, "done": not self.left, "extra_logs": {"left": self.left}}
+
+
+class Flaky(AgentInstanceBase):
+    """Raises where the label says so."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if states["label"] == "bad":
+            raise KeyError("no such board")
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"rewards": 1.0, "environment_feedback": "", "done": True}
+
+
+class Recording(BatchedEngine):
+    """Keeps what was asked for and what came."""
+
+    def __init__(self, engine: HFRolloutEngine) -> None:
+        super().__init__(engine)
+        self.asked: list[tuple[int, int, list[int], Request]] = []
+
+    def submit(self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0) -> Any:
+        request = super().submit(tokens, sampling, prompt_id=prompt_id, sample_id=sample_id)
+        self.asked.append((prompt_id, sample_id, list(tokens), request))
+        return request
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(write_policy(tmp_path_factory.mktemp("policy")))
+
+
+@pytest.fixture(autouse=True)
+def closed(rig: Rig) -> Iterator[None]:
+    yield
+    rig.close()
+
+
+def same(a: Batch, b: Batch, but: Sequence[str] = ()) -> None:
+    """All columns are equal, bit for bit."""
+    assert set(a.names) == set(b.names)
+    for name in a.names:
+        if name in a.objects:
+            assert a[name] == b[name]
+        elif name not in but:
+            assert a[name].dtype == b[name].dtype, name
+            assert torch.equal(a[name].nan_to_num(7.5), b[name].nan_to_num(7.5)), name
+
+
+def test_without_an_agent_playing_is_what_the_engine_does(rig: Rig) -> None:
+    player = open_player(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
+    prompts = rig.prompts(4, 2)
+    same(player.play(prompts, sampling(12)), rig.engine.generate(prompts, sampling(12)))
+    player.close()
+
+
+def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> None:
+    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(6, 3), sampling(8, temperature=0.8))
+    assert batch["num_turns"].tolist() == [2] * 3 + [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3 + [4] * 3
+    mask, gap = batch["action_mask"], batch["rollout_logprob"] - rig.training_logprobs(batch, 0.8)
+    assert int(mask.sum()) > 200
+    assert float(gap[mask].abs().max()) < 1e-4
+    assert not batch["rollout_logprob"][~mask].any()
+
+
+def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig: Rig) -> None:
+    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(3, 4), sampling(8))
+    turns = [turn for row in range(len(batch)) for turn in turns_of(batch, row)]
+    changed = [turn for turn in turns if rig.encoder.encode(rig.decode(turn)) != turn]
+    assert len(changed) > len(turns) / 2
+
+
+def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
+    prompts = rig.prompts(3, 2)
+    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(prompts, sampling(5))
+    mask, turn = batch["action_mask"], batch["turn"]
+    assert torch.equal(mask, turn >= 0)
+    assert torch.equal(batch["token_version"], torch.where(mask, 0, -1))
+    dtypes = {name: str(batch[name].dtype) for name in batch.names if name not in batch.objects}
+    assert dtypes == {
+        **dict.fromkeys(("tokens", "turn", "token_version", "prompt_id", "sample_id"), "torch.int64"),
+        **dict.fromkeys(("prompt_length", "weight_version", "num_turns", "branch"), "torch.int64"),
+        **dict.fromkeys(("action_mask", "truncated"), "torch.bool"),
+        **dict.fromkeys(("rollout_logprob", "turn_reward", "reward", "score"), "torch.float32"),
+        **dict.fromkeys(("reward_failed", "log_left"), "torch.float32"),
+    }
+    for name in ("prompt_id", "sample_id"):
+        assert torch.equal(batch[name], prompts[name])
+    assert (batch["prompt"], batch["label"]) == (prompts["prompt"], prompts["label"])
+    assert torch.equal(batch["prompt_length"], prompts.lengths)
+    for row in range(len(batch)):
+        rewards = batch.row(row, "turn_reward")
+        assert float(rewards.sum()) == float(batch["reward"][row]) == float(batch["num_turns"][row])
+        ends = rewards.nonzero().flatten()
+        numbers = batch.row(row, "turn")
+        assert numbers[ends].tolist() == list(range(len(ends)))
+        assert all(numbers[end + 1] == -1 for end in ends[:-1])
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12) | st.sampled_from(
+    ["<eos>", " he", "llo"]
+)
+says = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), content=words), max_size=2)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=st.lists(says, min_size=1, max_size=4), seed=st.integers(0, 10**6), most=st.integers(1, 7))
+def test_what_was_drawn_is_found_unchanged_whatever_a_world_says(
+    rig: Rig, script: list[Any], seed: int, most: int
+) -> None:
+    class Saying(AgentInstanceBase):
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            self.turns = 0
+            return {"observation": script[-1] or "?"}
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            self.turns += 1
+            return {
+                "rewards": 0.0,
+                "environment_feedback": script[self.turns - 1],
+                "done": self.turns == len(script),
+                "sampling_params": {"stop": ["e", "\n"]} if self.turns % 2 else None,
+            }
+
+    engine = Recording(rig.engine)
+    player = Player(engine, MultiTurnAgentExecutor(Saying), AgentOptions(max_tokens=150), rig.tokenizer)
+    batch = player.play(rig.prompts(2, 2), sampling(most, seed=seed))
+    assert set(batch["status"]) <= {"finished", "truncated"}
+    ids = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+    rows = {found: row for row, found in enumerate(ids)}
+    for prompt_id, sample_id, before, request in engine.asked:
+        row = rows[prompt_id, sample_id]
+        tokens, turn = batch.row(row, "tokens").tolist(), batch.row(row, "turn").tolist()
+        start = len(before)
+        assert tokens[:start] == before
+        drawn = asyncio.run(finished(request))[: turn.count(turn[start])]
+        assert turn[start - 1] != turn[start] >= 0
+        assert tokens[start : start + len(drawn)] == drawn
+    assert len(engine.asked) == int(batch["num_turns"].sum())
+    player.close()
+
+
+async def finished(request: Request) -> list[int]:
+    return (await request.result()).tokens
+
+
+def test_two_plays_with_one_seed_are_equal_and_with_another_not(rig: Rig) -> None:
+    player = rig.player(MultiTurnAgentExecutor(Talk))
+    first, again, other = (player.play(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
+    same(first, again)
+    assert first["tokens"].tolist() != other["tokens"].tolist()
+
+
+def test_how_many_play_at_the_same_time_changes_no_token(rig: Rig) -> None:
+    one, many = (
+        rig.player(MultiTurnAgentExecutor(Talk), concurrency=count).play(rig.prompts(5, 2), sampling())
+        for count in (1, 64)
+    )
+    same(one, many, but=["rollout_logprob"])
+    assert float((one["rollout_logprob"] - many["rollout_logprob"]).abs().max()) < 1e-5
+
+
+def test_no_more_episodes_are_open_than_may_be_and_they_begin_in_order(rig: Rig) -> None:
+    class Counting(AgentInstanceBase):
+        open_now, most = 0, 0
+        begun: ClassVar[list[str]] = []
+
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            Counting.open_now += 1
+            Counting.most = max(Counting.most, Counting.open_now)
+            Counting.begun.append(states["label"])
+            await asyncio.sleep(0)
+            return {"observation": states["observation"]}
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            Counting.open_now -= 1
+            return {"rewards": 0.0, "environment_feedback": "", "done": True}
+
+    rig.player(MultiTurnAgentExecutor(Counting), concurrency=3).play(rig.prompts(10, 1), sampling())
+    assert Counting.most == 3
+    assert Counting.begun == [f"label {i}" for i in range(10)]
+
+
+def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
+    labels = ["bad", "good", "good", "bad", "good", "good"]
+    batch = rig.player(MultiTurnAgentExecutor(Flaky)).play(rig.prompts(6, 1, labels), sampling())
+    assert batch["status"] == ["error", "finished", "finished", "error", "finished", "finished"]
+    assert batch["reward_failed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert "no such board" in batch["error"][0]
+    strict = rig.player(MultiTurnAgentExecutor(Flaky), max_failed_share=0.0)
+    with pytest.raises(
+        RuntimeError, match=r"1 of 6 episodes ended as errors, more than agent.max_failed_share=0 .*board"
+    ):
+        strict.play(rig.prompts(6, 1, labels), sampling())
+    with pytest.raises(RuntimeError, match="3 of 6 episodes ended as errors") as caught:
+        rig.player(MultiTurnAgentExecutor(Flaky)).play(
+            rig.prompts(6, 1, ["bad", "bad", "bad", *labels[:3]]), sampling()
+        )
+    # Where it was raised.
+    assert any("in reset" in note for note in caught.value.__notes__)
+    # It can go on afterwards.
+    good = strict.play(rig.prompts(2, 1, ["good", "good"]), sampling())
+    assert good["status"] == ["finished", "finished"]
+
+
+def test_too_many_errors_are_not_waited_for(rig: Rig) -> None:
+    class Waiting(Flaky):
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    with pytest.raises(RuntimeError, match="2 of 2 episodes"):
+        player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0, max_failed_share=0.5)
+        player.play(rig.prompts(2, 1, ["bad", "bad"]), sampling())
+    with pytest.raises(RuntimeError, match="1 of 2 episodes"):
+        player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0)
+        player.play(rig.prompts(2, 1, ["good", "bad"]), sampling())
+
+
+def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
+    class Logging(Flaky):
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return await super().step(states) | {"extra_logs": {states["label"]: 2}}
+
+    batch = rig.player(MultiTurnAgentExecutor(Logging)).play(rig.prompts(3, 1, ["a", "b", "a"]), sampling())
+    assert batch["log_a"].tolist()[::2] == [2.0, 2.0]
+    assert [math.isnan(value) for value in batch["log_a"].tolist()] == [False, True, False]
+    assert [math.isnan(value) for value in batch["log_b"].tolist()] == [True, False, True]
+
+
+class Branching(AgentExecutorBase):
+    """Draws two sequences from one prompt, with random numbers of their own, and two from the same."""
+
+    async def execute(self, task: EpisodeTask, policy: Policy) -> list[Episode]:
+        episodes = []
+        for stream in (0, 1, 1):
+            episode = Episode(list(task.tokens), len(task.tokens), reward=1.0 + stream, score=1.0)
+            episode.act(*await policy.draw(episode.tokens, task.sampling, stream=stream))
+            episodes.append(episode)
+        return episodes[: 1 + 2 * (task.prompt_id % 2)]
+
+
+def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
+    batch = rig.player(Branching()).play(rig.prompts(2, 2), sampling(8))
+    assert batch["prompt_id"].tolist() == [10, 10, 11, 11, 11, 11, 11, 11]
+    assert batch["sample_id"].tolist() == [0, 1, 0, 0, 0, 1, 1, 1]
+    assert batch["branch"].tolist() == [0, 0, 0, 1, 2, 0, 1, 2]
+    assert batch["reward"].tolist() == [1, 1, 1, 2, 2, 1, 2, 2]
+    assert batch["label"] == ["label 0"] * 2 + ["label 1"] * 6
+    drawn = [turns_of(batch, row)[0] for row in range(8)]
+    assert drawn[3] == drawn[4] != drawn[2]
+    assert drawn[2] != drawn[5]
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (None, "execute returned None; return an Episode, or a list of them with the main one first"),
+        ([], r"execute returned \[\]"),
+        (Episode([1, 2], 2, logprobs=[0.0] * 3), "tokens, logprobs and versions differ in length"),
+    ],
+)
+def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, returned: Any, what: str) -> None:
+    class Wrong(AgentExecutorBase):
+        async def execute(self, task: EpisodeTask, policy: Policy) -> Any:
+            return returned
+
+    batch = rig.player(Wrong(), max_failed_share=1.0).play(rig.prompts(1, 1), sampling())
+    assert batch["status"] == ["error"]
+    with pytest.raises(ValueError, match=what):
+        raise ValueError(batch["error"][0])
+
+
+def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> None:
+    class Swallowing(AgentExecutorBase):
+        async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
+            episode = Episode(list(task.tokens), len(task.tokens))
+            try:
+                await policy.draw(task.tokens, task.sampling)
+            except ValueError:
+                episode.fail("it was nothing")
+            return episode
+
+    for executor in (MultiTurnAgentExecutor(Talk), Swallowing()):
+        player = rig.player(executor, max_failed_share=1.0)
+        rig.engine.sleep()
+        with pytest.raises(ValueError, match="this engine sleeps"):
+            player.play(rig.prompts(2, 1), sampling())
+        rig.engine.wake()
+        player.play(rig.prompts(2, 1), sampling())
+
+
+def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> None:
+    class Aborting(BatchedEngine):
+        def submit(
+            self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
+        ) -> Any:
+            request = super().submit(tokens, sampling, prompt_id=prompt_id, sample_id=sample_id)
+            if prompt_id == 11 and len(tokens) > 20:
+                self.aborting = asyncio.create_task(request.abort())
+            return request
+
+    player = Player(Aborting(rig.engine), MultiTurnAgentExecutor(Talk), AgentOptions(), rig.tokenizer)
+    batch = player.play(rig.prompts(3, 1), sampling())
+    player.close()
+    assert batch["status"] == ["finished", "aborted", "finished"]
+    assert batch["reward_failed"].tolist() == [0.0, 1.0, 0.0]
+    assert batch["truncated"].tolist() == [False, False, False]
+
+
+def test_alone_an_answer_is_the_engines(rig: Rig) -> None:
+    player = rig.player(MultiTurnAgentExecutor(Talk), stop=["e"])
+    prompts = rig.prompts(3, 2)
+    for temperature in (0.0, 1.0):
+        own = player.play(prompts, sampling(temperature=temperature), alone=True)
+        plain = rig.engine.generate(prompts, sampling(temperature=temperature))
+        same(own, plain, but=["rollout_logprob"])
+        assert float((own["rollout_logprob"] - plain["rollout_logprob"]).abs().max()) < 1e-5
+
+
+def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
+    class Long(Talk):
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            await super().reset(states)
+            return {"observation": "0" * (POSITIONS - 2)}
+
+    batch = rig.player(MultiTurnAgentExecutor(Long)).play(rig.prompts(3, 1), sampling(50))
+    assert int(batch.lengths.max()) <= POSITIONS
+    assert set(batch["status"]) == {"truncated"}
+
+
+def publish(rig: Rig, folder: Path, version: int, seed: int) -> WeightHandle:
+    other = Rig(write_policy(folder / "other", seed)).engine.model
+    return WeightPublisher(folder / f"w{version}").publish(version, other.state_dict().items())
+
+
+@pytest.fixture
+def own_rig(tmp_path: Path) -> Iterator[Rig]:
+    """A rig whose weights a test may change."""
+    rig = Rig(write_policy(tmp_path / "own"))
+    yield rig
+    rig.close()
+
+
+def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -> None:
+    player = own_rig.player(MultiTurnAgentExecutor(Talk))
+    before = player.play(own_rig.prompts(), sampling())
+    player.receive(publish(own_rig, tmp_path, 3, seed=9))
+    after = player.play(own_rig.prompts(), sampling())
+    assert player.weight_version == 3
+    assert set(before["weight_version"].tolist()) == {0}
+    assert set(after["weight_version"].tolist()) == {3}
+    assert torch.equal(after["token_version"], torch.where(after["action_mask"], 3, -1))
+    assert before["tokens"].tolist() != after["tokens"].tolist()
+
+
+class Gated(Talk):
+    """Waits in the first step until its label is let through."""
+
+    through: ClassVar[set[str]] = set()
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        while states["label"] not in self.through:
+            await asyncio.sleep(0.001)
+        return await super().step(states)
+
+
+def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_rig: Rig, tmp_path: Path) -> None:
+    Gated.through = {"label 1"}
+    player = own_rig.player(MultiTurnAgentExecutor(Gated))
+    prompts = own_rig.prompts(3, 2)
+    assert player.collect(60.0).batch is None
+    player.begin(prompts, sampling())
+    with pytest.raises(ValueError, match="prompt 10 is being played already"):
+        player.begin(prompts, sampling())
+    first = player.collect(60.0)
+    assert first.batch is not None
+    assert first.batch["prompt_id"].tolist() == [11, 11]
+    assert first.in_flight == [10, 12]
+    waiting = player.collect(0.02)
+    assert (waiting.batch, waiting.in_flight) == (None, [10, 12])
+    # They go on with the weights that came meanwhile.
+    player.receive(publish(own_rig, tmp_path, 1, seed=9))
+    Gated.through = {"label 2"}
+    second = player.collect(60.0)
+    Gated.through = {"label 0"}
+    third = player.collect(60.0)
+    assert second.batch is not None and third.batch is not None
+    assert (second.batch["prompt_id"].tolist(), second.in_flight) == ([12, 12], [10])
+    assert (third.batch["prompt_id"].tolist(), third.in_flight) == ([10, 10], [])
+    for batch in (second.batch, third.batch):
+        turn, version = batch["turn"], batch["token_version"]
+        assert set(version[turn == 0].tolist()) == {0}
+        assert set(version[turn > 0].tolist()) == {1}
+        assert batch["weight_version"].tolist() == [0, 0]
+    assert player.collect(60.0).batch is None
+
+
+def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
+    played = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(3, 2), sampling())
+    player = rig.player(MultiTurnAgentExecutor(Talk), concurrency=2)
+    player.begin(rig.prompts(3, 2), sampling())
+    batches: list[Batch] = []
+    while (found := player.collect(60.0)).batch is not None:
+        batches.append(found.batch)
+    together = Batch.concat(batches)
+    same(together.select(together["prompt_id"].argsort(stable=True)), played, but=["rollout_logprob"])
+
+
+def test_without_an_agent_answers_are_in_flight_as_single_turns(rig: Rig) -> None:
+    player = open_player(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer, in_flight=True)
+    player.begin(rig.prompts(2, 2), sampling())
+    groups = [player.collect(60.0).batch]
+    if groups[0] is not None and len(groups[0]) < 4:
+        groups.append(player.collect(60.0).batch)
+    batch = Batch.concat([group for group in groups if group is not None])
+    player.close()
+    plain = rig.engine.generate(rig.prompts(2, 2), sampling())
+    order = batch["prompt_id"].argsort(stable=True)
+    assert torch.equal(batch.select(order)["tokens"], plain["tokens"])
+    assert torch.equal(batch.select(order)["truncated"], plain["truncated"])
+    assert "reward" not in batch
+
+
+def test_errors_in_flight_are_a_share_of_the_last_episodes(rig: Rig) -> None:
+    player = rig.player(MultiTurnAgentExecutor(Flaky))
+    player.begin(rig.prompts(3, 1, ["good", "bad", "bad"]), sampling())
+    while player.collect(60.0).in_flight:
+        pass
+    # All of three is too many, however few they are; some of a few say little about WINDOW episodes.
+    assert WINDOW * 0.1 > 2
+    alone = rig.player(MultiTurnAgentExecutor(Flaky))
+    alone.begin(rig.prompts(3, 1, ["bad"] * 3), sampling())
+    with pytest.raises(RuntimeError, match="3 of 3 episodes ended as errors"):
+        while alone.collect(60.0).in_flight:
+            pass
+
+
+def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
+    ended: list[str] = []
+
+    class Endless(Talk):
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.append(states["label"])
+            raise AssertionError
+
+    player = rig.player(MultiTurnAgentExecutor(Endless), step_timeout_s=3600.0)
+    player.begin(rig.prompts(2, 2), sampling())
+    assert player.collect(0.5).in_flight == [10, 11]
+    assert ended == []
+    rig.close()
+    assert sorted(ended) == ["label 0", "label 0", "label 1", "label 1"]
+
+
+def test_no_prompts_give_no_episodes(rig: Rig) -> None:
+    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(1, 1)[0:0], sampling())
+    assert len(batch) == batch.num_tokens == 0
+    assert batch["tokens"].dtype == torch.int64
+
+
+def test_the_texts_are_those_of_the_prompts(rig: Rig) -> None:
+    assert rig.prompts(3, 1)["prompt"] == TEXTS

@@ -1,0 +1,135 @@
+"""Messages become tokens once, behind tokens that nobody touches."""
+
+from __future__ import annotations
+
+import pytest
+
+import agents.rendering
+from agents.rendering import feedback_tokens, first_tokens, render_turn
+from components.data.text import TextEncoder
+from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
+from tests.agents.play_cases import TEMPLATE, TEXTS
+
+FEEDBACK = [{"role": "user", "content": "Higher."}]
+REASONING_STRIPPED = (
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{{ message['content'].split('</think>')[-1] }}"
+    "{% if message['role'] == 'assistant' and loop.last %}<think>none</think>{% endif %}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+UNCLOSED = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+LATE_CLOSED = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{{ eos_token }}{% endfor %}"
+)
+
+
+def encoder_of(template: str) -> TextEncoder:
+    tokenizer = learnt_tokenizer(TEXTS * 4, 300)
+    tokenizer.chat_template = template
+    return TextEncoder(tokenizer)
+
+
+def end_of(encoder: TextEncoder) -> int:
+    end = encoder.tokenizer.eos_token_id
+    assert isinstance(end, int)
+    return end
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, REASONING_STRIPPED])
+def test_only_the_new_messages_are_rendered_up_to_the_start_of_the_next_turn(template: str) -> None:
+    encoder = encoder_of(template)
+    tokens = render_turn(encoder, FEEDBACK, [7, 8, end_of(encoder)])
+    assert encoder.tokenizer.decode(tokens) == f"\n[user]Higher.{EOS}\n[assistant]"
+
+
+def test_a_turn_that_was_cut_is_closed_as_the_template_closes_it() -> None:
+    encoder = encoder_of(TEMPLATE)
+    tokens = render_turn(encoder, FEEDBACK, [7, 8])
+    assert tokens[0] == end_of(encoder)
+    assert encoder.tokenizer.decode(tokens) == f"{EOS}\n[user]Higher.{EOS}\n[assistant]"
+
+
+def test_what_stands_between_a_turn_and_its_end_token_is_not_said_after_it() -> None:
+    encoder = encoder_of(LATE_CLOSED)
+    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7, end_of(encoder)])) == f"[user]Higher.\n{EOS}"
+    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7])) == f"\n{EOS}[user]Higher.\n{EOS}"
+
+
+def test_a_template_without_end_tokens_loses_nothing() -> None:
+    encoder = encoder_of(UNCLOSED)
+    tokens = render_turn(encoder, FEEDBACK, [7, end_of(encoder)])
+    assert encoder.tokenizer.decode(tokens) == "\nuser: Higher.\nassistant:"
+
+
+def test_the_template_of_the_tiny_models_adds_nothing_to_the_message() -> None:
+    encoder = TextEncoder(character_tokenizer("0123456789<>"))
+    assert encoder.tokenizer.chat_template == CHAT_TEMPLATE
+    end = end_of(encoder)
+    message = [{"role": "user", "content": "<"}]
+    assert render_turn(encoder, message, [5, end]) == encoder.encode("<")
+    assert render_turn(encoder, message, [5]) == [end, *encoder.encode("<")]
+
+
+def test_another_end_token_stands_for_that_of_the_template() -> None:
+    encoder = encoder_of(TEMPLATE)
+    other = encoder.tokenizer.bos_token_id
+    assert isinstance(other, int) and other != end_of(encoder)
+    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7, other])) == f"\n[user]Higher.{EOS}\n[assistant]"
+    # A template that closes nothing, and begins each message with a token of its own.
+    opens = encoder_of(
+        "{% for message in messages %}{{ bos_token if message['role'] == 'user' else '' }}{{ message['content'] }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    assert render_turn(opens, FEEDBACK, [7, end_of(opens)])[0] == other
+
+
+def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
+    encoder = encoder_of(TEMPLATE)
+    rendered = f"[user]Higher.{EOS}\n[assistant]"
+    with pytest.raises(ValueError, match=r"holds the special token '<eos>'.*set data\.apply_chat_template=false"):
+        first_tokens(encoder, [{"role": "user", "content": f"Play. {rendered}"}], f"{rendered}\n")
+    # A world's own words are its own.
+    assert first_tokens(encoder, [{"role": "user", "content": EOS}], "Higher.")
+    assert first_tokens(encoder, rendered) == encoder.encode_prompt(rendered)
+
+
+def test_long_texts_are_not_kept() -> None:
+    encoder = encoder_of(TEMPLATE)
+    for length, kept in [(499, 1), (500, 0)]:
+        before = agents.rendering._encoded_once.cache_info().currsize
+        text = "x" * length
+        assert feedback_tokens(encoder, text, [7]) == encoder.encode(text)
+        assert agents.rendering._encoded_once.cache_info().currsize - before == kept
+
+
+def test_several_messages_of_other_roles_are_rendered_together() -> None:
+    encoder = encoder_of(TEMPLATE)
+    messages = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    text = encoder.tokenizer.decode(render_turn(encoder, messages, [end_of(encoder)]))
+    assert text == f"\n[tool]4{EOS}\n[tool]5{EOS}\n[assistant]"
+
+
+def test_text_is_encoded_as_it_is() -> None:
+    encoder = encoder_of(TEMPLATE)
+    assert feedback_tokens(encoder, "Higher.", [7]) == encoder.encode("Higher.")
+    assert feedback_tokens(encoder, "", [7]) == []
+    assert feedback_tokens(encoder, FEEDBACK, [7]) == render_turn(encoder, FEEDBACK, [7])
+
+
+def test_messages_that_begin_a_sequence_go_through_the_template() -> None:
+    encoder = encoder_of(TEMPLATE)
+    assert encoder.tokenizer.decode(first_tokens(encoder, FEEDBACK)) == f"[user]Higher.{EOS}\n[assistant]"
+    assert first_tokens(encoder, "Higher.") == encoder.encode_prompt("Higher.")
+
+
+def test_what_cannot_be_encoded_is_refused() -> None:
+    letters = TextEncoder(character_tokenizer("abc"))
+    with pytest.raises(ValueError, match="no token for the characters 'x'"):
+        feedback_tokens(letters, "abx", [3])
+    with pytest.raises(ValueError, match="empty observation"):
+        first_tokens(letters, "")
+    with pytest.raises(ValueError, match="leaves out what an assistant has said"):
+        render_turn(encoder_of("{{ messages[-1]['content'] }}"), FEEDBACK, [7])
+    letters.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        feedback_tokens(letters, [{"role": "user", "content": "a"}], [3])

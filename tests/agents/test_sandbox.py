@@ -1,0 +1,202 @@
+"""The sandbox: what a program may use, and that nothing of it is left."""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import agents.sandbox
+from agents.sandbox import Limits, SandboxResult, run_python, run_python_async
+
+PROJECT = Path(__file__).resolve().parents[2]
+IS_CUT = subprocess.run(agents.sandbox.PROBE).returncode == 0
+"""Whether this machine lets us cut programs off; where it does not, the result has to say so."""
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of living processes in which `mark` stands."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in line:
+            found.append(line)
+    return found
+
+
+def gone(mark: str) -> bool:
+    """Whether they all end within 5 s."""
+    deadline = time.monotonic() + 5
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not processes_with(mark)
+
+
+def test_a_program_reads_its_input_and_its_output_and_exit_code_come_back() -> None:
+    program = "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nsys.exit(7)"
+    result = run_python(program, "1 2 3\n")
+    assert result == SandboxResult("6\n", "ü\n", 7, "", IS_CUT)
+    assert result.text == "6\nü"
+    assert run_python("raise SystemExit(200)").text == "exit code 200"
+
+
+def test_a_traceback_says_nothing_of_where_the_program_stood_so_it_is_the_same_every_time() -> None:
+    program = "import os\nprint(os.getcwd(), os.listdir(), __file__)\n1 / 0"
+    first, second = run_python(program), run_python(program)
+    assert first == second
+    assert first.stdout == ". ['main.py'] main.py\n"
+    assert first.stderr.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    1 / 0"]
+    assert first.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_an_endless_loop_is_ended_at_its_seconds_of_cpu_time() -> None:
+    start = time.monotonic()
+    result = run_python("while True: pass", limits=Limits(cpu_s=1, timeout_s=60))
+    assert time.monotonic() - start < 30  # on a busy machine
+    assert (result.exit, result.reason) == (-signal.SIGXCPU, "ended: it took more than 1 s of CPU time")
+
+
+def test_a_program_that_ignores_the_first_signal_gets_one_it_cannot_ignore() -> None:
+    program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    result = run_python(program, limits=Limits(cpu_s=1, timeout_s=60))
+    assert (result.exit, result.reason) == (-signal.SIGKILL, "ended: it took more than 1 s of CPU time")
+
+
+def test_a_program_that_sleeps_is_ended_at_its_seconds_on_the_clock() -> None:
+    result = run_python("print('on', flush=True)\nimport time\ntime.sleep(99)", limits=Limits(timeout_s=2))
+    assert (result.stdout, result.exit, result.reason) == ("on\n", -9, "ended: it took more than 2 s")
+
+
+def test_a_program_may_end_itself_and_all_around_it() -> None:
+    for program in ("import os\nos.kill(0, 9)", "import os\nos.abort()"):
+        result = run_python(program)
+        assert (result.exit, result.reason) in [(-9, "ended by SIGKILL"), (-6, "ended by SIGABRT")]
+
+
+def test_2_gib_are_refused_and_100_mib_are_not() -> None:
+    assert "MemoryError" in run_python("bytearray(2**31)").stderr
+    assert run_python("print(len(bytearray(100 * 2**20)))").stdout == "104857600\n"
+
+
+def test_writing_stops_at_the_limit_of_a_file() -> None:
+    program = "f = open('a', 'wb', buffering=0)\nprint(f.write(b'x' * 5000))\nf.write(b'x')"
+    result = run_python(program, limits=Limits(file_bytes=3000))
+    assert result.stdout == "3000\n"
+    assert "File too large" in result.stderr
+
+
+def test_output_without_end_is_cut_and_says_so() -> None:
+    result = run_python("while True: print('x' * 99)", limits=Limits(file_bytes=10_000, max_output=50))
+    assert result.stdout == f"{'x' * 50}\n... (10000 characters, cut after 50)"
+
+
+def test_there_is_no_network() -> None:
+    result = run_python("import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)")
+    assert result.is_cut == IS_CUT
+    assert ("Network is unreachable" in result.stderr) == IS_CUT
+
+
+def test_the_environment_is_empty_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    result = run_python("import os\nprint(sorted(os.environ))")
+    assert result.stdout == "['HOME', 'LC_CTYPE', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'TMPDIR']\n"
+
+
+def test_nothing_that_it_started_is_left_even_in_a_session_of_its_own() -> None:
+    mark = f"left-{os.getpid()}"
+    # Where the system gives us no namespace, a session of its own is out of reach, as the class says.
+    start = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}', str(own)], "
+    program = (
+        f"import subprocess, sys\nfor own in {[False, True] if IS_CUT else [False]}:\n  {start}start_new_session=own)"
+    )
+    assert run_python(program).exit == 0
+    assert gone(mark)
+
+
+def test_a_program_that_is_cancelled_ends_with_whoever_waited() -> None:
+    mark = f"cancelled-{os.getpid()}"
+    program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}'])"
+
+    async def cancel() -> None:
+        task = asyncio.create_task(run_python_async(program))
+        while not processes_with(mark):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert gone(mark)
+
+
+def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    beats = tmp_path / "beats"
+    # What it forks ends too where there are namespaces; elsewhere it would not, as the class says.
+    program = f"import os, time\nif {IS_CUT} and os.fork() == 0: os.setsid()\nwhile True:\n"
+    program += f"  with open({str(beats)!r}, 'a') as file: file.write('x')\n  time.sleep(0.02)"
+    code = f"from agents.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=90))"
+    # Its folder is left by a parent that is killed, and goes with the test's.
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, env={**os.environ, "TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + 30
+    while not beats.exists() or len(beats.read_text()) < 10:
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    time.sleep(0.5)
+    beaten = len(beats.read_text())
+    time.sleep(0.5)
+    assert len(beats.read_text()) == beaten
+
+
+def test_many_programs_run_at_the_same_time() -> None:
+    async def all_at_once() -> list[SandboxResult]:
+        return await asyncio.gather(*(run_python_async(f"print({i})") for i in range(16)))
+
+    assert [result.stdout for result in asyncio.run(all_at_once())] == [f"{i}\n" for i in range(16)]
+
+
+def test_programs_wait_for_a_place_and_their_time_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents.sandbox, "_places", threading.BoundedSemaphore(1))
+    program = "import time\nprint(time.monotonic())\ntime.sleep(0.7)\nprint(time.monotonic())"
+
+    def run() -> list[float]:
+        result = run_python(program, limits=Limits(timeout_s=2))
+        assert result.reason == ""
+        return [float(line) for line in result.stdout.split()]
+
+    # From threads, each with a loop of its own; together they take more than the limit of one.
+    with ThreadPoolExecutor(4) as pool:
+        spans = sorted(future.result() for future in [pool.submit(run) for _ in range(4)])
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def test_a_machine_without_namespaces_is_said_once_and_in_the_result(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agents.sandbox._can_cut.cache_clear()
+    # What fails as the probe does where the system forbids it.
+    monkeypatch.setattr(agents.sandbox, "PROBE", [sys.executable, "-c", "raise SystemExit(1)"])
+    try:
+        results = [run_python("print(1)") for _ in range(2)]
+    finally:
+        agents.sandbox._can_cut.cache_clear()
+    assert [(result.stdout, result.is_cut) for result in results] == [("1\n", False)] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "with the network of this machine" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"cpu_s": 0}, {"timeout_s": 0.0}, {"memory_bytes": -1}, {"max_output": 0}])
+def test_limits_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=.*; set "):
+        Limits(**wrong)

@@ -1,0 +1,378 @@
+"""Tools: what a policy's text calls, what a function makes of it, and what the policy reads then."""
+
+import asyncio
+import enum
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agents.tools import Call, Tool, ToolAgentInstance, parse_calls, python_tool
+
+
+def look_up(
+    city: str, days: int = 1, unit: Literal["C", "F"] = "C", hours: list[int] | None = None, wind: bool = False
+) -> str:
+    """The weather of a city.
+
+    Some more of it.
+
+    Args:
+        city: where
+        days: how many, today included
+
+    Returns:
+        Text.
+    """
+    return repr((city, days, unit, hours, wind))
+
+
+async def add(a: float, b: float) -> float:
+    """Add two numbers."""
+    await asyncio.sleep(0)
+    return a + b
+
+
+def fail(kind: str) -> str:
+    """Raise something."""
+    raise {"exit": SystemExit("bye"), "stop": StopIteration(), "lookup": KeyError("k")}[kind]
+
+
+def wait_long() -> str:
+    """Sleep."""
+    time.sleep(30)
+    return ""
+
+
+async def nap(seconds: float) -> str:
+    """Sleep, without keeping others waiting."""
+    await asyncio.sleep(seconds)
+    return ""
+
+
+async def block() -> str:
+    """Keep the loop busy."""
+    time.sleep(30)
+    return ""
+
+
+class Color(enum.Enum):
+    RED = "r"
+
+
+def long_text(length: int) -> str:
+    """Many letters."""
+    return "x" * length
+
+
+class Agent(ToolAgentInstance):
+    tools: ClassVar = (look_up, add, fail, wait_long, long_text, nap, block)
+    max_result_chars = 40
+    max_calls = 3
+    tool_timeout_s = 0.2
+
+    async def score(self, answer: str, label: Any) -> float:
+        return float(answer == label)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def run(tool: Tool | Callable[..., Any], **arguments: Any) -> str:
+    return asyncio.run((tool if isinstance(tool, Tool) else Tool.of(tool)).run(arguments))
+
+
+def answers(agent: ToolAgentInstance, text: str) -> list[str]:
+    """What the policy reads after it has written `text`."""
+    said = asyncio.run(agent.step({"action_text": text, "label": "", "observation_text": ""}))["environment_feedback"]
+    return [message["content"] for message in said]
+
+
+def test_a_functions_types_and_docstring_become_its_schema() -> None:
+    assert Tool.of(look_up).schema == {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "The weather of a city.\n\nSome more of it.",
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["city"],
+                "properties": {
+                    "city": {"type": "string", "description": "where"},
+                    "days": {"type": "integer", "default": 1, "description": "how many, today included"},
+                    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+                    "hours": {
+                        "anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}],
+                        "default": None,
+                    },
+                    "wind": {"type": "boolean", "default": False},
+                },
+            },
+        },
+    }
+
+
+def silent(a: int) -> str:
+    return str(a)
+
+
+def unnamed(a: int, /) -> str:
+    """One."""
+    return str(a)
+
+
+def odd(a: asyncio.Queue[int]) -> str:
+    """One."""
+    return str(a)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda a: a, "argument 'a' of the tool '<lambda>' needs a type"),
+        (unnamed, "argument 'a' of the tool 'unnamed' needs a type and a name"),
+        (silent, "the tool 'silent' needs a docstring"),
+        (odd, "the tool 'odd' has a type without a JSON schema"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tool.of(function)
+
+
+def test_arguments_are_converted_by_their_types() -> None:
+    assert run(look_up, city=5, days="3", hours=[1, "2"], wind="yes") == "('5', 3, 'C', [1, 2], True)"
+    assert run(add, a="1.5", b=2) == "3.5"
+
+
+def test_arguments_that_do_not_fit_are_named_one_by_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"^days: Input should be a valid integer.*; unit: Input should be 'C' or 'F'$"
+    ):
+        run(look_up, city="a", days=1.5, unit="K")
+    with pytest.raises(ValueError, match=r"^city: Missing required argument; town: Unexpected keyword argument$"):
+        run(look_up, town="a")
+
+
+def test_plain_functions_run_at_the_same_time_as_others() -> None:
+    def rest() -> str:
+        """Sleep."""
+        time.sleep(0.3)
+        return ""
+
+    async def both() -> None:
+        await asyncio.gather(*(Tool.of(rest).run({}) for _ in range(20)))
+
+    start = time.monotonic()
+    asyncio.run(both())
+    assert time.monotonic() - start < 2  # one after the other: 6 s
+
+
+ONE, TWO = {"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call", []),
+        (f"I add.\n<tool_call>{json.dumps(ONE)}</tool_call>", [Call("a", {"x": 1})]),
+        (
+            f"<tool_call>\n{json.dumps(ONE)}\n</tool_call> and <tool_call>{json.dumps(TWO)}</tool_call>",
+            [Call("a", {"x": 1}), Call("b")],
+        ),
+        # The stop text, or the end token, stood in for the closing tag.
+        (f"<tool_call>{json.dumps(ONE)}", [Call("a", {"x": 1})]),
+        ('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', [Call("a", {"x": 1})]),
+        ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', [Call("a", {"x": 1})]),
+        (f"```json\n{json.dumps(ONE)}\n```", [Call("a", {"x": 1})]),
+        (f"[{json.dumps(ONE)}, {json.dumps(TWO)}]", [Call("a", {"x": 1}), Call("b")]),
+        # JSON, but no call: an answer.
+        ('{"name": "Ann", "age": 3}', []),
+        ('the set {1, 2} and {"a": {"b": 1}}', []),
+    ],
+)
+def test_calls_are_found_in_order(text: str, expected: list[Call]) -> None:
+    assert parse_calls(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>{'name': 'a'}</tool_call>", "no valid JSON"),
+        ("<tool_call></tool_call>", "no valid JSON"),
+        ("<tool_call>{} more</tool_call>", "expected </tool_call>, found 'more"),
+        ("<tool_call>[1]</tool_call>", "no object with a name and arguments"),
+        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', "no object with a name and arguments"),
+        ('<tool_call>{"name": "a", "arguments": "1"}</tool_call>', "no object with a name and arguments"),
+        ('{"name": "a", "arguments": {"x": ', "no valid JSON"),
+        ("<tool_call>" + '{"a":' * 100_000, "too many brackets"),
+        ('{"a":' * 100_000, "too many brackets"),
+    ],
+)
+def test_a_call_that_cannot_be_read_becomes_an_error(text: str, error: str) -> None:
+    (found,) = parse_calls(text)
+    assert error in found.error
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "a", "arguments": {',
+    "}",
+    "}}",
+    '"',
+    "\\",
+    "[",
+    '{"',
+    "NaN",
+    "\ud800",
+    " ",
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30))
+def test_no_text_makes_the_parser_raise(pieces: list[str]) -> None:
+    for found in parse_calls("".join(pieces)):
+        assert isinstance(found.name, str) and isinstance(found.arguments, dict)
+        json.dumps(found.arguments)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())))))
+def test_calls_that_are_written_well_are_read_as_they_were(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    text = "\n".join(call(name) if not arguments else written(name, arguments) for name, arguments in calls)
+    # A name that holds the tag itself is the one thing that cannot be written so.
+    if text.count("<tool_call>") == len(calls):
+        assert parse_calls(text) == [Call(name, arguments) for name, arguments in calls]
+
+
+def written(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+
+
+def test_an_agent_reads_its_tools_and_the_prompt_first() -> None:
+    observation = asyncio.run(Agent().reset({"observation": "2 + 2?", "label": ""}))["observation"]
+    assert [message["role"] for message in observation] == ["system", "user"]
+    assert observation[1]["content"] == "2 + 2?"
+    schemas = [json.loads(line) for line in observation[0]["content"].splitlines() if line.startswith('{"type"')]
+    assert schemas == [Tool.of(tool).schema for tool in (look_up, add, fail, wait_long, long_text, nap, block)]
+
+
+def test_calls_are_answered_each_by_a_message_and_an_answer_without_one_is_scored() -> None:
+    agent = Agent()
+    states = {"action_text": call("add", a=1, b=2) + call("look_up", city="Ulm"), "label": "3", "observation_text": ""}
+    assert asyncio.run(agent.step(states)) == {
+        "rewards": 0.0,
+        "environment_feedback": [
+            {"role": "tool", "tool_call_id": "call00000", "content": "3.0"},
+            {"role": "tool", "tool_call_id": "call00001", "content": "('Ulm', 1, 'C', None, False)"},
+        ],
+        "done": False,
+        "extra_logs": {"tool_calls": 2, "tool_errors": 0},
+    }
+    right = asyncio.run(agent.step({**states, "action_text": "3"}))
+    assert (right["rewards"], right["scores"], right["done"]) == (1.0, 1.0, True)
+    assert right["extra_logs"] == {"tool_calls": 2, "tool_errors": 0}
+    assert asyncio.run(agent.step({**states, "action_text": "4"}))["rewards"] == 0.0
+
+
+def test_whatever_goes_wrong_is_an_error_that_the_policy_reads_and_is_counted() -> None:
+    agent = Agent()
+    assert answers(agent, call("nothing")) == [
+        "error: there is no tool 'nothing'; there are: look_up, add, fail, wait_long, long_text, nap, block"
+    ]
+    assert answers(agent, call("fail", kind="lookup")) == ["error: KeyError: 'k'"]
+    assert answers(agent, call("fail", kind="exit")) == ["error: RuntimeError: SystemExit: bye"]
+    assert answers(agent, call("fail", kind="stop")) == ["error: RuntimeError: StopIteration:"]
+    assert answers(agent, call("wait_long")) == ["error: wait_long gave no result in 0.2 s"]
+    assert answers(agent, "<tool_call>{")[0].startswith("error: the call is no valid JSON")
+    assert agent._logs == {"tool_calls": 6, "tool_errors": 6}
+
+
+def test_all_calls_of_a_turn_have_one_time_together() -> None:
+    agent, start = Agent(), time.monotonic()
+    agent.tool_timeout_s = 0.6  # pyright: ignore[reportAttributeAccessIssue]
+    found = answers(agent, call("nap", seconds=0.4) * 2 + call("add", a=1, b=2))
+    assert found == ["", "error: nap gave no result in 0.6 s", "error: add gave no result in 0.6 s"]
+    assert time.monotonic() - start < 5
+    assert agent._logs == {"tool_calls": 3, "tool_errors": 2}
+
+
+def test_a_result_that_came_while_the_loop_stood_still_is_not_late() -> None:
+    async def stand_still() -> None:
+        await asyncio.sleep(0.05)
+        time.sleep(1)
+
+    async def both() -> Any:
+        states = {"action_text": call("nap", seconds=0.1), "label": "", "observation_text": ""}
+        agent = Agent()
+        agent.tool_timeout_s = 0.4  # pyright: ignore[reportAttributeAccessIssue]
+        return (await asyncio.gather(agent.step(states), stand_still()))[0]["environment_feedback"]
+
+    assert [message["content"] for message in asyncio.run(both())] == [""]
+
+
+def test_an_async_tool_that_blocks_is_interrupted() -> None:
+    start = time.monotonic()
+    assert answers(Agent(), call("block")) == ["error: block gave no result in 0.2 s"]
+    assert time.monotonic() - start < 5
+
+
+def test_results_in_the_users_role_are_one_message() -> None:
+    agent = Agent()
+    agent.result_role = "user"  # pyright: ignore[reportAttributeAccessIssue]
+    assert answers(agent, call("add", a=1, b=2) * 2) == ["3.0\n3.0"]
+
+
+def test_an_enum_is_an_argument() -> None:
+    def paint(color: Color) -> str:
+        """Paint."""
+        return color.value
+
+    assert run(paint, color="r") == "r"
+
+
+def test_a_long_result_is_cut_and_says_so() -> None:
+    assert answers(Agent(), call("long_text", length=40)) == ["x" * 40]
+    assert answers(Agent(), call("long_text", length=41)) == ["x" * 40 + "\n... (41 characters, cut after 40)"]
+
+
+def test_only_so_many_calls_of_a_turn_are_run() -> None:
+    agent = Agent()
+    found = answers(agent, call("add", a=0, b=0) * 5)
+    assert found[:3] == ["0.0"] * 3
+    assert all(text.startswith("error: at most 3 calls are run at once") for text in found[3:])
+    assert agent._logs == {"tool_calls": 5, "tool_errors": 2}
+
+
+def test_a_model_without_a_chat_template_gets_text() -> None:
+    class InText(Agent):
+        chat = False
+        result_text = "[{}]\n"
+
+    begin = asyncio.run(InText().reset({"observation": "2 + 2?", "label": ""}))["observation"]
+    assert isinstance(begin, str) and begin.endswith("\n\n2 + 2?")
+    states = {"action_text": call("add", a=1, b=2) * 2, "label": "", "observation_text": ""}
+    assert asyncio.run(InText().step(states))["environment_feedback"] == "[3.0]\n[3.0]\n"
+
+
+def test_half_a_character_does_not_reach_the_tokenizer() -> None:
+    assert run(look_up, city="\ud800").encode()
+    text = '<tool_call>{"name": "look_up", "arguments": {"city": "\\ud800"}}</tool_call>'
+    assert answers(Agent(), text)[0].encode()
+
+
+def test_python_in_the_sandbox_is_a_tool() -> None:
+    tool = python_tool()
+    assert tool.name == "python" and set(tool.parameters["properties"]) == {"code"}
+    assert run(tool, code="print(6 * 7)") == "42"
+    assert run(tool, code="x = 1") == "(it printed nothing)"
+    assert re.search(r'File "main.py", line 1.*ZeroDivisionError', run(tool, code="1 / 0"), re.DOTALL)

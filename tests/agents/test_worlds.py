@@ -1,0 +1,379 @@
+"""Worlds of episodes: what raises, hangs or dies in one ends that one alone, and nothing of it is left."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from agents.loading import load_agent_file
+from agents.options import AgentOptions
+from agents.worlds import World, WorldError, Worlds
+
+PROJECT = Path(__file__).resolve().parents[2]
+RUNS_IN = ("loop", "thread", "process")
+LIMIT_S = 0.4
+SLACK_S = 3.0
+"""For a busy machine."""
+
+AGENT = """
+import asyncio, os, random, signal, subprocess, sys, tempfile, threading, time
+
+
+class AgentInstance:
+    def __init__(self):
+        self.steps = 0
+
+    async def reset(self, states, **kwargs):
+        self.lock, self.asked = asyncio.Lock(), asyncio.Event()
+        self.waiter = asyncio.create_task(self.asked.wait())
+        return {"observation": states["observation"] + str(states["label"])}
+
+    async def step(self, states, **kwargs):
+        self.steps += 1
+        action = states["action_text"]
+        if action == "raise":
+            raise KeyError("no\\nsuch move")
+        if action == "exit":
+            sys.exit(3)
+        if action == "cancel":
+            raise asyncio.CancelledError
+        if action == "wait":
+            await asyncio.sleep(1e9)
+        if action == "stubborn":
+            while True:
+                try:
+                    await asyncio.sleep(0.01)
+                except asyncio.CancelledError:
+                    pass
+        if action == "sleep":
+            time.sleep(1e5)
+        if action == "spin":
+            while True:
+                pass
+        if action == "swallow":
+            try:
+                time.sleep(1e5)
+            except:
+                time.sleep(1e5)
+        if action == "nap":
+            time.sleep(1.2)
+        if action == "die":
+            os._exit(3)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "tensor":
+            import torch
+            return {"rewards": torch.tensor(0.5)}
+        if action == "lambda":
+            return {"rewards": lambda: 1}
+        if action == "start":
+            self.folder = tempfile.TemporaryDirectory(dir=states["label"])
+            self.child = subprocess.Popen(["sleep", "1000"])
+            return {"pids": [os.getpid(), self.child.pid], "folder": self.folder.name}
+        async with self.lock:
+            self.asked.set()
+            await self.waiter
+        return {"rewards": float(self.steps), "pid": os.getpid(), "draw": random.random(),
+                "thread": threading.get_ident()}
+
+
+class Plain:
+    def reset(self, states):
+        return {"observation": states["observation"]}
+
+    def step(self, states):
+        return {"rewards": 1.0}
+
+
+class Unmakable:
+    def __init__(self):
+        raise RuntimeError("no licence")
+"""
+
+Mode = Literal["loop", "thread", "process"]
+
+
+def opened(folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "AgentInstance") -> Worlds:
+    path = folder / "agent.py"
+    path.write_text(AGENT)
+    instance = getattr(load_agent_file(str(path)), name)
+    return Worlds(instance, AgentOptions(func_path=str(path), runs_in=runs_in, step_timeout_s=limit_s), str(path))
+
+
+def played(worlds: Worlds, play: Callable[[Worlds], Coroutine[Any, Any, Any]]) -> Any:
+    """What `play` gives, with the worlds closed afterwards."""
+    try:
+        return asyncio.run(play(worlds))
+    finally:
+        worlds.close()
+
+
+async def episode(worlds: Worlds, *actions: str, label: Any = 7) -> Any:
+    """A world's last answer, or the error it ended with."""
+    world = await worlds.open()
+    answer: Any = None
+    try:
+        assert await world.reset({"observation": "go", "label": label}) == {"observation": f"go{label}"}
+        for action in actions:
+            answer = await step(world, action, label)
+    except WorldError as error:
+        answer = error
+    finally:
+        await world.close()
+    return answer
+
+
+def step(world: World, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
+    return world.step({"action_text": action, "label": label})
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("runs_in", RUNS_IN)
+def test_what_belongs_to_a_loop_or_a_thread_is_kept_from_call_to_call(tmp_path: Path, runs_in: Mode) -> None:
+    answers = played(opened(tmp_path, runs_in, 20), two_turns)
+    # Each world counts its own two steps; reset made a lock, an event and a task that both steps used.
+    assert [[float(answer["rewards"]) for answer in of_one] for of_one in answers] == [[1.0, 2.0]] * 2
+    threads = [{answer["thread"] for answer in of_one} for of_one in answers]
+    assert all(len(of_one) == 1 for of_one in threads)
+    pids = {answer["pid"] for of_one in answers for answer in of_one}
+    assert (len(pids), os.getpid() in pids) == ((2, False) if runs_in == "process" else (1, True))
+    assert len({answer["draw"] for of_one in answers for answer in of_one}) == 4
+
+
+async def two_turns(worlds: Worlds) -> tuple[Any, ...]:
+    return await asyncio.gather(turns(worlds), turns(worlds))
+
+
+async def turns(worlds: Worlds) -> list[Any]:
+    world = await worlds.open()
+    await world.reset({"observation": "go", "label": 7})
+    try:
+        return [await step(world, "go on") for _ in range(2)]
+    finally:
+        await world.close()
+
+
+@pytest.mark.parametrize("runs_in", RUNS_IN)
+def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
+    async def play(worlds: Worlds) -> Any:
+        world = await worlds.open()
+        assert await world.reset({"observation": "go"}) == {"observation": "go"}
+        answer = await step(world, "go on")
+        await world.close()
+        return answer
+
+    assert played(opened(tmp_path, runs_in, 20, "Plain"), play) == {"rewards": 1.0}
+
+
+@pytest.mark.parametrize("runs_in", RUNS_IN)
+def test_what_a_world_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> None:
+    async def play(worlds: Worlds) -> list[Any]:
+        actions = ("raise", "exit", "cancel", "go on")
+        return await asyncio.gather(*(episode(worlds, "go on", action) for action in actions))
+
+    worlds = opened(tmp_path, runs_in, 20)
+    *errors, fine = played(worlds, play)
+    assert [str(error) for error in errors] == [
+        "step raised KeyError: 'no\\nsuch move'",
+        "step raised SystemExit: 3",
+        "step raised CancelledError:",
+    ]
+    assert "agent.py" in errors[0].__notes__[0]
+    assert {error.kind for error in errors} == {"raised"}
+    assert float(fine["rewards"]) == 2.0
+    assert worlds.counts == {"opened": 4, "raised": 3, "hung": 0, "died": 0}
+
+
+@pytest.mark.parametrize("runs_in", RUNS_IN)
+def test_an_instance_that_cannot_be_made_is_an_error_of_its_episode(tmp_path: Path, runs_in: Mode) -> None:
+    error = played(opened(tmp_path, runs_in, 20, "Unmakable"), episode)
+    assert (error.kind, str(error)) == ("raised", "reset raised RuntimeError: no licence")
+
+
+HANGS = [
+    *(
+        (runs_in, action)
+        for runs_in in ("loop", "process")
+        for action in ("wait", "sleep", "spin", "swallow", "stubborn")
+    ),
+    # In a thread, a call of the system is left behind until it ends, here with the tests themselves.
+    *(("thread", action) for action in ("wait", "spin", "stubborn")),
+]
+
+
+@pytest.mark.parametrize(("runs_in", "action"), HANGS)
+def test_a_hanging_step_ends_its_own_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_in: Mode, action: str
+) -> None:
+    monkeypatch.setattr("agents.worlds.END_TIMEOUT_S", 0.3)
+
+    async def play(worlds: Worlds) -> list[Any]:
+        began = time.monotonic()
+        found = await asyncio.gather(episode(worlds, "go on", action), episode(worlds, "go on", "go on"))
+        return [*found, time.monotonic() - began]
+
+    worlds = opened(tmp_path, runs_in)
+    error, fine, seconds = played(worlds, play)
+    assert (error.kind, str(error)) == ("hung", "step gave no answer within 0.4 s (agent.step_timeout_s)")
+    assert float(fine["rewards"]) == 2.0
+    # What goes on nevertheless has 0.3 s to clean up. "swallow" is interrupted for a second time after one.
+    assert LIMIT_S <= seconds < LIMIT_S + SLACK_S
+    assert worlds.counts == {"opened": 2, "raised": 0, "hung": 1, "died": 0}
+
+
+def test_a_world_that_blocks_the_loop_is_named_once_and_others_keep_their_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(worlds: Worlds) -> list[Any]:
+        # Three times 1.2 s go by one after the other, in which all four wait for the loop.
+        return await asyncio.gather(*(episode(worlds, "nap") for _ in range(3)), episode(worlds, *["go on"] * 5))
+
+    with caplog.at_level(logging.WARNING):
+        answers = played(opened(tmp_path, "loop", 2.0), play)
+    assert [float(answer["rewards"]) for answer in answers] == [1.0, 1.0, 1.0, 5.0]
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "agents.worlds")
+    assert "step of AgentInstance kept all other episodes waiting for 1.2 s" in message
+    assert "agent.runs_in=thread" in message
+
+
+def test_a_timer_of_somebody_else_rings_after_a_step(tmp_path: Path) -> None:
+    rung: list[float] = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    try:
+        began = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        played(opened(tmp_path, "loop", 20), lambda worlds: episode(worlds, "nap"))
+        time.sleep(0.05)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert len(rung) == 1
+    assert rung[0] - began >= 1.2
+
+
+@pytest.mark.parametrize("runs_in", RUNS_IN)
+def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_in: Mode) -> None:
+    async def play(worlds: Worlds) -> None:
+        task = asyncio.create_task(episode(worlds, "go on", "wait"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    worlds = opened(tmp_path, runs_in, 20)
+    played(worlds, play)
+    assert worlds.counts == {"opened": 1, "raised": 0, "hung": 0, "died": 0}
+
+
+@pytest.mark.parametrize(("action", "reason"), [("die", "exit code 3"), ("kill", "signal SIGKILL")])
+def test_a_process_that_dies_ends_its_own_world(tmp_path: Path, action: str, reason: str) -> None:
+    async def play(worlds: Worlds) -> list[Any]:
+        return await asyncio.gather(*(episode(worlds, "go on", a) for a in (action, "go on")))
+
+    worlds = opened(tmp_path, "process", 20)
+    error, fine = played(worlds, play)
+    assert (error.kind, str(error)) == ("died", f"the process of the world ended in step: {reason}")
+    assert float(fine["rewards"]) == 2.0
+    assert worlds.counts == {"opened": 2, "raised": 0, "hung": 0, "died": 1}
+
+
+def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
+    async def play(worlds: Worlds) -> list[Any]:
+        return [await episode(worlds, "tensor"), await episode(worlds, "lambda")]
+
+    answer, error = played(opened(tmp_path, "process", 30), play)
+    assert answer["rewards"].item() == 0.5
+    assert error.kind == "raised"
+    assert str(error).startswith("step returned what cannot cross to another process: ")
+
+
+def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path) -> None:
+    folder = tmp_path / "worlds"
+    folder.mkdir()
+
+    async def play(worlds: Worlds) -> list[Any]:
+        found = await asyncio.gather(*(episode(worlds, "start", label=str(folder)) for _ in range(2)))
+        # Each world's own process, and the one that it had started.
+        wait_until_gone(*(pid for answer in found for pid in answer["pids"]))
+        return found
+
+    assert len({pid for answer in played(opened(tmp_path, "process", 20), play) for pid in answer["pids"]}) == 4
+    assert list(folder.iterdir()) == []
+
+
+def test_two_hundred_worlds_leave_no_process(tmp_path: Path) -> None:
+    async def play(worlds: Worlds) -> list[Any]:
+        opened_now = [await worlds.open() for _ in range(200)]
+        await asyncio.gather(*(world.reset({"observation": "go", "label": 7}) for world in opened_now))
+        return [answer["pid"] for answer in await asyncio.gather(*(step(world, "go on") for world in opened_now))]
+
+    # They are not closed one by one: what ends them is that all is closed.
+    pids = played(opened(tmp_path, "process", 20), play)
+    assert len(set(pids)) == 200
+    wait_until_gone(*pids)
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "run.py").write_text(
+        "import asyncio, sys, time\n"
+        f"sys.path.insert(0, {str(PROJECT)!r})\n"
+        "from agents.loading import load_agent_file\n"
+        "from agents.options import AgentOptions\n"
+        "from agents.worlds import Worlds\n"
+        "async def main():\n"
+        "    worlds = Worlds(load_agent_file('agent.py').AgentInstance, AgentOptions(runs_in='process'), 'agent.py')\n"
+        "    world = await worlds.open()\n"
+        "    await world.reset({'observation': '', 'label': ''})\n"
+        "    answer = await world.step({'action_text': 'start', 'label': '.'})\n"
+        "    print(*answer['pids'], flush=True)\n"
+        "    await world.step({'action_text': 'spin', 'label': '.'})\n"
+        "asyncio.run(main())\n"
+    )
+    run = subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pids = [int(word) for word in run.stdout.readline().split()]
+    assert len(pids) == 2
+    run.kill()
+    run.wait()
+    wait_until_gone(*pids)
+
+
+def test_a_class_that_another_process_cannot_find_is_refused() -> None:
+    class AgentInstance:
+        pass
+
+    with pytest.raises(ValueError, match=r"with agent\.runs_in=process, write it at the top of a file"):
+        Worlds(AgentInstance, AgentOptions(runs_in="process"))
+
+
+def test_a_file_that_loads_only_here_is_refused_with_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("class AgentInstance:\n    pass\n")
+    instance = load_agent_file(str(path)).AgentInstance
+    path.write_text("import no_such_module\n")
+    with pytest.raises(ValueError, match=r"cannot be loaded: ValueError: .*No module named 'no_such_module'") as caught:
+        Worlds(instance, AgentOptions(runs_in="process"), str(path))
+    assert "import no_such_module" in caught.value.__notes__[0]

@@ -1,0 +1,83 @@
+"""One rank of every training engine in turn; what each has learnt is published, with the answers that it would give.
+
+    publish_worker.py MODELS OUT
+
+MODELS has the folders `tied` and `untied`. OUT/published.pickle gets a list of (name of the model, engine and stage,
+handle, greedy answers). The versions lie in shared memory, in folders that begin with OUT's name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.config import TrainConfig
+from components.engines.train_engine import TrainEngine, open_engine
+from components.engines.weight_sync import WeightPublisher
+from components.rl.aggregation import LossOutput, Totals
+from tests.components.engines.vllm_models import uneven_prompts
+
+ENGINES = (("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3))
+PROMPTS, NEW_TOKENS = 6, 6
+
+
+def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+    """Learn the batch by heart."""
+    return LossOutput(-token_logprobs(model, batch).logprob_N.sum() / totals.tokens, {})
+
+
+def next_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """[N] the likeliest token after each one."""
+    likeliest_BT = model(input_ids=batch.padded("tokens", 0), use_cache=False).logits.argmax(-1)
+    return batch.unpad(likeliest_BT, batch.lengths).float()
+
+
+def greedy(engine: TrainEngine) -> list[list[int]]:
+    """What the training engine itself would answer, token by token."""
+    prompts = uneven_prompts(PROMPTS)
+    rows = [prompts.row(i, "tokens").tolist() for i in range(PROMPTS)]
+    for _ in range(NEW_TOKENS):
+        batch = Batch.from_rows({"tokens": rows})
+        following_N = engine.forward(batch, next_tokens)
+        rows = [[*row, int(following_N[batch.offsets[i + 1] - 1])] for i, row in enumerate(rows)]
+    return [row[len(row) - NEW_TOKENS :] for row in rows]
+
+
+def main(models: Path, out: Path) -> None:
+    """Train, publish, answer."""
+    published = []
+    # Every combination learns something else, so that no two have the same weights.
+    for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
+        config = TrainConfig(engine=library, zero_stage=stage, learning_rate=0.02)
+        engine = open_engine(load_policy(models / name), config)
+        generator = torch.Generator().manual_seed(100 * engine.world_size + number)
+        lesson = Batch.from_rows({"tokens": torch.randint(2, 20, (8, 12), generator=generator).tolist()})
+        for _ in range(3):
+            engine.train_step(lesson, nll)
+        handle, parameters = None, engine.gathered_parameters(max_bytes=2**16)
+        if engine.rank == 0:
+            publisher = WeightPublisher(Path(f"/dev/shm/{out.name}-{number}"), bucket_bytes=2**16)
+            version = 100 * engine.world_size + number
+            handle = publisher.publish(version, parameters, with_digests=True)
+        else:
+            assert list(parameters) == []
+        answers = greedy(engine)
+        if engine.rank == 0:
+            published.append((name, f"{library} {stage} on {engine.world_size}", handle, answers))
+    if published:
+        (out / "published.pickle").write_bytes(pickle.dumps(published))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.flush()
+    # Gloo's threads may abort an interpreter that is torn down in order.
+    os._exit(0)

@@ -1,0 +1,94 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from components.engines import choice
+from components.engines.choice import choose_rollout_engine
+from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
+from components.options import PlacementOptions, RolloutOptions
+
+
+def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "LARGE_BYTES", 100)
+    assert choose_rollout_engine("auto", 0, str(tmp_path)) == ("hf", "faster for a small model on a CPU")
+    assert choose_rollout_engine("auto", 2, str(tmp_path)) == ("vllm", "there is a GPU")
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    name, reason = choose_rollout_engine("auto", 0, str(tmp_path))
+    assert (name, reason) == ("vllm", "the model has 0 MB of weights")
+    assert choose_rollout_engine("hf", 2, "x") == ("hf", "as asked for")
+
+
+def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choose_rollout_engine("auto", 8, "x") == ("hf", "vLLM is not installed")
+    with pytest.raises(ValueError, match=r"scripts/setup.sh vllm, or choose hf"):
+        choose_rollout_engine("vllm", 8, "x")
+    with pytest.raises(ValueError, match=r"rollout.tensor_parallel=2 needs vllm, but hf generates: vLLM is not"):
+        RolloutOptions(tensor_parallel=2).chosen(8, "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "sglang"}, "rollout.engine=sglang; use one of auto, vllm, hf"),
+        ({"engine": "hf", "tensor_parallel": 2}, "rollout.tensor_parallel=2, but hf uses one device"),
+        ({"top_p": 0.0}, r"rollout.top_p=0.0 is not possible; use a share in \(0, 1\]"),
+        ({"top_k": -1}, "rollout.top_k=-1 is not possible"),
+        ({"engine": "vllm", "gpu_memory": 1.5}, "rollout.gpu_memory=1.5; set a share above 0, at most 1"),
+        ({"engine": "vllm", "cpu_cache_gb": 0.0}, "rollout.cpu_cache_gb=0.0; set it above 0"),
+    ],
+)
+def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_hot_samples_are_for_hf_alone() -> None:
+    options, line = RolloutOptions(temperature=2.5).chosen(8, "x")
+    assert options.engine == "hf"
+    assert line == "hf generates: vLLM takes temperatures of 0, or from 0.01 to 2.0, not 2.5"
+    with pytest.raises(ValueError, match=r"vllm cannot be used: .* not 0.005; choose hf"):
+        RolloutOptions(engine="vllm").chosen(8, "x", 0.005)
+    assert RolloutOptions(engine="vllm").chosen(8, "x", 0.0)[0].engine == "vllm"
+
+
+def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
+    assert RolloutOptions().chosen(1, str(tmp_path))[0].engine == "vllm"
+    with pytest.raises(ValueError, match=r"on a CPU vLLM has kernels for attention heads of 32, .*, not 16; choose hf"):
+        RolloutOptions(engine="vllm").chosen(0, str(tmp_path))
+
+
+def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
+    options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
+    config = options.engine_config("bfloat16", 100, shares_gpu=True, sleeps=True)
+    assert config == VLLMRolloutConfig(
+        dtype="bfloat16",
+        max_rows=512,
+        max_model_len=120,
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.45,
+        enable_sleep=True,
+    )
+    assert isinstance(RolloutOptions(engine="hf").engine_config("float32", 9, shares_gpu=False), HFRolloutConfig)
+    trained, judged = options.sampling(1, 2), options.sampling(1, 2, 0.6)
+    assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
+    assert (judged.top_p, judged.top_k, judged.temperature, judged.is_whole) == (1.0, 0, 0.6, True)
+
+
+def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:
+    (note,) = RolloutOptions(top_p=0.9).notes([])
+    assert "sample from fewer tokens than are trained" in note
+    hf = RolloutOptions(engine="hf")
+    assert hf.notes(["rollout.enforce_eager"]) == ["no effect of rollout.enforce_eager: hf generates"]
+    assert RolloutOptions(engine="vllm").notes(["rollout.enforce_eager"]) == []
+
+
+def test_engines_of_two_devices_share_out_what_there_is() -> None:
+    apart = PlacementOptions(collocate=False).resolved(8, groups=2, tensor_parallel=2)
+    assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
+    with pytest.raises(ValueError, match=r"rollout.tensor_parallel=2: an engine of several devices shares none"):
+        PlacementOptions().resolved(8, groups=2, tensor_parallel=2)

@@ -1,0 +1,212 @@
+"""Every recipe trains on episodes, and generates ahead of training where it is asked to."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_runs import run_locally
+from recipe_runs import Run, RunFolder
+
+from components.batch import Batch
+
+pytestmark = pytest.mark.timeout(300)
+AGENT = """
+from agents import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    # The share of letters that come later than the one before, in two turns; the label says which prompt it is.
+    async def reset(self, states, **kwargs):
+        self.turns = 0
+        if states["label"] == "abcde":
+            raise RuntimeError("no such world")
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        text = states["action_text"]
+        share = sum(a < b for a, b in zip(text, text[1:])) / 8
+        return {"rewards": share, "environment_feedback": "a>", "done": self.turns == 2, "extra_logs": {"a": 1.0}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+OPTIONS = {
+    "grpo": "data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=8 samples_per_prompt=4 minibatches=2 "
+    "rollout.max_new_tokens=6 train.learning_rate=1e-3",
+    "openrlhf_ppo": "prompt_data=task:sort rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16 "
+    "use_dynamic_batch=true generate_max_len=6 actor_learning_rate=1e-3 init_kl_coef=0",
+}
+OPTIONS["reinforce_pp"] = OPTIONS["grpo"]
+HELDOUT = {
+    "grpo": "data.max_rows=16 evaluation.path=task:sort evaluation.max_rows=16 evaluation.samples_per_prompt=1",
+    "openrlhf_ppo": "max_samples=16 eval_dataset=task:sort max_eval_samples=16 eval_n_samples_per_prompt=1",
+}
+HELDOUT["reinforce_pp"] = HELDOUT["grpo"]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("agent") / "agent.py"
+    file.write_text(AGENT)
+    return file
+
+
+def options_of(recipe: str, policy: Path, agent: Path) -> list[str]:
+    model = "pretrain" if recipe == "openrlhf_ppo" else "model.path"
+    return [*OPTIONS[recipe].split(), f"{model}={policy}", f"--agent_func_path={agent}"]
+
+
+def batches(run: RunFolder) -> list[Batch]:
+    """What was trained on, step by step."""
+    return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+
+
+@pytest.mark.parametrize("recipe", OPTIONS)
+def test_an_agents_episodes_are_trained_on_and_evaluated(
+    recipe: str, policy: Path, agent: Path, tmp_path: Path
+) -> None:
+    options = [*options_of(recipe, policy, agent), *HELDOUT[recipe].split()]
+    run = run_locally(recipe, tmp_path, {"run": options})["run"]
+    assert run.summary["status"] == "finished"
+    assert run.summary["score"]["examples"] == 16
+    for line, batch in zip(run.metrics, batches(run), strict=True):
+        assert line["rollout/turns_mean"] == 2
+        assert line["reward/a"] == 1
+        assert line["rollout/finished_share"] == 1
+        # One mark per turn and no other token counts; the reward of an episode is the sum of its turns'.
+        assert batch["action_mask"].equal(batch["turn"] >= 0)
+        assert batch.sum_tokens(batch["turn_reward"]).allclose(batch["reward"])
+        first = batch.row(0, "tokens").tolist()
+        assert [first[i] for i, turn in enumerate(batch.row(0, "turn").tolist()) if turn == -1][6:] == [3, 19]
+
+
+BRANCHES = """
+from agents import AgentExecutorBase
+from agents.episode import Episode
+
+class AgentExecutor(AgentExecutorBase):
+    # Two sequences of each sample.
+    async def execute(self, task, policy):
+        episodes = [Episode(list(task.tokens), len(task.tokens)) for _ in range(2)]
+        for stream, episode in enumerate(episodes):
+            turn = episode.act(*await policy.draw(episode.tokens, task.sampling, stream=stream))
+            episode.reward = turn.reward = episode.score = float(turn.end % 2)
+        return episodes
+"""
+
+
+@pytest.mark.parametrize("recipe", ["openrlhf_ppo", "reinforce_pp"])
+def test_all_sequences_of_a_sample_are_trained_on_and_its_main_one_is_evaluated(
+    recipe: str, policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(BRANCHES)
+    options = [*options_of(recipe, policy, tmp_path / "agent.py"), *HELDOUT[recipe].split()]
+    run = run_locally(recipe, tmp_path, {"run": options})["run"]
+    assert run.summary["score"]["examples"] == 16
+    assert [batch["branch"].tolist() for batch in batches(run)] == [[0, 1] * 32] * 2
+
+
+def asynchronous(policy: Path, agent: Path, *more: str) -> list[str]:
+    return [*options_of("grpo", policy, agent), "data.max_rows=48", "placement.collocate=false", *more]
+
+
+def prompts_of(run: RunFolder) -> list[int]:
+    """Which prompts were trained on, in order, each once for all its answers."""
+    return [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
+
+
+@pytest.fixture(scope="module")
+def synchronous(policy: Path, agent: Path, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run("grpo", ray_address, tmp_path_factory.mktemp("sync") / "run", *asynchronous(policy, agent)).wait(280)
+    assert run.code == 0, run.err
+    return run
+
+
+def test_a_queue_of_no_batches_is_the_synchronous_run_bit_for_bit(
+    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+) -> None:
+    options = asynchronous(policy, agent, "--async_train", "--async_queue_size=0")
+    run = Run("grpo", ray_address, tmp_path / "run", *options).wait(280)
+    assert run.code == 0, run.err
+    assert run.learnt() == synchronous.learnt()
+    theirs = synchronous.weights()
+    assert all(tensor.equal(theirs[name]) for name, tensor in run.weights().items())
+
+
+def test_a_killed_asynchronous_run_goes_on_and_trains_on_every_prompt_once(
+    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+) -> None:
+    options = asynchronous(policy, agent, "--async_train", "checkpoint.every=1")
+    run = Run("grpo", ray_address, tmp_path / "run", *options)
+    run.wait_for_step(3)
+    os.kill(run.pids()["trainer-0"], signal.SIGKILL)
+    run.wait(280)
+    assert run.code == 0, run.err
+    assert prompts_of(run) == prompts_of(synchronous)
+    # The first batch is drawn from the weights that are trained; each one after it is one version behind.
+    assert [line["rollout/staleness_max"] for line in run.metrics] == [0, 1, 1, 1, 1, 1]
+
+
+def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_later(
+    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow.py"
+    text = AGENT.replace("self.turns += 1", "self.turns += 1\n        await asyncio.sleep(float(self.slow))")
+    slow.write_text(
+        "import asyncio\n"
+        + text.replace(
+            "self.turns = 0",
+            "self.turns = self.slow = 0\n        self.slow = 0.1 + 2.0 * states['label'].startswith('a')",
+        )
+    )
+    options = asynchronous(policy, slow, "--async_train", "--partial_rollout", "asynchronous.in_flight_prompts=12")
+    run = Run("grpo", ray_address, tmp_path / "run", *options).wait(280)
+    assert run.code == 0, run.err
+    assert sorted(prompts_of(run)) == sorted(prompts_of(synchronous))
+    carried = [line["rollout/carried_groups"] for line in run.metrics]
+    assert sum(carried) > 0, carried
+    assert max(line["rollout/staleness_max"] for line in run.metrics) <= 2
+    # Some episode has tokens of two versions.
+    mixed = [
+        len(set(versions[versions >= 0].tolist())) > 1
+        for batch in batches(run)
+        for versions in (batch.row(i, "token_version") for i in range(len(batch)))
+    ]
+    assert any(mixed)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("grpo", ["--async_train"], "set placement.collocate=false"),
+        ("grpo", ["--async_train", "placement.collocate=false", "backend=local"], "set backend=ray"),
+        ("grpo", ["--partial_rollout"], "asynchronous.partial_rollout without asynchronous.enabled"),
+        ("grpo", ["--agent_func_path", "none.py"], "none.py"),
+        ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], "set one of the two"),
+        ("openrlhf_ppo", ["--async_train", "--colocate_all_models"], "async_train, but the roles take turns"),
+        ("openrlhf_ppo", ["--agent_func_path", "env:guess"], "set exactly one of the four"),
+        ("openrlhf_ppo", ["--agent_max_turns", "0"], "agent_max_turns=0"),
+        ("grpo", ["--agent_func_path", "env:guess", "algorithm.overlong_buffer=2"], "unset one of them"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(
+    recipe: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from importlib import import_module
+
+    main: Any = import_module(f"recipes.{recipe}.main").main
+    assert main(["--dry_run", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_plan_of_an_asynchronous_run_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    from recipes.grpo.main import main
+
+    assert main(["--dry_run", "--async_train", "placement.collocate=false", "--agent_func_path", "env:guess"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["config"]["asynchronous"]["enabled"] is True
+    assert plan["config"]["agent"]["func_path"] == "env:guess"

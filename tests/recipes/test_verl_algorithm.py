@@ -1,0 +1,202 @@
+"""recipes/verl_ppo: what its estimators and losses make of the same answers, by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from components.batch import Batch
+from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, surrogate
+from recipes.verl_ppo.config import VerlPPOConfig
+from recipes.verl_ppo.main import asked_config, resolved
+
+OWN = ["actor_rollout_ref.model.path=x", "data.train_files=task:sort", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3"]
+
+
+def config(*options: str) -> VerlPPOConfig:
+    return resolved(asked_config([*OWN, *SIZES, *options]))[0]
+
+
+def answers(**columns: torch.Tensor) -> Batch:
+    """Three to prompt 7, of two tokens each, that earn 4, 1 and 4; and one to prompt 2 that earns 5. A prompt is one
+    token. The policy is surer than the reference, by half a nat, of the first answer's last token.
+    """
+    mask_N = torch.tensor([False, True, True] * 4)
+    reference_N = torch.full((12,), -1.0)
+    reference_N[2] = -1.5
+    per_token = {
+        "tokens": torch.arange(12),
+        "action_mask": mask_N,
+        "logprob": torch.full((12,), -1.0),
+        "rollout_logprob": torch.tensor([-1.0, -1.0 - math.log(4), *[-1.0] * 9, -1.0 + math.log(4)]),
+        "reference_logprob": reference_N,
+        "value": torch.tensor([9.0, 3.0, 3.0] * 4),
+    }
+    per_sequence = {"reward": torch.tensor([4.0, 1.0, 4.0, 5.0]), "prompt_id": torch.tensor([7, 7, 7, 2])}
+    return Batch([3] * 4, per_token, per_sequence | columns)
+
+
+def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
+    """Of each answer, whose two tokens have the same."""
+    found = add_advantages(answers(**columns), config(*options), 0.1)
+    advantage_BT = found["advantage"].reshape(4, 3)
+    assert advantage_BT[:, 0].tolist() == [0.0] * 4
+    assert advantage_BT[:, 1].tolist() == advantage_BT[:, 2].tolist()
+    return advantage_BT[:, 1].tolist()
+
+
+ROOT3 = math.sqrt(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Over the deviation, whose square is (1 + 4 + 1) / 2.
+        ("algorithm.adv_estimator=grpo", [1 / ROOT3, -2 / ROOT3, 1 / ROOT3, 0]),
+        ("algorithm.adv_estimator=grpo_vectorized", [1 / ROOT3, -2 / ROOT3, 1 / ROOT3, 0]),
+        ("algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False", [1, -2, 1, 0]),
+        # Less the means of the others: 5/2, 4, 5/2.
+        ("algorithm.adv_estimator=rloo", [1.5, -3, 1.5, 0]),
+        # Two are the best, so that nobody is ahead.
+        ("algorithm.adv_estimator=grpo_passk", [0, 0, 0, 0]),
+        # Times 4 answers over the 3 whose prompt's differ, and halved.
+        ("algorithm.adv_estimator=gpg algorithm.f_norm=2", [2 / 3, -4 / 3, 2 / 3, 0]),
+        # All are equally long, so that the baseline is the mean.
+        ("algorithm.adv_estimator=opo", [1, -2, 1, 0]),
+        # 1, -2, 1, 0: their mean is 0, and that of the squares 6/4.
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", [1 / 1.5**0.5, -2 / 1.5**0.5, 1 / 1.5**0.5, 0]),
+        # 4, 1, 4, 5: mean 3.5, squares about it .25, 6.25, .25, 2.25, of which the mean is 2.25.
+        ("algorithm.adv_estimator=reinforce_plus_plus", [1 / 3, -5 / 3, 1 / 3, 1]),
+        # Returns less values, 1, -2, 1, 2, about their mean .5: .25, 6.25, .25, 2.25 again.
+        ("algorithm.adv_estimator=gae", [1 / 3, -5 / 3, 1 / 3, 1]),
+    ],
+)
+def test_each_estimator_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
+    assert advantages(*options.split()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_remax_takes_the_greedy_answers_reward_off() -> None:
+    greedy = torch.tensor([1.0, 1.0, 1.0, 5.0])
+    assert advantages("algorithm.adv_estimator=remax", greedy_reward=greedy) == pytest.approx([3, 0, 3, 0])
+
+
+def test_gdpo_normalises_each_reward_for_itself() -> None:
+    # 1, 0, 1 and 0, 0, 3 within prompt 7: over deviations of sqrt(1/3) and sqrt(3), 1/3, -2/3, 1/3 and -1, -1, 2.
+    logs = {"log_a": torch.tensor([1.0, 0.0, 1.0, 7.0]), "log_b": torch.tensor([0.0, 0.0, 3.0, 7.0])}
+    total = [ROOT3 / 3 - 1 / ROOT3, -2 * ROOT3 / 3 - 1 / ROOT3, ROOT3 / 3 + 2 / ROOT3, 0.0]
+    deviation = math.sqrt(sum(x * x for x in total) / 4)
+    found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", **logs)
+    assert found == pytest.approx([x / deviation for x in total], abs=1e-4)
+    with pytest.raises(ValueError, match="has c, but of numbers the reward function returns a, b; name"):
+        advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,c]", **logs)
+
+
+def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
+    options = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
+    # A tenth of the half nat: 3.95, 1, 4, about their mean 8.95 / 3.
+    expected = [3.95 - 8.95 / 3, 1 - 8.95 / 3, 4 - 8.95 / 3, 0]
+    assert advantages(*options, "algorithm.use_kl_in_reward=True") == pytest.approx(expected, abs=1e-5)
+    assert add_advantages(answers(), config(*options, "algorithm.use_kl_in_reward=True"), 0.1)[
+        "shaped_reward"
+    ].tolist() == pytest.approx([3.95, 1, 4, 5])
+
+
+def test_the_weight_of_the_kl_follows_its_target() -> None:
+    adaptive = "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=100"
+    control = KLController(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
+    # Half a nat over two tokens, in one of four answers: 1/16, a quarter beyond the target, and a fifth counts.
+    metrics = control.adapt(answers())
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0625)
+    assert control.coef == pytest.approx(0.001 * (1 + 0.2 * 4 / 100))
+    assert KLController(config()).adapt(answers()) == {}
+
+
+def test_verls_names_of_the_kl_estimators_are_ours() -> None:
+    names = ["kl", "k1", "abs", "mse", "low_var_kl", "low_var_kl+", "k3+"]
+    assert [kl_kind(name) for name in names] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "kept"),
+    [
+        # The first answer's first token has become 4 times as likely, the last one's last a quarter as likely.
+        ("rollout_is=token", [2, 1, 1, 1, 1, 1, 1, 0.25], 8),
+        ("rollout_is=token rollout_is_threshold=0.5_2.0", [0, 1, 1, 1, 1, 1, 1, 0], 8),
+        ("rollout_is=sequence", [2, 2, 1, 1, 1, 1, 0.25, 0.25], 8),
+        ("rollout_is=token rollout_is_batch_normalize=True", [x / (8.25 / 8) for x in (2, 1, 1, 1, 1, 1, 1, 0.25)], 8),
+        ("rollout_rs=token_k1 rollout_rs_threshold=2.0", None, 6),
+        # The means over the answers are the roots, 2 and 1/2.
+        ("rollout_rs=seq_mean_k1 rollout_rs_threshold=3.0", None, 8),
+        ("rollout_rs=seq_mean_k1 rollout_rs_threshold=1.5", None, 4),
+        ("rollout_rs=token_k1,seq_sum_k2 rollout_rs_threshold=9.0,0.5", None, 4),
+    ],
+)
+def test_what_the_engine_judges_otherwise_is_weighed_or_left_out(
+    options: str, weights: list[float] | None, kept: int
+) -> None:
+    given = [f"algorithm.rollout_correction.{option}" for option in options.split()]
+    found = add_advantages(answers(), config("algorithm.adv_estimator=grpo", *given), 0.0)
+    assert int(found["action_mask"].sum()) == kept
+    if weights is not None:
+        assert found["correction"][answers()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+
+
+def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> None:
+    given = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
+    rule = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=1.5"]
+    found = add_advantages(
+        answers(), config(*given, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
+    )
+    assert found["shaped_reward"].tolist() == [4, 1, 4, 5]
+    # The first is left out, and the mean of the three is 3 nevertheless.
+    assert found["advantage"].reshape(4, 3)[:, 1].tolist() == pytest.approx([0, -2, 1, 0])
+    assert found["sampled_mask"].sum() == 8
+
+
+def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() -> None:
+    # The second is a branch of the first: 4 and 4 are equal, and the third is their only rival.
+    columns = {"branch": torch.tensor([0, 1, 0, 0]), "reward": torch.tensor([4.0, 4.0, 2.0, 5.0])}
+    logs = {"log_a": torch.tensor([1.0, 1.0, 0.0, 7.0])}
+    assert advantages("algorithm.adv_estimator=opo", **columns) == pytest.approx([1, 1, -1, 0])
+    # 1 and 0 over a deviation of sqrt(1/2), and 0: whitened over the three samples.
+    found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", **columns, **logs)
+    assert found == pytest.approx([1.5**0.5, 1.5**0.5, -(1.5**0.5), 0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # The ratios are 1.5 with advantage 1 and 4 with advantage -1.
+        ("actor.clip_ratio=0.2", [-1.2, 3.0]),
+        ("actor.clip_ratio_high=0.28 actor.clip_ratio_c=5.0", [-1.28, 4.0]),
+        ("actor.policy_loss.loss_mode=gpg", [1.0, -1.0]),
+        ("actor.policy_loss.loss_mode=cispo", [1.2, -1.2]),
+        # 4 / tau times the sigmoid of tau (r - 1).
+        (
+            "actor.policy_loss.loss_mode=sapo actor.tau_pos=2.0 actor.tau_neg=1.0",
+            [-2 / (1 + math.exp(-1)), 4 / (1 + math.exp(-3))],
+        ),
+    ],
+)
+def test_each_surrogate_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
+    given = [f"actor_rollout_ref.{option}" for option in options.split()]
+    logprob_N = torch.tensor([-1.0, -1.0])
+    old_N = logprob_N - torch.tensor([1.5, 4.0]).log()
+    columns = {"logprob": old_N, "advantage": torch.tensor([1.0, -1.0]), "action_mask": torch.tensor([True, True])}
+    micro = Batch([1, 1], {"tokens": torch.arange(2), "rollout_logprob": logprob_N, **columns})
+    assert surrogate(logprob_N, micro, config(*given)).loss_N.tolist() == pytest.approx(expected, abs=1e-5)
+    # In bypass mode it is the engine's policy that the ratio is taken to, and that is the same here.
+    bypass = config(*given, "algorithm.rollout_correction.bypass_mode=True")
+    if "clip_ratio" in options:
+        assert surrogate(logprob_N, micro, bypass).loss_N.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
+    own: Any = config("actor_rollout_ref.actor.ppo_epochs=2")
+    order = minibatches(24, own, "actor", 3)
+    assert [chosen.tolist() for chosen in order] == [list(range(12)), list(range(12, 24))] * 2
+    shuffled = minibatches(24, config("actor_rollout_ref.actor.shuffle=True"), "actor", 3)
+    assert [len(chosen) for chosen in shuffled] == [12, 12]
+    assert sorted(torch.cat(shuffled).tolist()) == list(range(24)) != torch.cat(shuffled).tolist()

@@ -1,0 +1,456 @@
+"""The verl recipe's rows, prompts and rewards, and the scripts that write its files."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from components.batch import Batch
+from components.data.reward_workers import ScoreWorkers
+from components.data.rewards import RewardSettings
+from components.data.score_functions import ScoreCode
+from components.data.scorers import gsm8k
+from core import ConfigError, load_config
+from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
+from recipes.verl_ppo.data import check_inputs, prompt_source, read_rows
+from recipes.verl_ppo.reward import RewardManager, check_rewards
+from tests.gsm8k_rows import gsm8k_rows
+from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
+
+
+def config_of(*options: str) -> VerlPPOConfig:
+    base = ["actor_rollout_ref.model.path=warm_start:sort", "data.train_files=task:sort"]
+    base += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    return load_config(VerlPPOConfig, plain_arguments([*base, *options]))
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def verl_rows(path: Path, *prompts: Any, source: str = "exact_match") -> Path:
+    """Rows whose labels are their numbers."""
+    rewards = ({"style": "rule", "ground_truth": str(i)} for i in range(len(prompts)))
+    rows = [
+        {"data_source": source, "prompt": prompt, "reward_model": reward} for prompt, reward in zip(prompts, rewards)
+    ]
+    return write_lines(path, rows)
+
+
+# --- the scripts
+
+
+def run_script(name: str, given: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--input", str(given), "--local_dir", str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path) -> None:
+    given = {split: gsm8k_rows(split) for split in ("train", "test")}
+    for split, records in given.items():
+        write_lines(tmp_path / "in" / f"{split}.jsonl", records)
+    done = run_script("gsm8k", tmp_path / "in", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    for split, records in given.items():
+        assert f"{len(records)} rows in {tmp_path}/out/{split}.parquet" in done.stdout
+        rows = written(tmp_path / "out" / f"{split}.parquet")
+        assert [row["extra_info"]["index"] for row in rows] == list(range(len(records)))
+        for row, record in zip(rows, records, strict=True):
+            truth = row["reward_model"]["ground_truth"]
+            assert gsm8k(record["answer"], truth) == 1.0
+            assert "," not in truth
+    row = written(tmp_path / "out" / "test.parquet")[0]
+    assert (row["data_source"], row["ability"], row["reward_model"]["style"]) == ("openai/gsm8k", "math", "rule")
+    assert row["extra_info"]["split"] == "test"
+    assert row["extra_info"]["answer"] == given["test"][0]["answer"]
+    ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
+    assert role == "user"
+    assert content.startswith(given["test"][0]["question"])
+    assert "####" in content
+    config = config_of(
+        f"data.train_files={tmp_path}/out/train.parquet", f"data.val_files=[{tmp_path}/out/test.parquet]"
+    )
+    train, heldout = read_rows(config), read_rows(config, heldout=True)
+    assert (len(train), len(heldout)) == (len(given["train"]), len(given["test"]))
+    check_rewards(config, train, heldout)
+    batch = prompt_source(config_of("data.max_prompt_length=2000"), train[:50], byte_tokenizer()).take(2)
+    assert batch["prompt"][0].startswith("<user>")
+    assert batch["extra_info"][0]["split"] == "train"
+
+
+def test_math_keeps_what_is_in_the_last_box(tmp_path: Path) -> None:
+    solutions = [r"\boxed{1} so \boxed{\frac{1}{2}}.", r"It is $\boxed 3$.", r"\fbox{x}", r"\boxed{\{1, 2\}}"]
+    rows = [{"problem": f"P{i}", "solution": text, "level": "Level 1"} for i, text in enumerate(solutions)]
+    for split in ("train", "test"):
+        write_lines(tmp_path / f"{split}.jsonl", rows)
+    assert run_script("math", tmp_path, tmp_path / "out").returncode == 0
+    found = written(tmp_path / "out" / "train.parquet")
+    assert [row["reward_model"]["ground_truth"] for row in found] == [r"\frac{1}{2}", "3", "x", r"\{1, 2\}"]
+    assert found[0]["prompt"][0]["content"].startswith("P0 ")
+    assert found[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+    write_lines(tmp_path / "test.jsonl", [*rows, {"problem": "P", "solution": "none"}])
+    done = run_script("math", tmp_path, tmp_path / "out", "--only", "test")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "test, row 4, with the fields problem, solution: the solution 'none' has no box" in done.stderr
+
+
+def test_hellaswag_asks_for_the_number_of_an_ending(tmp_path: Path) -> None:
+    row = {"activity_label": "Cooking", "ctx": "She cuts", "endings": ["a car.", "an onion."], "label": "1"}
+    write_lines(tmp_path / "train.jsonl", [row])
+    write_lines(tmp_path / "validation.jsonl", [row | {"label": "0"}])
+    out = tmp_path / "out"
+    assert run_script("hellaswag", tmp_path, out, "--data_source", "mine").returncode == 0
+    (train,), (test,) = written(out / "train.parquet"), written(out / "test.parquet")
+    assert (train["reward_model"]["ground_truth"], test["reward_model"]["ground_truth"]) == ("1", "0")
+    assert train["data_source"] == "mine"
+    assert train["prompt"][0]["content"].startswith("Cooking: She cuts\n")
+    assert train["prompt"][0]["content"].endswith("0. a car.\n1. an onion.")
+    write_lines(tmp_path / "train.jsonl", [row | {"label": ""}])
+    assert "the label '' is none of 0 to 1" in run_script("hellaswag", tmp_path, out).stderr
+
+
+def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
+    prompt = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: How?\n\nAssistant:"
+    both = {"chosen": " Well.", "rejected": " Bad."}
+    # As Dahoas has them, and as Anthropic has them, in one text.
+    rows = [{"prompt": prompt, "response": " Well.", **both}, {key: prompt + text for key, text in both.items()}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    expected = {
+        "sft": {"prompt": prompt, "response": " Well."},
+        "rm": {"prompt": prompt, **both},
+    }
+    for kind in ("rl", "sft", "rm"):
+        done = run_script("full_hh_rlhf", tmp_path, tmp_path / "out", "--split", kind, "--only", "train")
+        assert done.returncode == 0, done.stderr
+        found = written(tmp_path / "out" / kind / "train.parquet")
+        if kind != "rl":
+            assert found == [expected[kind]] * 2
+            continue
+        turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "How?")]
+        for row in found:
+            assert [(message["role"], message["content"]) for message in row["prompt"]] == turns
+            assert row["reward_model"] == {"ground_truth": " Well.", "style": "model"}
+
+
+def test_a_script_says_what_its_input_lacks(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"text": "x"}])
+    done = run_script("gsm8k", tmp_path, tmp_path / "out", "--only", "train")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: train, row 0, with the fields text: there is no field 'question'\n",
+    )
+    assert "--only dev; use one of train, test" in run_script("gsm8k", tmp_path, tmp_path, "--only", "dev").stderr
+    assert "does not exist" in run_script("gsm8k", tmp_path / "none", tmp_path).stderr
+
+
+# --- the prompts
+
+
+def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
+    """The prompts of 2, 5 and 7 letters that are handed out of a file, and what is said of them."""
+    said: list[str] = []
+    path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
+    config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
+    source = prompt_source(config, read_rows(config), byte_tokenizer(), say=said.append)
+    return source.take(len(source))["prompt"], said
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "said"),
+    [
+        (
+            ["data.filter_overlong_prompts=true"],
+            ["ab"],
+            "2 prompts of more than data.max_prompt_length=4 tokens are left out",
+        ),
+        (["data.truncation=left"], ["ab", "bcde", "defg"], "are cut (data.truncation=left)"),
+        (["data.truncation=right"], ["ab", "abcd", "abcd"], "are cut (data.truncation=right)"),
+        (["data.truncation=middle"], ["ab", "abde", "abfg"], "2 prompts of more than data.max_prompt_length=4 tokens"),
+        (["data.max_prompt_length=7"], ["ab", "abcde", "abcdefg"], ""),
+    ],
+)
+def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
+    tmp_path: Path, options: list[str], prompts: list[str], said: str
+) -> None:
+    found, lines = sourced(tmp_path, *options)
+    assert found == prompts
+    assert said in "".join(lines)
+    assert len(lines) == bool(said)
+
+
+def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"2 of 3 prompts .* the longest 7 \(row 2\).*filter_overlong_prompts.*left"):
+        sourced(tmp_path)
+
+
+def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_path: Path) -> None:
+    path = verl_rows(tmp_path / "rows.jsonl", "ab", [{"role": "user", "content": "ab"}])
+    config = config_of(f"data.train_files={path}", "data.shuffle=false")
+    batch = prompt_source(config, read_rows(config), byte_tokenizer()).take(2)
+    assert batch["prompt"] == ["ab", "<user>ab\n<assistant>"]
+    assert batch["datasource"] == ["exact_match"] * 2
+
+
+def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not() -> None:
+    def prompts(*options: str, heldout: bool = False) -> list[str]:
+        limits = ["data.train_max_samples=20", "data.val_max_samples=20", "data.val_files=task:sort"]
+        config = config_of(*limits, *options)
+        source = prompt_source(config, read_rows(config, heldout), byte_tokenizer(), heldout)
+        return source.take(len(source))["prompt"]
+
+    assert len(set(prompts())) == 20
+    assert prompts() == prompts() != prompts("data.seed=1")
+    assert prompts("seed=1") == prompts("data.seed=1")
+    assert prompts("seed=1", heldout=True) == prompts(heldout=True)
+    assert not set(prompts()) & set(prompts(heldout=True))
+    config = config_of()
+    assert read_rows(config, heldout=True) == []
+
+
+def test_a_source_is_resumed_in_the_middle_of_an_epoch() -> None:
+    config = config_of("data.train_max_samples=10", "data.truncation=left", "data.max_prompt_length=3")
+    source = prompt_source(config, read_rows(config), byte_tokenizer(), say=lambda line: None)
+    source.take(13)
+    other = prompt_source(config, read_rows(config), byte_tokenizer(), say=lambda line: None)
+    other.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert other.take(9)["prompt_id"].tolist() == source.take(9)["prompt_id"].tolist()
+
+
+# --- the checks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, a reward model, and two that cannot be reward models."""
+    folder = tmp_path_factory.mktemp("models")
+    other = byte_tokenizer()
+    other.add_tokens(["<more>"])
+    write_policy(folder / "policy")
+    write_reward_model(folder / "rm", 0)
+    write_reward_model(folder / "labels", 0, num_labels=2)
+    write_reward_model(folder / "words", 0, other)
+    return folder
+
+
+RM = "reward_model.enable=true reward_model.model.path="
+BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("actor_rollout_ref.model.path=nowhere", "actor_rollout_ref.model.path=nowhere: it is no folder here"),
+        ("critic.model.path=nowhere", "critic.model.path=nowhere: it is no folder here"),
+        (f"{RM}HERE/labels", "has 2 labels; a reward model has one"),
+        (f"{RM}HERE/words", "another vocabulary than the policy"),
+        ("data.train_files=nowhere.parquet", "'nowhere.parquet' does not exist"),
+        (
+            "data.train_files=HERE/other.jsonl",
+            "there is no reward function for the data source 'other'; set custom_rew",
+        ),
+        (
+            f"{RM}HERE/rm reward_model.function_weight=1 data.train_files=HERE/other.jsonl",
+            "for the data source 'other'",
+        ),
+        ("data.train_files=HERE/gsm8k.jsonl data.val_files=HERE/x.jsonl", "'openai/gsm8k': the label 'x' is neither"),
+        ("custom_reward_function.path=nowhere.py", "reward file 'nowhere.py' does not exist"),
+        ("custom_reward_function.reward_kwargs.method=loose", "the built-in functions take only method=strict"),
+        ("reward_model.reward_kwargs.max_resp_len=9", "only dapo takes some"),
+        (f"reward_model.reward_manager=dapo {BUFFER}.enable=true {BUFFER}.len=99", "set len to 1 to 9 tokens"),
+        (
+            "data.train_max_samples=3 trainer.total_epochs=1",
+            "data.train_files give 3 prompts, in all epochs fewer than data.train_batch_size=4",
+        ),
+        (
+            "data.val_files=task:sort data.val_max_samples=3 trainer.n_gpus_per_node=4",
+            "3 held-out prompts are fewer than the 4 processes that sample; raise data.val_max_samples",
+        ),
+        ("data.train_files=HERE/tools.jsonl", "row 0 has extra_info.need_tools_kwargs, for episodes with tools"),
+        ("data.train_files=HERE/agent.jsonl", "row 0 has agent_name 'tool_agent', for episodes with tools"),
+    ],
+)
+def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: str, message: str) -> None:
+    verl_rows(models / "other.jsonl", "a", source="other")
+    verl_rows(models / "gsm8k.jsonl", *"abcd", source="openai/gsm8k")
+    label = {"reward_model": {"ground_truth": "x"}}
+    for name, field in (
+        ("tools", {"extra_info": {"need_tools_kwargs": True}}),
+        ("agent", {"agent_name": "tool_agent"}),
+    ):
+        write_lines(models / f"{name}.jsonl", [{"data_source": "sort", "prompt": "a", **label, **field}])
+    write_lines(models / "x.jsonl", [{"data_source": "openai/gsm8k", "prompt": "a", **label}])
+    own = [f"actor_rollout_ref.model.path={models}/policy", "data.train_batch_size=4", "data.max_response_length=9"]
+    own += ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config_of(*own, *options.replace("HERE", str(models)).split()))
+    assert message in str(caught.value)
+
+
+def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models: Path) -> None:
+    rows = [{"data_source": "other", "prompt": "a", "reward_model": {"style": "model"}}] * 4
+    own = [f"data.train_files={write_lines(models / 'rows.jsonl', rows)}", "data.train_batch_size=4"]
+    own += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    check_inputs(config_of(*own, *f"{RM}{models}/rm".split()))
+    check_inputs(config_of(*own, "data.train_files=task:sort"))
+    with pytest.raises(ConfigError, match=r"row 0: there is no field reward_model\.ground_truth"):
+        check_inputs(config_of(*own))
+
+
+def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token_and_it_is_said(tmp_path: Path) -> None:
+    byte_tokenizer(pad_token=None).save_pretrained(tmp_path)
+    config = config_of(f"actor_rollout_ref.model.tokenizer_path={tmp_path}", "data.train_max_samples=2")
+    tokenizer, said = config.tokenizer(), list[str]()
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<eos>", "<eos>")
+    prompt_source(config, read_rows(config), tokenizer, say=said.append)
+    assert said == ["the tokenizer's end token '<eos>' pads too"]
+
+
+# --- the rewards
+
+
+def answers(*rows: tuple[str, str, str], **columns: Sequence[float]) -> Batch:
+    """One answer for each (data source, answer, label), to the prompt "q", each with an end token."""
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode("q")
+    texts = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer, _ in rows]
+    acted = [[0] * len(prompt) + [1] * len(text) for text in texts]
+    batch = Batch.from_rows({"tokens": [prompt + text for text in texts], "action_mask": acted})
+    batch = batch.with_tokens(action_mask=batch["action_mask"].bool())
+    numbers = {name: torch.tensor(column) for name, column in columns.items()}
+    batch = batch.with_sequences(prompt_length=torch.full([len(rows)], len(prompt)), **numbers)
+    sources, _, labels = (list(column) for column in zip(*rows))
+    return batch.with_objects(prompt=["q"] * len(rows), datasource=sources, label=labels)
+
+
+def rewarded(samples: Batch, *options: str) -> tuple[Batch, list[str]]:
+    said: list[str] = []
+    manager = RewardManager(config_of("data.max_response_length=10", *options), byte_tokenizer(), said.append)
+    try:
+        return manager(samples), said
+    finally:
+        manager.close()
+
+
+def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
+    samples = answers(
+        ("openai/gsm8k", "#### 7", "7"),
+        ("openai/gsm8k", "so 7", "7"),
+        ("HuggingFaceH4/MATH-500", r"\boxed{0.5}", r"\frac{1}{2}"),
+        ("sort", "abc", "abc"),
+        ("apps", "print(3)", '{"inputs": ["", ""], "outputs": ["3", "4"]}'),
+    )
+    found, said = rewarded(samples)
+    assert found["reward"].tolist() == found["score"].tolist() == [1.0, 0.0, 1.0, 1.0, 0.5]
+    assert found["log_acc"].isnan().tolist() == [True, True, True, True, False]
+    assert found["reward_failed"].tolist() == [0.0] * 5
+    assert said == []
+    # As dynamic sampling does it: neither of the two has all columns of the other's data source.
+    assert len(Batch.concat([rewarded(samples.select([i]))[0] for i in (0, 4)])) == 2
+    flexible, _ = rewarded(samples.select([0, 1]), "custom_reward_function.reward_kwargs.method=flexible")
+    assert flexible["reward"].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="there is no reward function for the data source 'mine'"):
+        rewarded(answers(("mine", "a", "a")))
+
+
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+    if solution_str == "bad":
+        raise KeyError(solution_str)
+    said = {"pred": solution_str, "why": solution_str, "index": extra_info.get("index", -1)}
+    return {"score": scale * len(solution_str), "acc": solution_str == ground_truth, **said}
+
+def of_lists(data_sources, solution_strs, ground_truths, extra_infos):
+    return [len(solution_strs)] * len(solution_strs)
+"""
+
+
+def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(SCORE)
+    own = [f"custom_reward_function.path={tmp_path}/score.py"]
+    samples = answers(("x", "ab", "ab"), ("y", "bad", ""), ("y", "abc", "")).with_objects(
+        extra_info=[{"index": 5}, None, None]
+    )
+    found, said = rewarded(samples, *own, "custom_reward_function.reward_kwargs.scale=-2")
+    assert found["reward"].tolist() == found["score"].tolist() == [-4.0, 0.0, -6.0]
+    assert found["reward_failed"].tolist() == [0.0, 1.0, 0.0]
+    assert found["log_index"].nan_to_num(9.0).tolist() == [5.0, 9.0, -1.0]
+    assert found["info_pred"] == ["ab", None, "abc"]
+    assert found["info"] == [{"why": "ab"}, None, {"why": "abc"}]
+    found.save(tmp_path / "rollouts.parquet")
+    assert Batch.load(tmp_path / "rollouts.parquet")["info"] == found["info"]
+    assert "answer 1 gets reward 0, because its reward failed: KeyError: 'bad'" in said[0]
+    batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
+    assert rewarded(samples, *own, *batch)[0]["reward"].tolist() == [3.0] * 3
+
+
+def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> None:
+    body = "    time.sleep(0.6)\n    return [1.0] * len(data_sources)\n"
+    (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
+    code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
+    with ScoreWorkers(code, RewardSettings(timeout_s=0.4, max_failed_share=0.0)) as workers:
+        assert workers(*[["a"] * 4] * 4, extras=[None] * 4).reward_B.tolist() == [1.0] * 4
+
+
+def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:
+    # Of at most 10 tokens the last 4 are the buffer; with the end token the answers have 4, 8 and 10.
+    samples = answers(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
+    own = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
+    found, _ = rewarded(samples, *own, f"{BUFFER}.penalty_factor=2")
+    assert found["reward"].tolist() == [1.0, 0.0, -1.0]
+    assert found["score"].tolist() == [1.0, 1.0, 1.0]
+    assert found["log_overlong_reward"].tolist() == [0.0, -1.0, -2.0]
+    assert found["log_overlong"].tolist() == [0.0, 1.0, 1.0]
+    found, _ = rewarded(samples, "reward_model.reward_manager=dapo")
+    assert found["reward"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
+    rows = [("exact_match", "a", "a"), ("exact_match", "a", "b"), ("chat", "a", "")]
+    model = [0.5, -2.0, 3.0]
+    own = f"{RM}unused".split()
+    found, _ = rewarded(answers(*rows, rm_score=model), *own)
+    assert found["reward"].tolist() == found["log_model"].tolist() == model
+    # Of the prompt whose data source has no function the model's score is the only one.
+    assert found["score"].tolist() == [1.0, 0.0, 3.0]
+    assert found["log_function"].isnan().tolist() == [False, False, True]
+    weighted = [*own, "reward_model.function_weight=2"]
+    found, _ = rewarded(answers(*rows[:2], rm_score=model[:2]), *weighted)
+    assert found["reward"].tolist() == [2.5, -2.0]
+    with pytest.raises(ValueError, match="for the data source 'chat'"):
+        rewarded(answers(*rows, rm_score=model), *weighted)
+
+
+def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_counts() -> None:
+    rows = [("openai/gsm8k", "#### 1", "1"), ("openai/gsm8k", "#### 1", "one"), ("openai/gsm8k", "#### 1", "1")]
+    own = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
+    found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
+    assert (found["reward"].tolist(), found["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
+    assert said[0].startswith("answer 1 gets score 0, because its score failed")
+    found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
+    assert (found["reward"].tolist(), found["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
+    assert said[0].startswith("answer 1 gets reward 0, because its reward failed")
+
+
+def test_episodes_keep_the_rewards_of_their_world() -> None:
+    episodes = answers(("mine", "a", ""), ("mine", "b", ""), reward=[0.25, 0.0], score=[1.0, 0.0]).with_objects(
+        status=["finished", "error"], error=[None, "it broke"]
+    )
+    found, said = rewarded(episodes)
+    assert found["reward"].tolist() == [0.25, 0.0]
+    assert said == ["answer 1 gets reward 0, because its reward failed: it broke"]
+    with pytest.raises(ValueError, match="the agent's episodes have no reward"):
+        rewarded(answers(("mine", "a", "")), "agent.func_path=env:guess")

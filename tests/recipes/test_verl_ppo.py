@@ -1,0 +1,359 @@
+"""recipes/verl_ppo as its users meet it: what a run leaves, what each key does to it, and that nothing is lost."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_runs import run_locally
+from recipe_runs import Run, RunFolder
+from safetensors.torch import load_file
+from tiny_models import write_reward_model
+from verl_runs import APART, KL, LONG, SMALL, batches, same, write_files
+
+pytestmark = pytest.mark.timeout(400)
+REFERENCE_WITHIN = "trainer.role_mapping={actor_rollout_ref:global_pool,critic:global_pool}"
+POLICY = Path("checkpoints/step_2/hf/model.safetensors")
+PAIRS = "algorithm.adv_estimator=grpo data.val_files=null"
+
+
+@pytest.fixture(scope="module")
+def options(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What all runs share."""
+    return [*SMALL.split(), *write_files(tmp_path_factory.mktemp("files"), policy)]
+
+
+@pytest.fixture(scope="module")
+def local(options: list[str], policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Runs of one rank, one after the other in one process."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("verl_ppo")
+    model = write_reward_model(folder / "rm", 0, AutoTokenizer.from_pretrained(policy), initializer_range=0.5)
+    agent = folder / "agent.py"
+    agent.write_text(AGENT)
+    rows = [{"prompt": f"{letters}>", "extra_info": {"first": letters[0]}, **TRUTH} for letters in ("bca", "abcd")]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    mine = f"data.train_files={folder}/rows.json data.train_batch_size=2 actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    runs = {
+        "long": LONG,
+        "from_a_path": f"{LONG} trainer.resume_mode=resume_path trainer.resume_from_path={folder}/long",
+        "apart": KL,
+        "within": f"{KL} {REFERENCE_WITHIN}",
+        "loss": f"{PAIRS} actor_rollout_ref.actor.use_kl_loss=true trainer.role_mapping.actor_rollout_ref=global_pool "
+        "actor_rollout_ref.rollout.verify_weight_sync=true",
+        "model": f"{PAIRS} {mine} custom_reward_function.reward_kwargs.bonus=2 reward_model.enable=true "
+        f"reward_model.model.path={model} reward_model.function_weight=0.5",
+        "agent": f"--agent_func_path={agent}",
+        "remax": "algorithm.adv_estimator=remax trainer.val_before_train=false",
+        "filtered": f"{PAIRS} algorithm.filter_groups.enable=true data.train_max_samples=30",
+        "val_only": f"{LONG} trainer.val_only=true actor_rollout_ref.rollout.val_kwargs.do_sample=true "
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1 actor_rollout_ref.rollout.val_kwargs.n=4 "
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}/long/checkpoints/step_6",
+    }
+    # The second goes on from the middle of the first.
+    runs["from_a_path"] += "/checkpoints/step_2"
+    return run_locally("verl_ppo", folder, {name: [*options, *text.split()] for name, text in runs.items()})
+
+
+AGENT = """
+from agents import AgentInstanceBase
+
+class AgentInstance(AgentInstanceBase):
+    # The share of letters that come later than the one before, in two turns.
+    async def reset(self, states, **kwargs):
+        self.turns = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        text = states["action_text"]
+        share = sum(a < b for a, b in zip(text, text[1:])) / 8
+        return {"rewards": share, "environment_feedback": "a>", "done": self.turns == 2}
+"""
+TRUTH = {"data_source": "mine", "reward_model": {"style": "rule", "ground_truth": "abc"}}
+
+
+# --- what a run is
+
+
+def test_ppo_with_the_hybrid_engine_learns_within_six_steps_of_which_the_critic_has_the_first(
+    local: dict[str, RunFolder],
+) -> None:
+    run = local["long"]
+    score = run.summary["score"]
+    assert (run.summary["status"], run.summary["steps"], score["examples"]) == ("finished", 6, 32)
+    assert score["end"] > score["start"] + 0.15
+    assert score["end_greedy"] > score["start_greedy"] + 0.2
+    assert run.metrics[-1]["critic/score/mean"] > run.metrics[0]["critic/score/mean"] + 0.1
+    first, *others = run.metrics
+    assert first["critic/vf_loss"] > 0
+    assert "actor/pg_loss" not in first
+    assert all("actor/pg_loss" in line for line in others)
+
+
+VERLS = """
+    actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm actor/lr
+    actor/reward_kl_penalty actor/reward_kl_penalty_coeff
+    critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr critic/vf_explained_var
+    critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/advantages/mean
+    critic/returns/mean critic/values/mean
+    response_length/mean response_length/clip_ratio prompt_length/mean global_seqlen/balanced_max
+    timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/values timing_s/adv
+    timing_s/update_critic timing_s/update_actor timing_s/update_weights timing_s/testing timing_s/step
+    timing_per_token_ms/gen perf/total_num_tokens perf/time_per_step perf/throughput
+    val-core/sort/reward/mean@1 val-aux/sort/score/mean@1 val-aux/sort/letters/mean@1
+    training/global_step training/epoch training/rollout_probs_diff_max rollout_corr/kl
+"""
+
+
+def test_metrics_have_the_names_that_verl_gives_them_and_tell_what_was_trained_on(local: dict[str, RunFolder]) -> None:
+    run = local["long"]
+    last, batch = run.metrics[-1], batches(run)[-1]
+    assert sorted(set(VERLS.split()) - set(last)) == []
+    assert (last["training/global_step"], last["training/epoch"]) == (6, 0)
+    assert last["critic/score/mean"] == pytest.approx(float(batch["reward"].mean()))
+    assert last["critic/rewards/mean"] == pytest.approx(float(batch["shaped_reward"].mean()))
+    assert last["critic/advantages/max"] == float(batch["advantage"][batch["action_mask"]].max())
+    assert last["perf/total_num_tokens"] == batch.num_tokens
+    assert last["perf/throughput"] == pytest.approx(batch.num_tokens / last["timing_s/step"])
+    tested = [line["step"] for line in run.metrics if "val-core/sort/reward/mean@1" in line]
+    assert tested == [3, 6]
+
+
+def calls(run: RunFolder) -> list[str]:
+    """Every call to a role, in the order in which they began."""
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    found = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
+    return [f"{call['role'].lower()}.{call['method']}" for call in sorted(found, key=lambda call: call["began"])]
+
+
+def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -> None:
+    began, policy = calls(local["long"]), "actor_rollout"
+    # Critic and reference load at once, then the policy. Held-out prompts are answered three times: sampled and greedy
+    # for the score, and as validation asks. In the first step the critic learns alone.
+    assert began[:3] == ["critic.init_model", "ref.init_model", f"{policy}.init_model"]
+    validation = [f"{policy}.generate_sequences"] * 3
+    experience = [
+        f"{policy}.generate_sequences",
+        f"{policy}.compute_log_prob",
+        "ref.compute_ref_log_prob",
+        "critic.compute_values",
+    ]
+    update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
+    saved = [f"{policy}.save_checkpoint", "critic.save_checkpoint", f"{policy}.save_model"]
+    first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
+    assert began[3 : 6 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
+    assert set(began[-3:]) == {f"{policy}.end_job", "critic.end_job", "ref.end_job"}
+
+
+def test_the_first_update_of_each_step_starts_at_ratio_one_and_the_engine_agrees(local: dict[str, RunFolder]) -> None:
+    lines = [line for name in ("long", "within", "loss", "agent", "remax") for line in local[name].metrics]
+    trained = [line for line in lines if "actor/pg_loss" in line]
+    assert len(trained) == len(lines) - 1
+    for line in trained:
+        assert line["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    for line in lines:
+        assert line["rollout/logprob_gap_max"] < 1e-4
+
+
+# --- going on
+
+
+def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothing_had_happened(
+    local: dict[str, RunFolder], options: list[str], tmp_path: Path
+) -> None:
+    undisturbed = local["long"]
+    given = [*options, *LONG.split(), "backend=local"]
+    run = Run("verl_ppo", "", tmp_path / "run", *given)
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGINT)
+    run.wait()
+    assert (run.code, run.summary["status"]) == (130, "stopped"), run.err
+    stopped_at = run.summary["steps"]
+    assert f"stopped after step {stopped_at} of 6; run_dir={tmp_path}/run goes on" in run.out
+    again = Run("verl_ppo", "", tmp_path / "run", *given, "trainer.resume_mode=auto").wait()
+    assert again.code == 0, again.err
+    assert f"goes on after step {stopped_at} of 6" in again.out
+    assert again.summary["resumed_from"] == stopped_at
+    same(again, undisturbed)
+    prompts = [prompt for batch in batches(again) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
+    assert sorted(prompts) == list(range(96))
+
+    # The other begins with the third step, in a folder of its own.
+    other = local["from_a_path"]
+    assert other.summary["resumed_from"] == 2
+    assert [line["step"] for line in other.metrics] == [3, 4, 5, 6]
+    assert other.learnt() == undisturbed.learnt()[2:]
+    weights = undisturbed.weights()
+    assert [name for name, tensor in other.weights().items() if not tensor.equal(weights[name])] == []
+
+
+def test_resume_mode_disable_never_writes_over_a_run(
+    local: dict[str, RunFolder], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.verl_ppo.main import main
+
+    folder = local["long"].run_dir
+    for where, message in (
+        ([f"run_dir={folder}"], "holds a run already"),
+        ([f"run_dir={tmp_path}/run", f"trainer.default_local_dir={folder}/checkpoints"], "up to step_6"),
+    ):
+        assert main([*options, *where, "trainer.resume_mode=disable"]) == 2
+        assert message in capsys.readouterr().err
+
+
+# --- what keys do
+
+
+def test_the_reference_beside_the_policy_or_in_its_process_gives_the_same_bit_for_bit(
+    local: dict[str, RunFolder],
+) -> None:
+    same(local["within"], local["apart"])
+    assert {call.partition(".")[0] for call in calls(local["within"])} == {"actor_rollout_ref", "critic"}
+
+
+def test_the_kl_in_the_reward_is_taken_off_and_its_weight_follows_its_target(local: dict[str, RunFolder]) -> None:
+    first, second = local["within"].metrics
+    assert (first["actor/reward_kl_penalty"], first["actor/reward_kl_penalty_coeff"]) == (0, 0.5)
+    # Far below the target of 1 nat, after 32 answers with a horizon of 64: times 1 - 0.2 * 32 / 64.
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.9)
+    batch = batches(local["within"])[1]
+    kl_N = (batch["logprob"] - batch["reference_logprob"]) * batch["action_mask"]
+    expected = batch["reward"] - 0.45 * batch.sum_tokens(kl_N)
+    torch.testing.assert_close(batch["shaped_reward"], expected, rtol=0, atol=1e-5)
+    assert not batch["shaped_reward"].allclose(batch["reward"], atol=1e-3)
+
+
+def test_the_kl_in_the_loss_is_added_and_leaves_rewards_as_they_are(local: dict[str, RunFolder]) -> None:
+    first, second = local["loss"].metrics
+    assert "critic/vf_loss" not in first
+    for line in (first, second):
+        assert line["actor/kl_loss"] > 0  # from the second optimizer step on
+        assert line["actor/loss"] == pytest.approx(line["actor/pg_loss"] + 0.001 * line["actor/kl_loss"], abs=1e-6)
+        assert line["critic/rewards/mean"] == line["critic/score/mean"]
+
+
+def test_weights_are_verified_after_each_step_where_that_is_asked_for(local: dict[str, RunFolder]) -> None:
+    assert all(line["timing_s/verify"] > 0 for line in local["loss"].metrics)
+    began, policy = calls(local["loss"]), "actor_rollout_ref"
+    received = [i for i, call in enumerate(began) if call == f"{policy}.receive_weights"]
+    judged = [f"{policy}.generate_sequences", f"{policy}.compute_log_prob", f"{policy}.compute_log_prob"]
+    assert [began[i + 1 : i + 4] for i in received] == [judged] * 2
+
+
+def test_a_reward_model_and_half_of_a_function_of_the_users_own_make_the_reward(local: dict[str, RunFolder]) -> None:
+    (line,) = local["model"].metrics
+    (batch,) = batches(local["model"])
+    assert len(batch) == 8
+    # The function gives 2 to each, as its bonus, and 1 for an extra_info that is not where it should be.
+    assert batch["log_function"].ge(2).all()
+    assert batch["log_extra"].tolist() == [0.0 if prompt == "bca>" else 1.0 for prompt in batch["prompt"]]
+    torch.testing.assert_close(batch["reward"], batch["rm_score"] + 0.5 * batch["score"])
+    assert batch["score"].equal(batch["log_function"])
+    assert len(set(batch["rm_score"].tolist())) > 4
+    assert line["reward/model"] == pytest.approx(float(batch["rm_score"].mean()))
+
+
+def test_an_agents_episodes_are_trained_on_and_validate(local: dict[str, RunFolder]) -> None:
+    run = local["agent"]
+    assert run.summary["score"]["examples"] == 32
+    for line, batch in zip(run.metrics, batches(run), strict=True):
+        assert (line["num_turns/mean"], line["num_turns/max"], line["rollout/finished_share"]) == (2, 2, 1)
+        assert batch["action_mask"].equal(batch["turn"] >= 0)
+        assert batch.sum_tokens(batch["turn_reward"]).allclose(batch["reward"])
+        assert "value" in batch
+        assert batch["advantage"][~batch["action_mask"]].eq(0).all()
+    assert run.metrics[-1]["val-core/sort/reward/mean@1"] > 0
+
+
+def test_remax_compares_with_a_greedy_answer_and_no_validation_comes_before(local: dict[str, RunFolder]) -> None:
+    run = local["remax"]
+    assert calls(run)[:3] == ["actor_rollout.init_model", *["actor_rollout.generate_sequences"] * 2]
+    for batch in batches(run):
+        for own in batch.group_by("prompt_id").values():
+            assert len(set(own["greedy_reward"].tolist())) == 1
+        gain_B = batch["reward"] - batch["greedy_reward"]
+        for i in range(len(batch)):
+            advantage = batch.row(i, "advantage")[batch.row(i, "action_mask")]
+            assert advantage.tolist() == pytest.approx([float(gain_B[i])] * len(advantage), abs=1e-6)
+    assert len(set(batches(run)[1]["greedy_reward"].tolist())) > 1
+    score = run.summary["score"]
+    assert (score["start"], score["start_greedy"]) == (None, None)
+    assert score["end"] > 0
+
+
+def test_filtered_groups_are_replaced_and_the_last_step_takes_what_is_left(local: dict[str, RunFolder]) -> None:
+    run = local["filtered"]
+    assert sum(line["rollout/filter_prompts_seen"] for line in run.metrics) == 30
+    *whole, last = batches(run)
+    assert [len(batch) for batch in whole] == [32] * len(whole)
+    assert 0 < len(last) < 32
+    for batch in (*whole, last):
+        means = [float(own["score"].mean()) for own in batch.group_by("prompt_id").values()]
+        assert all(0 < mean < 1 for mean in means)
+
+
+def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, RunFolder]) -> None:
+    run, trained = local["val_only"], local["long"]
+    assert {call.partition(".")[2] for call in calls(run)} == {
+        *("init_model", "load_checkpoint", "publish_weights", "receive_weights", "generate_sequences", "end_job")
+    }
+    (line,) = run.metrics
+    assert line["step"] == 6
+    assert line["eval/score"] == trained.metrics[-1]["eval/score"]
+    assert run.summary["score"]["end_greedy"] == trained.summary["score"]["end_greedy"]
+    names: dict[str, Any] = {name: value for name, value in line.items() if name.startswith("val-core/sort/reward/")}
+    assert sorted(name.rpartition("sort/reward/")[2] for name in names) == ["best@4/mean", "best@4/std", "mean@4"]
+    assert names["val-core/sort/reward/best@4/mean"] > names["val-core/sort/reward/mean@4"] > 0
+
+
+# --- several processes
+
+
+def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what_one_rank_learns(
+    local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
+) -> None:
+    two = ["trainer.n_gpus_per_node=2", "trainer.share_processes=true"]
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *options, *KL.split(), *two).wait()
+    assert run.code == 0, run.err
+    one = local["apart"]
+    for ours, theirs in zip(run.learnt(), one.learnt(), strict=True):
+        plain = {name: value for name, value in theirs.items() if not name.startswith("global_seqlen")}
+        assert {name: ours[name] for name in plain} == pytest.approx(plain, rel=1e-4, abs=1e-4)
+        assert 2 * ours["global_seqlen/mean"] == theirs["global_seqlen/mean"]
+        spread = ours["global_seqlen/balanced_max"] - ours["global_seqlen/balanced_min"]
+        assert spread <= min(ours["global_seqlen/minmax_diff"], 8)
+    assert [batch["tokens"].tolist() for batch in batches(run)] == [batch["tokens"].tolist() for batch in batches(one)]
+    ours, theirs = load_file(run.run_dir / POLICY), load_file(one.run_dir / POLICY)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-4, msg=name)
+    assert run.starts().keys() == {"trainer-0", *(f"actor_rollout-{i}+critic-{i}+ref-{i}" for i in (0, 1))}
+    assert run.left_behind() == []
+
+
+def test_pools_apart_sample_ahead_and_a_killed_run_of_them_trains_on_every_prompt_once(
+    options: list[str], ray_address: str, tmp_path: Path
+) -> None:
+    given = [*options, *APART.split(), "--async_train"]
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *given)
+    run.wait_for_step(2)
+    os.kill(run.pids()["trainer-0"], signal.SIGKILL)
+    run.wait(200)
+    assert run.code == 0, run.err
+    prompts = [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
+    assert sorted(prompts) == list(range(32))
+    # The first batch is drawn from the weights that are trained; each one after it is one version behind.
+    assert [line["rollout/staleness_max"] for line in run.metrics] == [0, 1, 1, 1]
+    for line, batch in zip(run.metrics, batches(run), strict=True):
+        weight_N = (batch["logprob"] - batch["rollout_logprob"]).exp().clamp(max=1.5)
+        mask_N = batch["action_mask"]
+        torch.testing.assert_close(batch["correction"][mask_N], weight_N[mask_N])
+        assert line["rollout_corr/rollout_is_mean"] == pytest.approx(float(weight_N[mask_N].mean()))
+    assert run.metrics[0]["rollout_corr/rollout_is_std"] < 1e-4
+    assert min(line["rollout_corr/rollout_is_std"] for line in run.metrics[1:]) > 0.01
+    assert run.starts().keys() == {"trainer-0", "actor-0", "critic-0", "rollout-0"}
+    assert run.left_behind() == []

@@ -1,0 +1,53 @@
+"""A job that answers long, while one of its engines is killed."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from components.batch import Batch
+from components.engines.config import SamplingConfig
+from core import BaseTrainer, trainer_invocation
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.roles.rollout import Rollout
+
+PROMPTS, TOKENS = 1200, 90
+
+
+class Engine(Rollout):
+    """Grpo's, that also says which process it is."""
+
+    @trainer_invocation
+    def pid(self) -> int:
+        """Of this engine."""
+        return os.getpid()
+
+
+class Disturbed(BaseTrainer):
+    """Lets the engines answer the same prompts twice, and kills one in the middle of the second time."""
+
+    config: GRPOConfig
+
+    def init(self) -> None:
+        """Start the engines."""
+        self.RG_ROLLOUT.load(self.config.model.path).result()
+
+    def fit(self) -> None:
+        """Leave both batches in the run folder."""
+        prompts = Batch.from_rows(
+            {"tokens": [[4 + i % 9, 5, 6] for i in range(PROMPTS)]},
+            {"prompt_id": list(range(PROMPTS)), "sample_id": [0] * PROMPTS},
+        )
+        sampling = SamplingConfig(max_new_tokens=TOKENS, temperature=2.0)
+        folder = Path(self.config.run_dir)
+        undisturbed: Batch = self.RG_ROLLOUT.generate(prompts, sampling)
+        undisturbed.save(folder / "undisturbed.parquet")
+        before: list[int] = self.RG_ROLLOUT.pid()
+        victim = threading.Timer(0.5, os.kill, (before[0], signal.SIGKILL))
+        victim.start()
+        disturbed: Batch = self.RG_ROLLOUT.generate(prompts, sampling)
+        assert not victim.is_alive(), "it was over before the engine was killed"
+        disturbed.save(folder / "disturbed.parquet")
+        after: list[int] = self.RG_ROLLOUT.pid()
+        assert after[0] != before[0], "the engine was not replaced"
+        assert after[1] == before[1]
