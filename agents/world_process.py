@@ -43,6 +43,8 @@ class _Server:
             while True:
                 what, number = receive(self._control)
                 _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not descriptors:
+                    raise EOFError
                 with socket.socket(fileno=descriptors[0]) as channel, suppress(ConnectionError):
                     if what == "make":
                         self._pids[number] = self._make(channel)
@@ -64,6 +66,14 @@ class _Server:
         with suppress(OSError):
             os.setpgid(pid, pid)
         return pid
+
+
+def _end_of(control: socket.socket) -> None:
+    """Have the server stop waiting. The owner's death is told twice, by a signal and by the connection's end: an
+    exception raised for the one would cut short what the other has begun.
+    """
+    with suppress(OSError):
+        control.shutdown(socket.SHUT_RDWR)
 
 
 def _end(pid: int | str) -> str:
@@ -127,7 +137,7 @@ def _serve(control: socket.socket) -> None:
     # Worlds share its memory until they write to it; a collection would write everywhere.
     gc.freeze()
     # From here on it can end its worlds, and what they have started, before it ends itself.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, lambda *_: _end_of(control))
     die_with(int(os.getppid()), signal.SIGTERM)
     send(control, ("ok",))
     _Server(control, instance).run()

@@ -17,6 +17,7 @@ from components.data.text import load_tokenizer
 from components.engines.causal import load_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
 from tests.agents.play_cases import TEXTS, Rig, sampling, write_policy
+from tests.processes import wait_until_gone
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +68,7 @@ def test_a_shell_script_is_an_agent(rig: Rig, tmp_path: Path) -> None:
     hung = player.play(rig.prompts(1, 1, ["hangs"]), sampling())
     assert "gave no answer within 2 s" in hung.objects["error"][0]
     # What the scripts left running has ended with them.
-    for pid in (tmp_path / "pids").read_text().split():
-        assert not Path(f"/proc/{pid}").exists()
+    wait_until_gone(*map(int, (tmp_path / "pids").read_text().split()))
 
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

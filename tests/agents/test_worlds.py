@@ -16,6 +16,7 @@ import pytest
 from agents.loading import load_agent_file
 from agents.options import AgentOptions
 from agents.worlds import World, WorldError, Worlds
+from tests.processes import wait_until_gone
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS_IN = ("loop", "thread", "process")
@@ -133,21 +134,6 @@ async def episode(worlds: Worlds, *actions: str, label: Any = 7) -> Any:
 
 def step(world: World, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
     return world.step({"action_text": action, "label": label})
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
@@ -345,17 +331,21 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         "from agents.worlds import Worlds\n"
         "async def main():\n"
         "    worlds = Worlds(load_agent_file('agent.py').AgentInstance, AgentOptions(runs_in='process'), 'agent.py')\n"
-        "    world = await worlds.open()\n"
-        "    await world.reset({'observation': '', 'label': ''})\n"
-        "    answer = await world.step({'action_text': 'start', 'label': '.'})\n"
-        "    print(*answer['pids'], flush=True)\n"
+        "    pids = []\n"
+        "    for _ in range(16):\n"
+        "        world = await worlds.open()\n"
+        "        await world.reset({'observation': '', 'label': ''})\n"
+        "        answer = await world.step({'action_text': 'start', 'label': '.'})\n"
+        "        pids += answer['pids']\n"
+        "    print(*pids, flush=True)\n"
         "    await world.step({'action_text': 'spin', 'label': '.'})\n"
         "asyncio.run(main())\n"
     )
     run = subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 2 * 16
+    # Of this, what makes the worlds hears twice: the second word must not keep it from ending what they have started.
     run.kill()
     run.wait()
     wait_until_gone(*pids)

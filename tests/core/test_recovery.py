@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
+from tests.processes import is_alive, wait_until_gone
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(90)]
 
@@ -74,14 +75,6 @@ class Case:
         found += [actor["name"] for actor in actors if run_id in actor["name"]]
         groups = placement_group_table().values()
         return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -338,21 +331,13 @@ def processes(folder: Path) -> list[int]:
     return [int(text.split("process ")[1].split()[0]) for text in logs]
 
 
-def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
-    """Those that are still there after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive
-
-
 @pytest.mark.parametrize("driven", ["polite"], indirect=True)
 def test_when_the_driver_is_killed_everything_ends_at_once(driven: "subprocess.Popen[str]", tmp_path: Path) -> None:
     pids = processes(tmp_path)
     assert len(pids) == 2
     driven.kill()
     driven.wait(10)
-    assert wait_until_gone(pids, 10) == []
+    wait_until_gone(*pids)
 
 
 @pytest.mark.parametrize("driven", ["polite"], indirect=True)
@@ -365,7 +350,7 @@ def test_the_first_ctrl_c_lets_the_trainer_save_its_work(
     assert driven.returncode == 130
     assert "Ctrl-C again stops at once" in out
     assert len(list(tmp_path.glob("saved-*-7"))) == 1
-    assert wait_until_gone(processes(tmp_path), 5) == []
+    wait_until_gone(*processes(tmp_path))
 
 
 @pytest.mark.parametrize(("driven", "times"), [("rude", 2), ("no grace", 1)], indirect=["driven"])
@@ -378,4 +363,4 @@ def test_the_second_ctrl_c_stops_at_once_and_so_does_the_first_without_a_grace(
     driven.communicate(timeout=15)
     assert driven.returncode == 130
     assert list(tmp_path.glob("saved-*")) == []
-    assert wait_until_gone(processes(tmp_path), 5) == []
+    wait_until_gone(*processes(tmp_path))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
+from tests.processes import is_alive
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -121,11 +123,3 @@ def running(module: str, last_argument: object) -> list[int]:
         if words and any(word.endswith(module) for word in words) and words[-1] == str(last_argument):
             found.append(int(folder.name))
     return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

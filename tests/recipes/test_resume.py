@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import Run, is_alive, running
+from recipe_runs import Run, running
+
+from tests.processes import wait_until_gone
 
 STEPS = {"openrlhf_ppo": 8, "sft": 64}
 SAVE_STEPS = {"openrlhf_ppo": 2, "sft": 16}
@@ -82,10 +84,7 @@ def test_killed_replaced_started_again_and_stopped_a_run_ends_as_if_nothing_had_
     pids = [*run.pids().values(), *running("reward_workers", run.pids().get("reward-0"))]
     assert len(pids) == (6 if recipe == "openrlhf_ppo" else 2)
     run.process.wait(10)
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
+    wait_until_gone(*pids)
     assert half.is_dir()
     assert not (folder / "checkpoints" / "latest").exists()
 

@@ -5,16 +5,16 @@ happens to it, changes nothing of what it learns.
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from local_runs import run_locally
-from recipe_runs import Run, RunFolder, is_alive
+from recipe_runs import Run, RunFolder
 from safetensors.torch import load_file
 
 from components.batch import Batch
+from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.timeout(300)
 REWARD = """
@@ -178,10 +178,7 @@ def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happen
     run.process.wait(10)
     pids = list(run.pids().values())
     assert len(pids) == 3
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
+    wait_until_gone(*pids)
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     happened = [event["kind"] for event in events if event["event"] == "job"]
     assert happened == (["start", "lost", "replaced"] if recipe == "grpo" else ["start"])

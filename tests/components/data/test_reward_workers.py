@@ -13,6 +13,7 @@ import pytest
 from components.data.reward_workers import WorkerReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings, open_reward
 from components.data.scorers import register_scorer
+from tests.processes import is_alive, wait_until_gone
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -35,21 +36,6 @@ def ask(reward: WorkerReward, count: int) -> RewardOutput:
     prompts = [f"p{place}" for place in range(count)]
     answers = [str(place) for place in range(count)]
     return reward([f"{p}{a}" for p, a in zip(prompts, answers)], prompts, answers)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
-        time.sleep(0.01)
 
 
 def pids_in(file: Path, count: int) -> list[int]:
@@ -308,7 +294,7 @@ def test_closing_ends_every_process_and_what_it_has_started(tmp_path: Path) -> N
     with WorkerReward(reward_file(tmp_path, body, imports=sleeper), RewardSettings(workers=2)) as reward:
         ask(reward, 16)
         found = set(pids_in(pids, 4))
-        assert all(map(alive, found))
+        assert all(map(is_alive, found))
     wait_until_gone(*found)
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="is closed; open it again"):
@@ -352,7 +338,7 @@ def test_no_child_outlives_its_parent_even_when_it_holds_the_interpreter(
     )
     try:
         children = pids_in(pids, 2)
-        assert all(map(alive, children))
+        assert all(map(is_alive, children))
     finally:
         caller.send_signal(number)
         assert caller.wait(20) == code
