@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
 from components.data.records import read_records
-from components.data.text import TextEncoder, as_messages, render_prompt
+from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, where
         if message["role"] != "assistant":
             continue
         opened = render_prompt(messages[:index], tokenizer) if index else ""
-        closed = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        assert isinstance(closed, str)
+        closed = render_conversation(messages[: index + 1], tokenizer)
         if not (opened.startswith(done) and closed.startswith(opened)):
             raise ValueError(
                 f"{where}: the chat template writes the turns before turn {index} differently once it is added "

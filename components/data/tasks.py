@@ -127,6 +127,24 @@ class Task(ABC):
                 rows.append({"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in said]})
         return rows
 
+    def pairs(self, count: int, seed: int) -> list[dict[str, str]]:
+        """Draw `count` pairs of a right answer and a wrong one, `{"prompt", "chosen", "rejected"}`; none of them is of
+        a held-out prompt.
+        """
+        rng = self._rng("pairs", seed)
+        rows: list[dict[str, str]] = []
+        while len(rows) < count:
+            prompt, label = self.draw(rng)
+            wrong, shown = self.spoil(label, rng), self.demonstrate(prompt, label, rng)
+            assert isinstance(shown, str), "a game has no pairs"
+            if not is_heldout(prompt) and self.score(shown, label) == 1 and self.score(wrong, label) == 0:
+                rows.append({"prompt": prompt, "chosen": shown, "rejected": wrong})
+        return rows
+
+    def spoil(self, label: str, rng: random.Random) -> str:  # noqa: ARG002 - for tasks that have wrong answers to show
+        """Write a wrong answer as a policy may; now and then it may be right after all, and is drawn again."""
+        raise ValueError(f"task {self.name!r} has no pairs of answers; take task:sort or task:word, or a file of pairs")
+
     def _rng(self, purpose: str, seed: int) -> random.Random:
         # A string seed is hashed by its content, the same in every process; Python's hash() is not.
         return random.Random(f"{self.name}/{purpose}/{seed}")
@@ -156,6 +174,25 @@ class SortTask(Task):
     def demonstrate(self, prompt: str, label: str, rng: random.Random) -> str:  # noqa: ARG002 - the label says it all
         """Sort ascending in `ascending_share` of the cases, descending in the others."""
         return label if rng.random() < self.ascending_share else label[::-1]
+
+    def spoil(self, label: str, rng: random.Random) -> str:
+        """Sort the wrong way round or not at all, take a wrong letter, or too few, or too many."""
+        how = rng.random()
+        if how < 0.35:
+            return label[::-1]
+        letters = list(label)
+        place, other = rng.randrange(self.length), rng.choice(self.letters)
+        if how < 0.6:
+            rng.shuffle(letters)
+        elif how < 0.8:
+            letters[place] = other
+            if how < 0.7:
+                letters.sort()
+        elif how < 0.9:
+            del letters[place:]
+        else:
+            letters.insert(place, other)
+        return "".join(letters)
 
     def score(self, response: str, label: str) -> float:
         """Give 1.0 when the response is the label, character for character."""
@@ -223,6 +260,15 @@ class WordTask(Task):
         # Without a word in place of the mark, a first digit could begin a sum or be the answer, and a sampled response
         # would take the one for the other.
         return f"{sums} " * reasons + f"{'####' if marks else 'so'} {answer}"
+
+    def spoil(self, label: str, rng: random.Random) -> str:
+        """Give another number, or `so` for `####`, or stop before the answer; with the two sums or without them."""
+        sums, _, answer = label.partition(" #### ")
+        how, shown = rng.random(), f"{sums} " * (rng.random() < self.reasoning_share)
+        if how < 0.1:
+            return sums[: rng.randrange(len(sums))]
+        number = answer if how < 0.5 else str(rng.randint(0, self.largest))
+        return f"{shown}{'so' if how < 0.6 else '####'} {number}"
 
     def score(self, response: str, label: str) -> float:
         """Give 1.0 when the response ends in `####` and the label's number; the last `####` counts.

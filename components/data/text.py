@@ -155,26 +155,47 @@ def render_prompt(
     if apply_chat_template or not isinstance(prompt, str):
         if input_template is not None:
             raise ValueError("input_template and the chat template exclude each other; unset one of them")
-        if not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
-            )
-        try:
-            text = tokenizer.apply_chat_template(
-                as_messages(prompt),
-                tools=None if not tools else [dict(tool) for tool in tools],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # a template is a program and can raise anything
-            raise ValueError(
-                f"the chat template refuses the messages {prompt!r:.200} ({first_line(error)}); mend the one or the "
-                "other"
-            ) from error
-        assert isinstance(text, str)
-        return text
+        schemas = None if not tools else [dict(tool) for tool in tools]
+        return _templated(as_messages(prompt), tokenizer, tools=schemas, add_generation_prompt=True)
     # Not str.format: prompts of code and maths are full of braces of their own.
     return prompt if input_template is None else input_template.replace("{}", prompt, 1)
+
+
+def render_conversation(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Write out chat messages, the answers of the assistant included, by the chat template."""
+    return _templated([dict(message) for message in messages], tokenizer)
+
+
+def _templated(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program and can raise anything
+        raise ValueError(
+            f"the chat template refuses the messages {messages!r:.200} ({first_line(error)}); mend the one or the other"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """See that the token for padding is not the end token, with which a sequence may rightly end.
+
+    transformers' classifiers find the end of a row by its last token that is no padding. The place is taken by a
+    special token that is there for something else, or else by the tokenizer's first token.
+
+    Returns:
+        The token that was chosen; None where the tokenizer's own will do.
+    """
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return None
+    spare = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
+    first = tokenizer.convert_ids_to_tokens(0 if tokenizer.eos_token_id != 0 else 1)
+    tokenizer.pad_token = spare[0] if spare else first
+    return cast(str, tokenizer.pad_token)
 
 
 def _read_template(chat_template: str) -> str:

@@ -5,6 +5,7 @@ Legend: `B` sequences, `N` all tokens of the batch end to end, `T` longest seque
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.engines.causal import evaluate, load_value_model, state_values
+
+
+def note_statistics(folder: str | Path, mean: float, std: float) -> None:
+    """Write mean and standard deviation of the scores into a saved model's config.json, for `normalize`."""
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"mean": mean, "std": std}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class RewardModel:

@@ -1,6 +1,6 @@
 """Training one model over the ranks, whichever library partitions it: what `TrainConfig.engine` names is opened here.
 
-Legend: `B` sequences, `N` all tokens of a batch end to end.
+Legend: `B` sequences, `N` all tokens of a batch end to end, `G` groups of `S` sequences.
 """
 
 from __future__ import annotations
@@ -223,33 +223,35 @@ class TrainEngine(ABC):
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         return int(count)
 
-    def train_step(self, minibatch: Batch, loss_fn: LossFunction) -> dict[str, float]:
+    def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
         """One optimizer step on `minibatch`.
 
         Args:
             minibatch: the global one, the same on all ranks; each rank trains on its share.
             loss_fn: (model, micro-batch, totals) -> LossOutput, whose loss and metrics are sums over the
                 micro-batch divided by totals, so that they add up to the mean over the minibatch.
+            group_size: so many sequences that follow each other are compared by the loss, and never parted: 2 for
+                pairs.
 
         Returns:
             "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
             clipping; "learning_rate" of this step. The same on all ranks.
 
         Raises:
-            ValueError: `minibatch` is empty or trains on no token.
+            ValueError: `minibatch` is empty, trains on no token or holds part of a group.
             FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
                 The engine cannot go on after it.
         """
         self._check_awake()
         totals = _totals(minibatch)
-        plans = _plan(minibatch, self.world_size, self.config)
+        plans = _plan(minibatch, self.world_size, self.config, group_size)
         own = plans[self.rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
         self.model.train()
         sums: dict[str, Tensor] = {}
         for i in range(forwards):
-            index = own[i] if i < len(own) else _shortest(minibatch)
+            index = own[i] if i < len(own) else _shortest(minibatch, group_size)
             counts = 1.0 if i < len(own) else 0.0
             self._begin_pass(is_last=i == forwards - 1)
             output = loss_fn(self._trained, minibatch.select(index).to(self.device), totals)
@@ -475,14 +477,24 @@ def _totals(minibatch: Batch) -> Totals:
     return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
 
 
-def _plan(minibatch: Batch, world_size: int, config: TrainConfig) -> list[list[Tensor]]:
+def _plan(minibatch: Batch, world_size: int, config: TrainConfig, group_size: int = 1) -> list[list[Tensor]]:
     """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
+    if len(minibatch) % group_size:
+        raise ValueError(f"the minibatch has {len(minibatch)} sequences, which are no groups of {group_size}")
+    length_GS = minibatch.lengths.view(-1, group_size)
+    # What a group takes in a micro-batch: of padded rows the longest decides.
+    cost_G = length_GS.sum(1) if config.packing else group_size * length_GS.amax(1)
+    max_groups = max(1, config.max_sequences // group_size) if config.max_sequences else 0
     plans = []
-    for share in minibatch.balanced_shares(world_size):
-        own = Batch(minibatch.lengths[share], {})
-        cuts = own.micro_batch_indices(config.max_tokens, config.max_sequences, config.packing)
-        plans.append([share[index] for index in cuts])
+    for share in Batch(length_GS.sum(1), {}).balanced_shares(world_size):
+        cuts = Batch(cost_G[share], {}).micro_batch_indices(config.max_tokens, max_groups, config.packing)
+        plans.append([_members(share[index], group_size) for index in cuts])
     return plans
+
+
+def _members(group_G: Tensor, group_size: int) -> Tensor:
+    """Positions of the sequences of some groups."""
+    return (group_G.view(-1, 1) * group_size + torch.arange(group_size)).flatten()
 
 
 def _note_type(file: Path, dtype: torch.dtype) -> None:
@@ -492,9 +504,9 @@ def _note_type(file: Path, dtype: torch.dtype) -> None:
     file.write_text(json.dumps(note, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _shortest(batch: Batch) -> Tensor:
-    """Index of the cheapest sequence, for a pass that is only made because other ranks make one."""
-    return batch.lengths.argmin().view(1)
+def _shortest(batch: Batch, group_size: int = 1) -> Tensor:
+    """Indices of the cheapest group, for a pass that is only made because other ranks make one."""
+    return _members(batch.lengths.view(-1, group_size).sum(1).argmin(), group_size)
 
 
 def _buckets(parameters: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:

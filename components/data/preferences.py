@@ -1,0 +1,280 @@
+"""Pairs of answers of which one is better: from rows to texts, to token batches, and to what is held out.
+
+P pairs; B = 2P sequences, a pair's chosen answer first and the rejected one next; N all tokens of a batch end to end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from components.batch import Batch
+from components.data.records import kind_of, read_records
+from components.data.tasks import get_task
+from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
+
+ANSWER_MARK = "\n\nAssistant:"
+"""Before each answer of dialogues that are one string, as in hh-rlhf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFormat:
+    """Where a row has its pair."""
+
+    prompt_key: str | None = None
+    """Column of what both answers follow: text, or chat messages. None: what the answers begin with alike."""
+    chosen_key: str = "chosen"
+    """Column of the better answer."""
+    rejected_key: str = "rejected"
+    """Column of the other."""
+    apply_chat_template: bool = False
+    """Take prompt and answer as a user's and an assistant's message. Chat messages always go through the template."""
+    input_template: str | None = None
+    """Text with one `{}` for a prompt that does not go through the chat template."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to the same, as a model reads them, without end token."""
+
+    prompt: str
+    chosen: str
+    """What follows the prompt."""
+    rejected: str
+    margin: float
+    """By how much the one is better; 0 where nobody says."""
+    opening: str
+    """What the conversation begins with, by which pairs are told apart when some are held out."""
+
+
+@dataclass(frozen=True)
+class PreferenceData:
+    """Encoded pairs, and the count of what could not be used."""
+
+    batch: Batch
+    """2P sequences: `tokens` [N]; `loss_mask` [N] bool, True on the answers, if it was asked for; `margin` [B] and
+    `row` [B] int64, which say the same of both."""
+    openings: list[str]
+    """Of each pair in the batch."""
+    dropped: dict[str, int]
+    """Pairs left out, counted by reason: `too_long` (one of the two above max_tokens), `identical` answers."""
+    repeated: int
+    """Pairs in the batch that stand there before."""
+
+    def __len__(self) -> int:
+        return len(self.openings)
+
+
+def load_pairs(source: str, *, max_rows: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`."""
+    kind, _, task = source.partition(":")
+    if kind == "task":
+        return list(get_task(task).pairs(max_rows or 10_000, seed))
+    return read_records(source)[:max_rows]
+
+
+def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+    r"""Write out the pairs of rows as text.
+
+    Answers are strings or lists of chat messages, in both columns the same. Without a prompt, messages that both begin
+    with are the prompt; of strings it is the text up to the last "\n\nAssistant:" that both have, or else up to the
+    last blank.
+
+    Raises:
+        ValueError: a column is missing or holds something else, or the chat template does not fit. It names the row.
+    """
+    pairs = []
+    for number, row in enumerate(rows):
+        try:
+            pairs.append(_read_pair(row, form, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+    return pairs
+
+
+def encode_pairs(
+    pairs: Sequence[Pair],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int | None = None,
+    with_mask: bool = False,
+) -> PreferenceData:
+    """Tokenize pairs, each answer with one end token.
+
+    Args:
+        pairs: as `read_pairs` gives them.
+        tokenizer: must have an end token.
+        max_tokens: of prompt and answer together; pairs with a longer one are dropped and counted, never cut.
+        with_mask: tokenize prompts and answers apart, as in generation, and say which tokens are answers. Otherwise
+            the whole text is tokenized at once, as anybody does who has a text to score.
+    """
+    encoder = TextEncoder(tokenizer)
+    dropped = {"too_long": 0, "identical": 0}
+    tokens: list[list[int]] = []
+    masks: list[Tensor] = []
+    kept: list[int] = []
+    for number, pair in enumerate(pairs):
+        if pair.chosen == pair.rejected:
+            dropped["identical"] += 1
+            continue
+        both = [_encode(pair.prompt, answer, encoder, with_mask) for answer in (pair.chosen, pair.rejected)]
+        if max_tokens is not None and max(len(ids) for ids, _ in both) > max_tokens:
+            dropped["too_long"] += 1
+            continue
+        kept.append(number)
+        tokens += [ids for ids, _ in both]
+        masks += [torch.arange(len(ids)) >= start for ids, start in both]
+    if not kept:
+        raise ValueError(f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise max_tokens")
+    chosen = [pairs[number] for number in kept]
+    batch = Batch.from_rows(
+        {"tokens": tokens} | ({"loss_mask": masks} if with_mask else {}),
+        per_sequence={
+            "margin": torch.tensor([pair.margin for pair in chosen], dtype=torch.float32).repeat_interleave(2),
+            "row": torch.tensor(kept, dtype=torch.int64).repeat_interleave(2),
+        },
+    )
+    texts = Counter((pair.prompt, pair.chosen, pair.rejected) for pair in chosen)
+    return PreferenceData(batch, [pair.opening for pair in chosen], dropped, len(chosen) - len(texts))
+
+
+def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
+    """Ids of a text to score, prompt and answer, as a reward model is trained on them: with one end token."""
+    return _encode("", text, encoder, apart=False)[0]
+
+
+def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Choose at least `count` pairs to hold out, such that no conversation is on both sides.
+
+    Openings are the same when they differ only in case and blanks.
+
+    Returns:
+        Positions of the pairs to train on and of those held out, in order; int64.
+
+    Raises:
+        ValueError: nothing would be left to train on.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, opening in enumerate(openings):
+        places[" ".join(opening.split()).casefold()].append(place)
+    groups = list(places.values())
+    held: list[int] = []
+    for index in np.random.default_rng([seed, 1]).permutation(len(groups)):
+        if len(held) >= count:
+            break
+        held += groups[index]
+    if len(held) == len(openings):
+        raise ValueError(
+            f"{count} of {len(openings)} pairs are to be held out, of {len(groups)} conversations, which leaves none "
+            "to train on; set eval_samples lower"
+        )
+    return torch.tensor(sorted(set(range(len(openings))) - set(held))), torch.tensor(sorted(held), dtype=torch.int64)
+
+
+def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
+    """The pairs at these positions, both sequences of each."""
+    return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
+
+
+def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    chosen, rejected = _column(row, form.chosen_key, "chosen_key"), _column(row, form.rejected_key, "rejected_key")
+    prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
+    margin = row.get("margin", 0.0)
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"its margin is {margin!r}; give a finite number, or leave the column out")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError(
+            f"{form.chosen_key!r} is {kind_of(chosen)} and {form.rejected_key!r} {kind_of(rejected)}; give strings in "
+            "both, or lists of chat messages in both"
+        )
+    if not isinstance(chosen, str):
+        before = [] if prompt is None else as_messages(prompt)
+        return _from_messages([*before, *chosen], [*before, *rejected], len(before), margin, tokenizer)
+    if prompt is None:
+        if form.apply_chat_template:
+            raise ValueError(
+                "apply_chat_template needs to know who says what; set prompt_key, or give lists of chat messages"
+            )
+        prompt = _common_start(chosen, rejected)
+        return _pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :], margin, tokenizer)
+    if form.apply_chat_template or not isinstance(prompt, str):
+        before = as_messages(prompt)
+        better, worse = ([*before, {"role": "assistant", "content": answer}] for answer in (chosen, rejected))
+        return _from_messages(better, worse, len(before), margin, tokenizer)
+    text = render_prompt(prompt, tokenizer, input_template=form.input_template)
+    return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt)
+
+
+def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
+    found = row.get(name)
+    messages = isinstance(found, list) and all(isinstance(message, Mapping) for message in found)
+    if not isinstance(found, str) and not (messages and found):
+        has = f"found {kind_of(found)}" if name in row else f"found the columns {sorted(map(str, row))}"
+        raise ValueError(f"column {name!r} must hold text or a list of chat messages, {has}; set {option}")
+    return found
+
+
+def _common_start(chosen: str, rejected: str) -> str:
+    common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - of texts, character by character
+    mark = common.rfind(ANSWER_MARK)
+    return common[: mark + len(ANSWER_MARK)] if mark >= 0 else common[: max(common.rfind(" "), common.rfind("\n"), 0)]
+
+
+def _from_messages(
+    chosen: list[dict[str, Any]],
+    rejected: list[dict[str, Any]],
+    given: int,
+    margin: float,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Pair:
+    """`given` messages are known to be the prompt; so are those that follow and are alike, but for the last of each."""
+    limit = min(len(chosen), len(rejected)) - 1
+    count = given
+    while count < limit and chosen[count] == rejected[count]:
+        count += 1
+    prompt = render_prompt(chosen[:count], tokenizer) if count else ""
+    texts = [render_conversation(messages, tokenizer) for messages in (chosen, rejected)]
+    if not all(text.startswith(prompt) for text in texts):
+        raise ValueError(
+            "the chat template writes the prompt differently once there is an answer (some drop earlier reasoning), so "
+            "the model would not be scored on what it reads; mend the template, or write the answers out as strings"
+        )
+    opening = str(chosen[0].get("content")) if count else ""
+    better, worse = (text[len(prompt) :] for text in texts)
+    return _pair(prompt, better, worse, margin, tokenizer, opening=opening)
+
+
+def _pair(
+    prompt: str, chosen: str, rejected: str, margin: float, tokenizer: PreTrainedTokenizerBase, opening: str = ""
+) -> Pair:
+    opening = opening or prompt.partition(ANSWER_MARK)[0] or chosen
+    end = str(tokenizer.eos_token)
+    return Pair(prompt, _without_end(chosen, end), _without_end(rejected, end), float(margin), opening)
+
+
+def _without_end(answer: str, end: str) -> str:
+    while (cut := answer.rstrip()).endswith(end):
+        answer = cut.removesuffix(end)
+    return answer
+
+
+def _encode(prompt: str, answer: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
+    """Ids of prompt, answer and end token, and where the answer begins; 0 where they are not told apart."""
+    tokenizer = encoder.tokenizer
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ValueError("the tokenizer has no end token (eos), and answers end with one; set it")
+    if not apart:
+        whole = _without_end(prompt + answer, str(tokenizer.eos_token))
+        return [*encoder.encode_prompt(whole), end], 0
+    before = encoder.encode_prompt(prompt)
+    return [*before, *encoder.encode(answer), end], len(before)

@@ -1,0 +1,53 @@
+"""What makes this DPO: the log-probability of an answer, the loss of a pair, and the order of the pairs.
+
+P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import token_logprobs
+from components.rl.aggregation import LossOutput, Totals
+from components.rl.masked import chosen, sequence_means, sequence_sums
+from components.rl.preference_losses import dpo_loss
+
+from .config import DPOConfig
+
+PAIR = 2
+"""Sequences that belong together."""
+
+
+def answer_logprobs(logprob_N: Tensor, batch: Batch) -> Tensor:
+    """[B] log-probability of each answer given its prompt: the sum over its tokens, in nats."""
+    return sequence_sums(chosen(batch["loss_mask"], logprob_N), batch.lengths)
+
+
+def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> LossOutput:
+    """The loss of the pairs, and the weight of the chosen answers' own likelihood."""
+    logprob_N = token_logprobs(model, micro).logprob_N
+    chosen_P, rejected_P = answer_logprobs(logprob_N, micro).view(-1, PAIR).unbind(1)
+    reference_P2 = micro["reference_logprob"].view(-1, PAIR)
+    pairs = totals.sequences / PAIR
+    output = dpo_loss(
+        chosen_P,
+        rejected_P,
+        reference_P2[:, 0],
+        reference_P2[:, 1],
+        pairs,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        ipo=config.ipo,
+    )
+    if not config.nll_loss_coef:
+        return output
+    # Per token of its answer, so that long answers do not count for more (Pang et al. 2024, arXiv 2404.19733).
+    nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / pairs
+    return LossOutput(output.loss + config.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})
+
+
+def minibatches(count: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
+    """Indices of each optimizer step's pairs in one epoch. The last step may be smaller; nothing is dropped."""
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return list(torch.from_numpy(order).split(batch_size))

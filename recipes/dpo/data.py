@@ -1,0 +1,64 @@
+"""The pairs of each optimizer step, in an order that a resumed run goes on with."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from components.batch import Batch
+from components.data.preferences import select_pairs
+
+from .algorithm import PAIR, minibatches
+from .config import DPOConfig
+
+
+class Pairs:
+    """Hands out minibatches: each epoch is every pair once, in an order of its own."""
+
+    def __init__(self, batch: Batch, config: DPOConfig) -> None:
+        self.batch = batch
+        self._count, self._size, self._seed = len(batch) // PAIR, config.train_batch_size, config.seed
+        self._steps_per_epoch = -(-self._count // self._size)
+        self.steps = config.max_epochs * self._steps_per_epoch
+        """Of the whole run."""
+
+    def minibatch(self, step: int) -> Batch:
+        """The pairs of one optimizer step; the first is 1."""
+        epoch, position = divmod(step - 1, self._steps_per_epoch)
+        return select_pairs(self.batch, minibatches(self._count, self._size, self._seed, epoch)[position])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which pairs a step has; the step itself is the stream's."""
+        tokens = hashlib.blake2b(self.batch["tokens"].numpy().tobytes(), digest_size=8)
+        return {"tokens": tokens.hexdigest(), "train_batch_size": self._size, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See that they are those of before.
+
+        Raises:
+            ValueError: they are others, or in another order.
+        """
+        if state != self.state_dict():
+            raise ValueError(
+                "the checkpoint was written with other pairs, or in another order; resume with the same dataset, "
+                "eval_samples, seed and train_batch_size, or set resume=none and another run_dir"
+            )
+
+
+class Accuracy:
+    """Share of the held-out pairs that are told right, before training and last."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, float] = {}
+        """By "start" and "end"."""
+
+    def add(self, accuracy: float) -> None:
+        """Note the newest one."""
+        self.of = {"start": accuracy} | self.of | {"end": accuracy}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was noted."""
+        return dict(self.of)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was noted before."""
+        self.of = dict(state)

@@ -1,0 +1,99 @@
+"""From the command line to a finished run: configuration -> job -> submit."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from components.data.records import read_records
+from components.data.tasks import get_task
+from components.hub import find_model
+from components.launch import STOP_GRACE_S, open_run, printed, run_job
+from components.tracking import redact
+from components.warm_start import WARM_START_PREFIX, resolve_model
+from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
+
+from .config import RECIPE, DPOConfig
+
+PRESET = Path(__file__).parent / "tiny.yaml"
+
+
+def read_config(arguments: list[str]) -> DPOConfig:
+    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
+    given = given_options(DPOConfig, arguments)
+    return load_config(DPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+
+
+def build_job(config: DPOConfig) -> Job:
+    """What runs where."""
+    builder = JobBuilder().config(config).recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder.role(Role.TRAINER).run(f"{__package__}.trainer:DPOTrainer")
+    builder.role(Role.ACTOR).train(f"{__package__}.roles.actor:Actor").resource(accelerator=1)
+    builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
+    builder.role(Role.REFERENCE).run(f"{__package__}.roles.reference:Reference").total(config.ranks)
+    builder.resource(accelerator=1).max_restarts(config.max_restarts)
+    builder.with_collocation(Role.ACTOR, Role.REFERENCE)
+    return builder.build()
+
+
+def check_inputs(config: DPOConfig) -> None:
+    """See that models and pairs can be there, before any process starts."""
+    for option in ("pretrain", "ref_pretrain"):
+        path = getattr(config, option)
+        try:
+            if path is not None and not path.startswith(WARM_START_PREFIX):
+                find_model(path)
+        except ValueError as error:
+            raise ConfigError(f"{option}={path}: {error}") from error
+    for option in ("dataset", "eval_dataset"):
+        source = getattr(config, option)
+        kind, _, task = (source or "").partition(":")
+        try:
+            if kind == "task":
+                get_task(task).pairs(1, config.seed)
+            elif source is not None:
+                read_records(source)
+        except ValueError as error:
+            raise ConfigError(f"{option}={source}: {error}") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
+    began = time.time()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(describe_options(DPOConfig))
+        return 0
+    try:
+        config = read_config(arguments)
+        job = build_job(config)
+        job.check_backend(config.backend)
+        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
+        if config.print_config or config.dry_run:
+            print(printed(config, given_options(DPOConfig, arguments)) if config.print_config else plan)
+            return 0
+        check_inputs(config)
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
+    except (ValueError, OSError) as error:
+        print(f"{RECIPE}: {error}", file=sys.stderr)
+        return 2
+    policy, reference = config.pretrain, config.ref_pretrain or config.pretrain
+    models = {"pretrain": resolve_model(policy), "ref_pretrain": resolve_model(reference)}
+    job.config = replace(config, run_dir=str(run_dir), **models)
+    return run_job(
+        job,
+        recipe=RECIPE,
+        run_dir=run_dir,
+        seed=config.seed,
+        backend=config.backend,
+        began=began,
+        job_name=config.job_name,
+        seconds={"warm_start": time.time() - began},
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before there was anything to stop
+        sys.exit(130)

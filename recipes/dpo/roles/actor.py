@@ -1,0 +1,66 @@
+"""The policy that learns."""
+
+from functools import partial
+
+import torch
+
+from components.batch import Batch
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.train_engine import init_process_group, open_engine
+from core import BaseWorkload, rpc, trainer_invocation
+
+from .. import remote_call
+from ..algorithm import PAIR, answer_logprobs, loss
+from ..config import DPOConfig
+
+
+class Actor(BaseWorkload):
+    """One rank of the policy."""
+
+    config: DPOConfig
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @trainer_invocation
+    def load(self, model_path: str, total_steps: int) -> None:
+        """Load the model and put it under its optimizer."""
+        config = self.config
+        model = load_policy(
+            model_path,
+            gradient_checkpointing=config.gradient_checkpointing,
+            attn_implementation=config.attn_implementation,
+            packing=config.packing_samples,
+        )
+        self.engine = open_engine(model, config.engine(total_steps, torch.cuda.is_available()))
+
+    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    def train_step(self, minibatch: Batch) -> dict[str, float]:
+        """One optimizer step on the minibatch, of which every rank takes its share; send it with replicate."""
+        return self.engine.train_step(minibatch, partial(loss, config=self.config), group_size=PAIR)
+
+    @trainer_invocation(post_func=Batch.concat)
+    def logprobs(self, answers: Batch) -> Batch:
+        """`logprob` of each answer; the batch is split over the ranks."""
+        logprob_N = self.engine.forward(answers.only("tokens"), lambda m, micro: token_logprobs(m, micro).logprob_N)
+        return Batch(answers.lengths, {}, {"logprob": answer_logprobs(logprob_N, answers)})
+
+    @trainer_invocation
+    def save_state(self, folder: str) -> None:
+        """Write what training goes on from; all ranks write a part."""
+        self.engine.save_state(f"{folder}/actor")
+
+    @trainer_invocation(post_func=lambda notes: notes[0])
+    def load_state(self, folder: str) -> list[str]:
+        """Go on exactly where `save_state` was called; what cannot be exact is returned in words."""
+        return self.engine.load_state(f"{folder}/actor")
+
+    @trainer_invocation
+    def save(self, path: str) -> None:
+        """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
+        self.engine.save_hf(path)
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Nothing is held outside the process."""

@@ -1,0 +1,208 @@
+"""The loop: one optimizer step per minibatch of pairs."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.nn.functional import logsigmoid
+
+from components.batch import Batch
+from components.checkpoint import Checkpoints
+from components.data.preferences import (
+    PairFormat,
+    PreferenceData,
+    encode_pairs,
+    hold_out,
+    load_pairs,
+    read_pairs,
+    select_pairs,
+)
+from components.data.stream import SampleStream
+from components.data.text import load_tokenizer, same_vocabulary
+from components.progress import PhaseClock, Progress, RunCheckpoints
+from components.tracking import Tracker, console_line, redact
+from core import BaseTrainer, replicate
+
+from . import remote_call
+from .algorithm import PAIR
+from .config import RECIPE, DPOConfig
+from .data import Accuracy, Pairs
+
+SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
+
+
+class DPOTrainer(BaseTrainer):
+    """Drives the ranks of the policy."""
+
+    config: DPOConfig
+
+    def fit(self) -> None:
+        """Train, and leave the result in the run folder."""
+        if self.heldout is not None and not self.accuracy.of:
+            metrics = self.judge()
+            self.tracker.log(self.stream.step, metrics)
+            self.say(f"before training: {console_line(self.stream.step, metrics)}")
+        for minibatch in self.stream:
+            with self.clock.phase("train"):
+                metrics = self.RG_ACTOR.train_step(replicate(minibatch))
+            self.record(minibatch, metrics)
+            self.checkpoints.save_when_due()
+        self.finish()
+
+    def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
+        """Judge the held-out pairs when it is time, write the step down, and show it now and then."""
+        step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
+        self.progress.tokens += minibatch.num_tokens
+        self.progress.seconds += took["timing_s/step"]
+        speed = {"perf/tokens_per_second": minibatch.num_tokens / took["timing_s/step"]}
+        is_due = is_last or (self.config.eval_steps > 0 and step % self.config.eval_steps == 0)
+        judged = self.judge() if is_due and self.heldout is not None else {}
+        logged = {f"actor/{name}": value for name, value in metrics.items()}
+        self.tracker.log(step, logged | judged | took | speed | self.checkpoints.metrics)
+        if step == 1:
+            self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
+        if judged or step == 1 or step % self.config.logging_steps == 0:
+            self.tracker.update_summary(steps=step, seconds={"training": self.progress.seconds})
+            self.say(console_line(step, {name: metrics[name] for name in SHOWN} | judged))
+
+    def judge(self) -> dict[str, float]:
+        """How the policy tells the held-out pairs apart by its implicit rewards, as in the paper."""
+        assert self.heldout is not None
+        logprob_B = self.RG_ACTOR.logprobs(self.heldout.only("tokens", "loss_mask"))["logprob"]
+        reward_P2 = self.config.beta * (logprob_B - self.heldout["reference_logprob"]).view(-1, PAIR)
+        gap_P = reward_P2[:, 0] - reward_P2[:, 1]
+        accuracy = float((gap_P.sign() + 1).mean() / 2)
+        self.accuracy.add(accuracy)
+        return {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / len(gap_P)),
+            "eval/loss": float(-logsigmoid(gap_P).mean()),
+            "eval/margin": float(gap_P.mean()),
+            "eval/chosen_reward": float(reward_P2[:, 0].mean()),
+            "eval/rejected_reward": float(reward_P2[:, 1].mean()),
+        }
+
+    def finish(self) -> None:
+        """Save what is not yet saved, sum up, and say where the model is."""
+        self.checkpoints.save()
+        step, seconds = self.stream.step, self.progress.seconds
+        self.tracker.update_summary(steps=step, seconds={"training": seconds})
+        if len(self.stream):
+            self.say(f"stopped after step {step} of {self.stream.steps}; run_dir={self.config.run_dir} goes on")
+        else:
+            if self.config.save_path:
+                self.export(Path(self.config.save_path))
+            score = None if self.heldout is None else self.accuracy.of | {"examples": len(self.heldout) // PAIR}
+            self.tracker.update_summary(score=score, tokens_per_second=self.progress.tokens / max(seconds, 1e-9))
+            if score is not None:
+                self.say(f"{score['end']:.3f} of {score['examples']} held-out pairs are told right")
+            self.say(f"trained policy: {self.checkpoints.store.latest()}/hf")
+        self.tracker.close()
+        remote_call.end_job()
+
+    # --- before the first step
+
+    def init(self) -> None:
+        """Encode the pairs, ask the reference about them once, let every rank load the policy, and go on from a
+        checkpoint if there is one.
+        """
+        config = self.config
+        self.clock, self.progress = PhaseClock(), Progress()
+        self.accuracy = Accuracy()
+        self.tokenizer = load_tokenizer(
+            config.pretrain, chat_template=config.tokenizer_chat_template, pad_with_end=True
+        )
+        self.check_reference()
+        data = self.pairs(load_pairs(config.dataset, max_rows=config.max_samples, seed=config.seed))
+        self.stream = SampleStream(data.minibatch, data.steps, stopped=lambda: self.stop_requested)
+        self.checkpoints = RunCheckpoints(
+            Checkpoints(config.checkpoint_dir, config.max_ckpt_num),
+            self.stream,
+            {"pairs": data, "progress": self.progress, "accuracy": self.accuracy},
+            self.write,
+            every=config.save_steps,
+            config=redact(config),
+            run_id=self.run_id,
+            say=self.say,
+        )
+        resumed = self.checkpoints.load(config.resume)
+        self.tracker = Tracker(
+            config.run_dir,
+            RECIPE,
+            config,
+            config.seed,
+            wandb=config.wandb,
+            tensorboard=config.use_tensorboard,
+            resume_step=self.stream.step,
+            state=resumed[1]["tracker"] if resumed else None,
+            code=Path(__file__).parent,
+        )
+        self.checkpoints.parts["tracker"] = self.tracker
+        self.RG_ACTOR.load(config.pretrain, data.steps)
+        for line in self.RG_ACTOR.load_state(str(resumed[0] / "state")) if resumed else []:
+            self.say(f"not exactly as before: {line}")
+        self.tracker.update_summary(seconds={"setup": time.time() - self.began})
+
+    def check_reference(self) -> None:
+        """See that the reference reads the same tokens."""
+        reference = self.config.ref_pretrain
+        assert reference is not None  # main.py has put the policy's start where there was none
+        if not same_vocabulary(self.tokenizer, load_tokenizer(reference, pad_with_end=True)):
+            raise ValueError(
+                f"ref_pretrain={reference} has another vocabulary than pretrain={self.config.pretrain}, so it would "
+                "read other words; set it to a model of the same family"
+            )
+
+    def pairs(self, rows: list[dict[str, Any]]) -> Pairs:
+        """The pairs to train on; sets those that are held out."""
+        config = self.config
+        found, index_P = self.encoded(rows), None
+        self.heldout: Batch | None = None
+        if config.eval_dataset:
+            self.heldout = self.encoded(load_pairs(config.eval_dataset, seed=config.seed)).batch
+        elif config.eval_samples:
+            index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
+            self.heldout = select_pairs(found.batch, held_P)
+        train = found.batch if index_P is None else select_pairs(found.batch, index_P)
+        self.RG_REFERENCE.load(self.config.ref_pretrain)
+        train = self.with_reference(train)
+        self.heldout = None if self.heldout is None else self.with_reference(self.heldout)
+        self.RG_REFERENCE.release()
+        data = Pairs(train, config)
+        held = 0 if self.heldout is None else len(self.heldout) // PAIR
+        self.say(f"{len(data.batch) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
+        return data
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The pairs with `reference_logprob` of each answer."""
+        found = self.RG_REFERENCE.logprobs(batch.only("tokens", "loss_mask"))
+        return batch.with_sequences(reference_logprob=found["logprob"])
+
+    def encoded(self, rows: list[dict[str, Any]]) -> PreferenceData:
+        """Pairs as token ids; what cannot be used is left out, counted and said."""
+        config = self.config
+        form = PairFormat(
+            prompt_key="prompt" if config.dataset.startswith("task:") else config.prompt_key,
+            chosen_key=config.chosen_key,
+            rejected_key=config.rejected_key,
+            apply_chat_template=config.apply_chat_template,
+            input_template=config.input_template,
+        )
+        pairs = read_pairs(rows, form, self.tokenizer)
+        found = encode_pairs(pairs, self.tokenizer, max_tokens=config.max_len, with_mask=True)
+        counts = f"left out: {found.dropped}; repeated: {found.repeated}"
+        self.say(f"{len(found)} of {len(rows)} pairs can be used ({counts})")
+        return found
+
+    # --- checkpoints
+
+    def write(self, folder: Path) -> None:
+        """Let the ranks write what they hold into a step's folder."""
+        self.RG_ACTOR.save_state(str(folder / "state"))
+        self.export(folder / "hf")
+
+    def export(self, folder: Path) -> None:
+        """Write policy and tokenizer as a folder that from_pretrained loads."""
+        self.RG_ACTOR.save(str(folder))
+        self.tokenizer.save_pretrained(folder)

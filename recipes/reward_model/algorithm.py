@@ -1,0 +1,34 @@
+"""What makes this a reward model: where a score is read, the loss of a pair, and the order of the pairs.
+
+P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import state_values
+from components.rl.aggregation import LossOutput, Totals
+from components.rl.preference_losses import bradley_terry_loss
+
+PAIR = 2
+"""Sequences that belong together."""
+
+
+def at_the_end(score_N: Tensor, batch: Batch) -> Tensor:
+    """[B] what is said after the last token of each sequence, which is its end token."""
+    return score_N[batch.offsets[1:] - 1]
+
+
+def loss(model: nn.Module, micro: Batch, totals: Totals, with_margin: bool = False) -> LossOutput:
+    """How unlikely it is that the chosen answers win, on average over the pairs of the optimizer step."""
+    score_P2 = at_the_end(state_values(model, micro), micro).view(-1, PAIR)
+    margin_P = micro["margin"][::PAIR] if with_margin else None
+    return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / PAIR, margin_P)
+
+
+def minibatches(count: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
+    """Indices of each optimizer step's pairs in one epoch. The last step may be smaller; nothing is dropped."""
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return list(torch.from_numpy(order).split(batch_size))

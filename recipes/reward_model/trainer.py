@@ -1,0 +1,207 @@
+"""The loop: one optimizer step per minibatch of pairs."""
+
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.batch import Batch
+from components.checkpoint import Checkpoints
+from components.data.preferences import (
+    PairFormat,
+    PreferenceData,
+    encode_pairs,
+    hold_out,
+    load_pairs,
+    read_pairs,
+    select_pairs,
+)
+from components.data.stream import SampleStream
+from components.data.text import load_tokenizer, pad_apart_from_end
+from components.data.tiny_model import learnt_tokenizer, tiny_model
+from components.progress import PhaseClock, Progress, RunCheckpoints
+from components.tracking import Tracker, console_line, redact
+from core import BaseTrainer, replicate
+
+from . import remote_call
+from .algorithm import PAIR
+from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
+from .data import Accuracy, Pairs
+
+SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
+JUDGED_FOR_STATISTICS = 1024
+"""Training pairs whose scores say what scores are normalised by, where no pairs are held out."""
+
+
+class RewardModelTrainer(BaseTrainer):
+    """Drives the ranks of one model."""
+
+    config: RewardModelConfig
+
+    def fit(self) -> None:
+        """Train, and leave the result in the run folder."""
+        if self.heldout is not None and not self.accuracy.of:
+            metrics = self.judge()
+            self.tracker.log(self.stream.step, metrics)
+            self.say(f"before training: {console_line(self.stream.step, metrics)}")
+        for minibatch in self.stream:
+            with self.clock.phase("train"):
+                metrics = self.RG_REWARD.train_step(replicate(minibatch))
+            self.record(minibatch, metrics)
+            self.checkpoints.save_when_due()
+        self.finish()
+
+    def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
+        """Judge the held-out pairs when it is time, write the step down, and show it now and then."""
+        step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
+        self.progress.tokens += minibatch.num_tokens
+        self.progress.seconds += took["timing_s/step"]
+        speed = {"perf/tokens_per_second": minibatch.num_tokens / took["timing_s/step"]}
+        is_due = is_last or (self.config.eval_steps > 0 and step % self.config.eval_steps == 0)
+        judged = self.judge() if is_due and self.heldout is not None else {}
+        logged = {f"reward/{name}": value for name, value in metrics.items()}
+        self.tracker.log(step, logged | judged | took | speed | self.checkpoints.metrics)
+        if step == 1:
+            self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
+        if judged or step == 1 or step % self.config.logging_steps == 0:
+            self.tracker.update_summary(steps=step, seconds={"training": self.progress.seconds})
+            self.say(console_line(step, {name: metrics[name] for name in SHOWN} | judged))
+
+    def judge(self) -> dict[str, float]:
+        """How the model tells the held-out pairs apart; of training pairs where none are held out."""
+        pairs = self.heldout if self.heldout is not None else self.sample
+        score_P2 = self.RG_REWARD.score(pairs.only("tokens"))["score"].view(-1, PAIR)
+        gap_P = score_P2[:, 0] - score_P2[:, 1]
+        accuracy = float((gap_P.sign() + 1).mean() / 2)
+        self.mean, self.std, self.judged_step = float(score_P2.mean()), float(score_P2.std()), self.stream.step
+        if self.heldout is not None:
+            self.accuracy.add(accuracy)
+        return {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / len(gap_P)),
+            "eval/loss": float(-torch.nn.functional.logsigmoid(gap_P).mean()),
+            "eval/margin": float(gap_P.mean()),
+            "eval/reward_mean": self.mean,
+            "eval/reward_std": self.std,
+        }
+
+    def finish(self) -> None:
+        """Save what is not yet saved, sum up, and say where the model is."""
+        self.checkpoints.save()
+        step, seconds = self.stream.step, self.progress.seconds
+        self.tracker.update_summary(steps=step, seconds={"training": seconds})
+        if len(self.stream):
+            self.say(f"stopped after step {step} of {self.stream.steps}; run_dir={self.config.run_dir} goes on")
+        else:
+            if self.config.save_path:
+                self.export(Path(self.config.save_path))
+            score = None if self.heldout is None else self.accuracy.of | {"examples": len(self.heldout) // PAIR}
+            self.tracker.update_summary(score=score, tokens_per_second=self.progress.tokens / max(seconds, 1e-9))
+            if score is not None:
+                gained = f"accuracy on {score['examples']} held-out pairs: {score['start']:.3f} -> {score['end']:.3f}"
+                self.say(f"{gained}; rewards have mean {self.mean:.3f} and standard deviation {self.std:.3f}")
+            self.say(f"trained model: {self.checkpoints.store.latest()}/hf")
+        self.tracker.close()
+        remote_call.end_job()
+
+    # --- before the first step
+
+    def init(self) -> None:
+        """Encode the pairs, let every rank load the model, and go on from a checkpoint if there is one."""
+        config = self.config
+        self.clock, self.progress = PhaseClock(), Progress()
+        self.accuracy, self.judged_step = Accuracy(), -1
+        with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
+            rows = load_pairs(config.dataset, max_rows=config.max_samples, seed=config.seed)
+            model_path = self.model_path(rows, scratch)
+            self.tokenizer = load_tokenizer(model_path, chat_template=config.tokenizer_chat_template, pad_with_end=True)
+            if token := pad_apart_from_end(self.tokenizer):
+                self.say(f"{token!r} is used for padding, as the end token of an answer must not be taken for it")
+            data = self.pairs(rows)
+            self.stream = SampleStream(data.minibatch, data.steps, stopped=lambda: self.stop_requested)
+            self.checkpoints = RunCheckpoints(
+                Checkpoints(config.checkpoint_dir, config.max_ckpt_num),
+                self.stream,
+                {"pairs": data, "progress": self.progress, "accuracy": self.accuracy},
+                self.write,
+                every=config.save_steps,
+                config=redact(config),
+                run_id=self.run_id,
+                say=self.say,
+            )
+            resumed = self.checkpoints.load(config.resume)
+            self.tracker = Tracker(
+                config.run_dir,
+                RECIPE,
+                config,
+                config.seed,
+                wandb=config.wandb,
+                tensorboard=config.use_tensorboard,
+                resume_step=self.stream.step,
+                state=resumed[1]["tracker"] if resumed else None,
+                code=Path(__file__).parent,
+            )
+            self.checkpoints.parts["tracker"] = self.tracker
+            self.RG_REWARD.load(model_path, data.steps, self.tokenizer.pad_token_id)
+        for line in self.RG_REWARD.load_state(str(resumed[0] / "state")) if resumed else []:
+            self.say(f"not exactly as before: {line}")
+        self.tracker.update_summary(seconds={"setup": time.time() - self.began})
+
+    def model_path(self, rows: list[dict[str, Any]], scratch: str) -> str:
+        """The model to load: the user's, or a new one written into `scratch`."""
+        config = self.config
+        if config.pretrain != NEW_FROM_TEXT:
+            return config.pretrain
+        texts = (row[key] for row in rows for key in (config.chosen_key, config.rejected_key))
+        tokenizer = learnt_tokenizer((text for text in texts if isinstance(text, str)), size=2048)
+        tiny_model(tokenizer, config.seed, max_positions=config.max_len).save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        return scratch
+
+    def pairs(self, rows: list[dict[str, Any]]) -> Pairs:
+        """The pairs to train on; sets those that are held out."""
+        config = self.config
+        found, index_P = self.encoded(rows), None
+        self.heldout: Batch | None = None
+        if config.eval_dataset:
+            self.heldout = self.encoded(load_pairs(config.eval_dataset, seed=config.seed)).batch
+        elif config.eval_samples:
+            index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
+            self.heldout = select_pairs(found.batch, held_P)
+        data = Pairs(found.batch if index_P is None else select_pairs(found.batch, index_P), config)
+        self.sample = data.batch.select(slice(0, PAIR * JUDGED_FOR_STATISTICS))
+        held = 0 if self.heldout is None else len(self.heldout) // PAIR
+        self.say(f"{len(data.batch) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
+        return data
+
+    def encoded(self, rows: list[dict[str, Any]]) -> PreferenceData:
+        """Pairs as token ids; what cannot be used is left out, counted and said."""
+        config = self.config
+        form = PairFormat(
+            prompt_key="prompt" if config.dataset.startswith("task:") else config.prompt_key,
+            chosen_key=config.chosen_key,
+            rejected_key=config.rejected_key,
+            apply_chat_template=config.apply_chat_template,
+            input_template=config.input_template,
+        )
+        found = encode_pairs(read_pairs(rows, form, self.tokenizer), self.tokenizer, max_tokens=config.max_len)
+        counts = f"left out: {found.dropped}; repeated: {found.repeated}"
+        self.say(f"{len(found)} of {len(rows)} pairs can be used ({counts})")
+        return found
+
+    # --- checkpoints
+
+    def write(self, folder: Path) -> None:
+        """Let the ranks write what they hold into a step's folder."""
+        self.RG_REWARD.save_state(str(folder / "state"))
+        self.export(folder / "hf")
+
+    def export(self, folder: Path) -> None:
+        """Write model and tokenizer as a folder that from_pretrained loads."""
+        if self.judged_step != self.stream.step:
+            self.judge()
+        self.RG_REWARD.save(str(folder), self.mean, self.std)
+        self.tokenizer.save_pretrained(folder)
