@@ -5,9 +5,11 @@ Whatever reads them is imported where it is needed: a recipe's `main.py` checks 
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +26,9 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
     """Read a list of objects with plain Python values.
 
     Args:
-        source: a .json, .jsonl, .parquet, .csv or .arrow file; a folder that `save_to_disk` of `datasets` wrote, or one
-            with data files whose names tell their splits; or the name of a data set on the hub. `<folder>@<data_dir>`
-            and `<name>@<data_dir>` take the files of one folder inside it.
+        source: a .json, .jsonl, .parquet, .csv or .arrow file, of text also gzipped (.jsonl.gz); a folder that
+            `save_to_disk` of `datasets` wrote, or one with data files whose names tell their splits; or the name of a
+            data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` take the files of one folder inside it.
         split: which part of a folder or a data set; a file has only "train".
 
     Raises:
@@ -46,7 +48,7 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
                 "or give a folder with a file for each split"
             )
         records = _read_file(path)
-    elif path.suffix in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+    elif _type_of(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(
             f"data file {str(source)!r} does not exist; give a {types} file, a folder, a name on the hub, task:<name> "
@@ -69,20 +71,27 @@ def kind_of(value: Any) -> str:
     return f"a {type(value).__name__} ({value!r:.80})"
 
 
+def _type_of(path: Path) -> str:
+    """The ending that tells what a file holds, gzipped or not."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
 def _read_file(path: Path) -> Any:
+    kind = _type_of(path)
     try:
-        if path.suffix in (".json", ".jsonl"):
-            text = path.read_text(encoding="utf-8")
-            if path.suffix == ".json" and not _has_more_than_one_value(text):
+        if kind in (".json", ".jsonl"):
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+                text = file.read()
+            if kind == ".json" and not _has_more_than_one_value(text):
                 return _parse_json(text, str(path))
             # Not splitlines(): a string may hold any of the other line separators.
             lines = enumerate(text.split("\n"), 1)
             return [_parse_json(line, f"{path}, line {n}") for n, line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(
             f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); mend or convert it"
         ) from error
-    if path.suffix not in FILE_TYPES:
+    if kind not in FILE_TYPES:
         raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
     # Most runs read no table; pyarrow is the slowest import on the way to an error message.
     import pyarrow
@@ -109,16 +118,17 @@ def _read_table(path: Path) -> Any:
 
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path)
-    if path.suffix == ".csv":
+    if _type_of(path) == ".csv":
+        content = pyarrow.input_stream(path).read()  # which unpacks by the name
         parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
         # In one piece: a row that lies across two cannot be read, and prompts can be long.
-        read = pyarrow.csv.ReadOptions(block_size=min(max(path.stat().st_size, 2**20), 2**31 - 1))
-        table = pyarrow.csv.read_csv(path, read, parse)
+        read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
+        table = pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse)
         # A date is text like any other here: a label is compared with what the model writes.
         dates = {field.name: pyarrow.string() for field in table.schema if pyarrow.types.is_temporal(field.type)}
         if dates:
             convert = pyarrow.csv.ConvertOptions(column_types=dates)
-            table = pyarrow.csv.read_csv(path, read, parse, convert)
+            table = pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert)
         return table
     with pyarrow.memory_map(str(path)) as file:
         try:

@@ -1,5 +1,6 @@
 """Rows from files, from folders, and from a hub."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -61,6 +62,20 @@ def test_all_file_types_give_the_same_records(tmp_path: Path, suffix: str) -> No
 def test_an_arrow_file_of_datasets_is_a_stream_and_reads_like_any_other(tmp_path: Path) -> None:
     datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path)
     assert read_records(next(tmp_path.glob("*.arrow"))) == RECORDS
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
+def test_a_gzipped_file_of_text_reads_like_the_file_in_it(tmp_path: Path, suffix: str) -> None:
+    text = write(tmp_path / f"data{suffix}", [*RECORDS, {"question": "ä\u2028", "answer": 3}]).read_bytes()
+    packed = tmp_path / f"packed.of.data{suffix}.gz"
+    packed.write_bytes(gzip.compress(text))
+    assert read_records(packed) == read_records(tmp_path / f"data{suffix}")
+    assert read_records(packed)[2] == {"question": "ä\u2028", "answer": 3}
+    for content in (gzip.compress(text)[:-12], text, gzip.compress(text)[:20] + b"?" * 20):
+        packed.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"packed\.of\.data{suffix}\.gz' cannot be read") as caught:
+            read_records(packed)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_date_in_a_csv_file_stays_the_text_that_it_is(tmp_path: Path) -> None:
@@ -131,7 +146,8 @@ def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path)
     )
     assert "nothing' does not exist" in message("nothing")
     assert "bad.jsonl, line 2: not valid JSON" in message("bad.jsonl", '{"input": "a"}\n{"input": \n')
-    assert "is none of .json, .jsonl, .parquet, .csv, .arrow; convert it" in message("data.txt", "a")
+    for name in ("data.txt", "data.txt.gz", "data.gz"):
+        assert "is none of .json, .jsonl, .parquet, .csv, .arrow; convert it" in message(name, "a")
     assert "must hold a list of at least one object; it holds a list of length 0" in message("empty.json", "[]")
     assert "it holds a dict of length 1" in message("object.json", '{"data": []}')
     assert "it holds a list of length 0" in message("empty.csv", "input,label\n")
@@ -145,7 +161,7 @@ def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path)
     assert "'folder'" in message("folder").replace(str(tmp_path) + "/", "")
 
 
-@pytest.mark.parametrize("name", ["./data", "~/no/such", "../data", "nothing.csv", "a/b/c"])
+@pytest.mark.parametrize("name", ["./data", "~/no/such", "../data", "nothing.csv", "some/nothing.jsonl.gz", "a/b/c"])
 def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(ValueError, match=r"does not exist; give a \.json"):
         read_records(name)
