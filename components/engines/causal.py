@@ -224,7 +224,7 @@ def load_value_model(
             f"{value_head_prefix}.weight of {path} has shape {list(head_1H.shape)}, not {[1, _state_size(config)]}: "
             "it scores several classes; use a model with num_labels=1"
         )
-    with without_progress_bars():
+    with without_progress_bars(), _without_load_report():
         backbone, found = AutoModel.from_pretrained(
             path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation, output_loading_info=True
         )
@@ -377,6 +377,19 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Inside, transformers does not report that a backbone leaves a head unread: we read it ourselves."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -1,0 +1,268 @@
+"""A reward model as an HTTP server, in the protocol that `remote_rm_url` speaks.
+
+    python -m recipes.reward_model.serve --reward_pretrain FOLDER --port 5000
+
+    POST /get_reward {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards", "scores", "extra_logs"}
+    GET  /health     GET /metrics (Prometheus)
+
+A query is a prompt with its answer. 401: no or another token; 413: the request is too large; 422: it is no such object,
+with the reason; 503 with Retry-After: too many texts wait. Ctrl-C or SIGTERM answers what was asked, and ends.
+"""
+
+import hmac
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from components.data.text import load_tokenizer
+from components.engines.reward_model import RewardModel
+from components.hub import find_model
+from core import ConfigError, describe_options, load_config
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, HTTPException, Request, Response
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from pydantic import BaseModel, ValidationError
+    from starlette.exceptions import HTTPException as AnyHTTPException
+    from starlette.responses import JSONResponse
+
+    from .service import QueueFull, ScoringService
+except ModuleNotFoundError as error:
+    sys.exit(f"serve: {error.name} is missing; run: bash scripts/setup.sh recipes serve")
+
+TOKEN_VARIABLE = "TROUPE_REWARD_TOKEN"
+UNAUTHORIZED, TOO_LARGE, INVALID, FAILED, FULL = 401, 413, 422, 500, 503
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """Serve the scores of a reward model over HTTP."""
+
+    reward_pretrain: str = ""
+    """The reward model: a folder or hub name."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets everybody in who can reach this machine."""
+    port: int = 5000
+    """Port; 0 takes a free one."""
+    token: str | None = None
+    """Bearer token that requests have to bring. Default: TROUPE_REWARD_TOKEN of the environment; without both none."""
+    normalize_reward: bool = False
+    """Shift and scale scores by the mean and std in the model's config.json."""
+    max_len: int = 2048
+    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted and said."""
+    batch_size: int = 0
+    """Texts in one pass, at most; 0 sets no limit."""
+    max_tokens: int = 16384
+    """Tokens in one pass, with padding, at most; a longer text goes alone."""
+    queue_size: int = 8192
+    """Texts that may wait; beyond that requests get status 503."""
+    max_request_mb: float = 64.0
+    """Size of a request's body."""
+    bf16: bool | None = None
+    """Compute in bfloat16. Default: where there is a GPU. Scores are float32."""
+    attn_implementation: str | None = None
+    """Attention kernels, as transformers names them. Default: its own choice."""
+    value_head_prefix: str = "score"
+    """Name of the head's weights."""
+    grace_s: int = 60
+    """Seconds in which requests under way are answered when the server is stopped."""
+
+    def __post_init__(self) -> None:
+        if not self.reward_pretrain:
+            raise ConfigError("reward_pretrain is empty; set it to the folder of a reward model")
+        for name in ("max_len", "max_tokens", "queue_size", "grace_s"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        if not 0 <= self.port < 2**16 or self.batch_size < 0 or not self.max_request_mb > 0:
+            raise ConfigError(
+                f"port={self.port}, batch_size={self.batch_size}, max_request_mb={self.max_request_mb}; set a port up "
+                "to 65535, 0 or more texts, and a size above 0"
+            )
+        self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
+
+
+class Query(BaseModel):
+    """The body of a request."""
+
+    query: list[str]
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+
+
+def load_service(config: ServeConfig) -> ScoringService:
+    """The model and its tokenizer, ready to score.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be used as asked.
+    """
+    import torch
+
+    path = config.reward_pretrain
+    try:
+        positions = getattr(find_model(path).get_text_config(), "max_position_embeddings", None) or math.inf
+        if config.max_len > positions:
+            raise ValueError(f"max_len={config.max_len} is more than its {positions} positions; set it to them or less")
+        bf16 = torch.cuda.is_available() if config.bf16 is None else config.bf16
+        model = RewardModel(
+            path,
+            dtype="bfloat16" if bf16 else "float32",
+            normalize=config.normalize_reward,
+            value_head_prefix=config.value_head_prefix,
+            attn_implementation=config.attn_implementation,
+            max_tokens=config.max_tokens,
+            max_sequences=config.batch_size,
+        )
+        tokenizer = load_tokenizer(path, pad_with_end=True)
+    except ValueError as error:
+        raise ConfigError(f"reward_pretrain={path}: {error}") from error
+    return ScoringService(
+        model, tokenizer, max_len=config.max_len, max_tokens=config.max_tokens, queue_size=config.queue_size
+    )
+
+
+def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
+    """The server's three addresses."""
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with service:
+            yield
+
+    app = FastAPI(lifespan=running, openapi_url=None)
+
+    @app.post("/get_reward")
+    async def get_reward(request: Request) -> JSONResponse:
+        began = time.monotonic()
+        check_token(request, config.token)
+        asked = await read_query(request, config, service.queue_size)
+        try:
+            found = await service.score(asked.query)
+        except QueueFull as error:
+            raise HTTPException(FULL, str(error), {"Retry-After": "1"}) from error
+        except ValueError as error:
+            raise HTTPException(INVALID, str(error)) from error
+        rewards = [one.reward for one in found]
+        odd = next((number for number, reward in enumerate(rewards) if not math.isfinite(reward)), None)
+        if odd is not None:
+            raise HTTPException(FAILED, f"the model's score of query {odd} is {rewards[odd]}; try bf16=false")
+        service.metrics.requests.labels(200).inc()
+        service.metrics.seconds.observe(time.monotonic() - began)
+        logs = {"truncated": [float(one.truncated) for one in found]}
+        return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": logs})
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "model": config.reward_pretrain}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        check_token(request, config.token)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(AnyHTTPException)
+    async def refused(_: Request, error: AnyHTTPException) -> JSONResponse:
+        service.metrics.requests.labels(error.status_code).inc()
+        return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        service.metrics.requests.labels(FAILED).inc()
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, FAILED)
+
+    return app
+
+
+def check_token(request: Request, token: str | None) -> None:
+    """Refuse who does not bring the token; how long that takes says nothing about it."""
+    given = request.headers.get("Authorization", "")
+    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(UNAUTHORIZED, f"send the header Authorization: Bearer <{TOKEN_VARIABLE}>")
+
+
+async def read_query(request: Request, config: ServeConfig, most_texts: int) -> Query:
+    """The body of a request, read no further than it may be long."""
+    body, limit = bytearray(), int(config.max_request_mb * 1e6)
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise HTTPException(TOO_LARGE, f"the body is larger than {config.max_request_mb:g} MB; send fewer texts")
+    try:
+        asked = Query.model_validate(json.loads(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise HTTPException(INVALID, f"{where}: {first['msg']}; send an object with a list of texts, query") from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(INVALID, f"the body is no JSON: {error}") from error
+    for name in ("prompts", "labels"):
+        column = getattr(asked, name)
+        if column is not None and len(column) != len(asked.query):
+            raise HTTPException(INVALID, f"{len(asked.query)} in query, {len(column)} in {name}; send as many")
+    if len(asked.query) > most_texts:
+        raise HTTPException(INVALID, f"{len(asked.query)} texts, and no more than {most_texts} may wait; send fewer")
+    return asked
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until stopped; returns the exit code: 0 stopped, 2 bad input."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(describe_options(ServeConfig))
+        return 0
+    try:
+        config = load_config(ServeConfig, arguments)
+        with bound(config.host, config.port) as listener:
+            serve(listener, load_service(config), config)
+    except (ValueError, OSError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, which takes no connection before the model is there.
+
+    Raises:
+        OSError: somebody else has the address, or there is none.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"host={host} port={port} cannot be taken ({error.strerror}); set another port") from error
+    return listener
+
+
+def serve(listener: socket.socket, service: ScoringService, config: ServeConfig) -> None:
+    """Answer requests until a signal comes."""
+    options = uvicorn.Config(
+        make_app(service, config),
+        log_level="warning",
+        access_log=False,
+        backlog=1024,
+        timeout_graceful_shutdown=config.grace_s,
+    )
+    # uvicorn answers what is under way, and then raises the signal again, to whoever handled it before: nobody.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    host, port = listener.getsockname()[:2]
+    access = "with a token" if config.token else "to everybody who can reach it"
+    print(f"serve: {config.reward_pretrain} at http://{host}:{port}/get_reward, {access}", flush=True)
+    uvicorn.Server(options).run(sockets=[listener])
+    print("serve: stopped", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The reward model's server, over HTTP as its clients meet it: right scores, clear refusals, nothing lost at its end."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from components.batch import Batch
+from components.data.preferences import scored_tokens
+from components.data.remote_reward import RemoteReward
+from components.data.rewards import RewardSettings
+from components.data.tasks import get_task
+from components.data.text import TextEncoder, load_tokenizer
+from components.data.tiny_model import task_tokenizer, tiny_model
+from components.engines.causal import ValueModel
+from components.engines.reward_model import RewardModel, note_statistics
+from recipes.reward_model.serve import ServeConfig, main, make_app
+from recipes.reward_model.service import QueueFull, ScoringService
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "a-token-of-the-test"
+MAX_LEN = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained reward model of the sort task, with a head that tells texts well apart."""
+    path = tmp_path_factory.mktemp("reward_model")
+    tokenizer = task_tokenizer(get_task("sort"))
+    model = ValueModel(tiny_model(tokenizer, seed=3).model)
+    model.score.weight.data *= 100
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    note_statistics(path, mean=0.5, std=2.0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, float]:
+    """Texts and their scores, each scored alone."""
+    task = get_task("sort")
+    texts = [row["prompt"] + row[key] for row in task.pairs(60, seed=1) for key in ("chosen", "rejected")]
+    model, encoder = RewardModel(folder), TextEncoder(load_tokenizer(folder))
+    rows = {text: scored_tokens(text, encoder) for text in texts}
+    return {text: float(model.score(Batch.from_rows({"tokens": [row]}))) for text, row in rows.items()}
+
+
+class Server:
+    """The command, as a user starts it."""
+
+    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
+        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", "--reward_pretrain", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--max_len", str(MAX_LEN), *options],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://\S+(?=,)", line)
+        assert found is not None, line
+        self.url, self.said = found[0], line
+
+    def get(self, name: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url.replace("get_reward", name), headers=headers, timeout=30)
+
+    def post(self, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url, content=content, headers=headers, timeout=60)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    server = Server(folder, "--max_request_mb", "0.1", "--queue_size", "3000", TROUPE_REWARD_TOKEN=TOKEN)
+    yield server
+    server.stop()
+
+
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.mark.timeout(120)
+def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
+    server: Server, expected: dict[str, float]
+) -> None:
+    texts = list(expected)
+
+    def ask(number: int) -> None:
+        own = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
+        answer = server.post({"query": own}, **AUTHORIZATION).json()
+        assert answer["rewards"] == pytest.approx([expected[text] for text in own], abs=1e-5)
+        assert answer["scores"] == answer["rewards"]
+        assert answer["extra_logs"] == {"truncated": [0.0] * len(own)}
+
+    with ThreadPoolExecutor(16) as clients:
+        list(clients.map(ask, range(120)))
+    metrics = server.get("metrics", **AUTHORIZATION).text
+    # 120 requests of 0 to 8 texts: 13 whole rounds of 36 texts, and 0 + 1 + 2.
+    assert "troupe_reward_texts_total 471.0" in metrics
+    passes = re.search(r"troupe_reward_pass_texts_count (\S+)", metrics)
+    assert passes is not None and float(passes[1]) < 106, "requests never shared a pass"  # 106 of them have a text
+
+
+def test_an_end_token_in_the_text_is_the_end_and_not_a_second_one(server: Server, expected: dict[str, float]) -> None:
+    text, score = next(iter(expected.items()))
+    answer = server.post({"query": [text + "<eos>", text + "<eos>\n", text]}, **AUTHORIZATION).json()
+    assert answer["rewards"] == pytest.approx([score] * 3, abs=1e-5)
+
+
+def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder: Path) -> None:
+    long = "ponmlkjihgfedcba>" * 3 + "abcde"
+    answer = server.post({"query": [long, "dbcaf>abcdf"]}, **AUTHORIZATION).json()
+    assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
+    rows = scored_tokens(long, TextEncoder(load_tokenizer(folder)))[-MAX_LEN:]
+    alone = RewardModel(folder).score(Batch.from_rows({"tokens": [rows]}))
+    assert answer["rewards"][0] == pytest.approx(float(alone), abs=1e-5)
+    assert "troupe_reward_truncated_total 1.0" in server.get("metrics", **AUTHORIZATION).text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b"nonsense", 422, "the body is no JSON"),
+        (b"[" * 5000, 422, "the body is no JSON"),
+        ([], 422, "the body: Input should be a valid dictionary"),
+        ({"prompts": ["a"]}, 422, "query: Field required"),
+        ({"query": "dbcaf>"}, 422, "query: Input should be a valid list"),
+        ({"query": ["dbcaf>", 3]}, 422, "query.1: Input should be a valid string"),
+        ({"query": ["dbcaf>"], "labels": []}, 422, "1 in query, 0 in labels"),
+        ({"query": ["a"] * 3001}, 422, "3001 texts, and no more than 3000 may wait"),
+        ({"query": ["dbcaf>", "no?"]}, 422, "query 1: the tokenizer has no token for the characters"),
+        ({"query": ["a" * 100_000]}, 413, "the body is larger than 0.1 MB"),
+    ],
+)
+def test_what_is_no_query_is_refused_with_the_reason(server: Server, body: Any, status: int, reason: str) -> None:
+    answer = server.post(body, **AUTHORIZATION)
+    assert (answer.status_code, answer.json()["detail"][: len(reason)]) == (status, reason)
+
+
+def test_only_who_brings_the_token_is_answered(server: Server) -> None:
+    assert TOKEN not in server.said and "with a token" in server.said
+    for headers in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer é"}):
+        sent = {name.encode(): value.encode() for name, value in headers.items()}
+        answer = httpx.post(server.url, json={"query": []}, headers=sent, timeout=30)
+        assert (answer.status_code, TOKEN in answer.text) == (401, False)
+    assert server.get("metrics").status_code == 401
+    assert server.get("health").json()["status"] == "ok"
+    assert server.post({"query": []}, **AUTHORIZATION).json()["rewards"] == []
+
+
+def test_who_listens_is_this_machine_alone() -> None:
+    assert ServeConfig(reward_pretrain="x").host == "127.0.0.1"
+
+
+@pytest.mark.timeout(120)
+def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected: dict[str, float]) -> None:
+    server = Server(folder, "--normalize_reward", "--batch_size", "1")
+    texts = list(expected) * 10
+    answers: list[httpx.Response] = []
+    try:
+        clients = [threading.Thread(target=lambda: answers.append(server.post({"query": texts}))) for _ in range(3)]
+        for client in clients:
+            client.start()
+        # One pass per text takes long enough to be stopped in between.
+        while float(re.findall(r"troupe_reward_texts_total (\S+)", server.get("metrics").text)[0]) == 0:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.join(60)
+        out, _ = server.process.communicate(timeout=30)
+    finally:
+        server.stop()
+    assert (server.process.returncode, out) == (0, "serve: stopped\n")
+    # The config has mean 0.5 and standard deviation 2.
+    normal = [(expected[text] - 0.5) / 2 for text in texts]
+    assert len(answers) == 3
+    for answer in answers:
+        assert answer.json()["rewards"] == pytest.approx(normal, abs=1e-5)
+
+
+class Held(RewardModel):
+    """The model, but each pass waits until it is let go."""
+
+    gate: threading.Semaphore
+
+    def score(self, batch: Batch) -> Any:
+        assert self.gate.acquire(timeout=30)
+        return super().score(batch)
+
+
+def held_service(folder: Path) -> tuple[ScoringService, threading.Semaphore]:
+    model = Held(folder)
+    model.gate = threading.Semaphore(0)
+    service = ScoringService(model, load_tokenizer(folder), max_len=MAX_LEN, max_tokens=60, queue_size=8)
+    return service, model.gate
+
+
+def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expected: dict[str, float]) -> None:
+    texts = [text for text in expected if len(text) == 11][:9]  # 12 tokens each, with the end token
+
+    async def play() -> list[float]:
+        service, gate = held_service(folder)
+        async with service:
+            first = asyncio.create_task(service.score(texts[:1]))
+            while not service.metrics.waiting._value.get() == 0 or not first.get_loop().is_running():
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.1)
+            others = [asyncio.create_task(service.score([text])) for text in texts[1:]]
+            gate.release(10)
+            scores = [await first, *[await other for other in others]]
+            sums = service.metrics.together.collect()[0].samples
+            found = {sample.labels.get("le"): sample.value for sample in sums if sample.name.endswith("_bucket")}
+            # Of 60 tokens: one text alone, then 5 texts, then 3.
+            assert (found["1.0"], found["4.0"], found["8.0"]) == (1, 2, 3)
+            return [score[0].reward for score in scores]
+
+    assert asyncio.run(play()) == pytest.approx([expected[text] for text in texts], abs=1e-5)
+
+
+def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, expected: dict[str, float]) -> None:
+    texts = list(expected)
+
+    async def play() -> None:
+        service, gate = held_service(folder)
+        config = ServeConfig(reward_pretrain=str(folder), max_len=MAX_LEN, queue_size=8)
+        transport = httpx.ASGITransport(make_app(service, config))
+        async with service, httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            waiting = asyncio.create_task(service.score(texts[:8]))
+            await asyncio.sleep(0.2)
+            more = asyncio.create_task(service.score(texts[8:13]))
+            await asyncio.sleep(0.2)
+            with pytest.raises(QueueFull, match="no more than 8 may"):
+                await service.score(texts[:8])
+            refused = await client.post("/get_reward", json={"query": texts[:8]})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            gate.release(20)
+            scores = [one.reward for one in [*await waiting, *await more]]
+            assert scores == pytest.approx([expected[text] for text in texts[:13]], abs=1e-5)
+
+    asyncio.run(play())
+
+
+def test_the_client_of_the_recipes_is_answered(folder: Path, expected: dict[str, float]) -> None:
+    server = Server(folder)
+    try:
+        texts = list(expected)[:50]
+        with RemoteReward([server.url], RewardSettings(url_batch_size=7)) as reward:
+            found = reward(texts, [text[:6] for text in texts], [""] * 50)
+    finally:
+        server.stop()
+    assert found.reward_B.tolist() == pytest.approx([expected[text] for text in texts], abs=1e-5)
+    assert found.logs["truncated"].tolist() == [0.0] * 50
+
+
+def test_bad_options_end_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            (): "reward_pretrain is empty",
+            ("--reward_pretrain", str(tmp_path)): "there is no model",
+            ("--reward_pretrain", path, "--port", port): f"host=127.0.0.1 port={port} cannot be taken",
+            (
+                "--reward_pretrain",
+                path,
+                "--port",
+                "0",
+                "--max_len",
+                "4096",
+            ): "max_len=4096 is more than its 512 positions",
+            ("--reward_pretrain", path, "--port", "70000"): "set a port up to 65535",
+            ("--reward_pretrain", path, "--queue_size", "0"): "queue_size=0; set it to at least 1",
+        }
+        for options, reason in cases.items():
+            assert main(list(options)) == 2
+            said = capsys.readouterr().err
+            assert reason in said and said.startswith("serve: ") and said.count("\n") == 1, said
