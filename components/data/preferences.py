@@ -198,6 +198,8 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
         )
     if not isinstance(chosen, str):
         before = [] if prompt is None else as_messages(prompt)
+        if chosen[: len(before)] == before == rejected[: len(before)]:
+            before = []  # some data sets repeat the prompt in both answers
         return _from_messages([*before, *chosen], [*before, *rejected], len(before), margin, tokenizer)
     if prompt is None:
         if form.apply_chat_template:
@@ -211,7 +213,7 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
         better, worse = ([*before, {"role": "assistant", "content": answer}] for answer in (chosen, rejected))
         return _from_messages(better, worse, len(before), margin, tokenizer)
     text = render_prompt(prompt, tokenizer, input_template=form.input_template)
-    return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt)
+    return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt.partition(ANSWER_MARK)[0])
 
 
 def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
@@ -241,6 +243,8 @@ def _from_messages(
     count = given
     while count < limit and chosen[count] == rejected[count]:
         count += 1
+    while count > given and chosen[count - 1].get("role") == "assistant":
+        count -= 1  # what follows it is no answer
     prompt = render_prompt(chosen[:count], tokenizer) if count else ""
     texts = [render_conversation(messages, tokenizer) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):
@@ -248,7 +252,8 @@ def _from_messages(
             "the chat template writes the prompt differently once there is an answer (some drop earlier reasoning), so "
             "the model would not be scored on what it reads; mend the template, or write the answers out as strings"
         )
-    opening = str(chosen[0].get("content")) if count else ""
+    # Not the first message: a system's may be the same everywhere.
+    opening = next((str(message.get("content")) for message in chosen[:count] if message.get("role") == "user"), "")
     better, worse = (text[len(prompt) :] for text in texts)
     return _pair(prompt, better, worse, margin, tokenizer, opening=opening)
 

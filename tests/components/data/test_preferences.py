@@ -1,0 +1,340 @@
+"""Pairs of answers: how rows are read, what becomes of them as tokens, and what is held out."""
+
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from components.data.preferences import (
+    ANSWER_MARK,
+    Pair,
+    PairFormat,
+    encode_pairs,
+    hold_out,
+    load_pairs,
+    read_pairs,
+    scored_tokens,
+    select_pairs,
+)
+from components.data.records import read_records
+from components.data.text import TextEncoder
+from components.data.tiny_model import character_tokenizer, learnt_tokenizer
+from tests.components.data.test_text import ADDS_BOS, BOS, EOS, NO, YES, word_tokenizer
+from tests.hh_rlhf_rows import FILE, hh_rlhf_file
+
+TURNS = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}"
+    "{{ eos_token }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def letters() -> PreTrainedTokenizerFast:
+    """A token per character, and a template that says who speaks."""
+    tokenizer = character_tokenizer(string.ascii_letters + "\n :.?![]<>/")
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def read(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, **form: Any) -> Pair:
+    (pair,) = read_pairs([row], PairFormat(**form), tokenizer)
+    return pair
+
+
+def parts(pair: Pair) -> tuple[str, str, str]:
+    return pair.prompt, pair.chosen, pair.rejected
+
+
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Who?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        # One turn, and several; what the answers begin with alike is still their own.
+        ("\n\nHuman: Hi\n\nAssistant: You too", "\n\nHuman: Hi\n\nAssistant: You", "\n\nHuman: Hi\n\nAssistant:"),
+        (DIALOGUE + " Me", DIALOGUE + " I", DIALOGUE),
+        # They part in an earlier turn: both go on from the last mark that both have.
+        (
+            "\n\nHuman: Hi\n\nAssistant: Yes\n\nHuman: a\n\nAssistant: b",
+            "\n\nHuman: Hi\n\nAssistant: No\n\nHuman: a\n\nAssistant: b",
+            "\n\nHuman: Hi\n\nAssistant:",
+        ),
+        (DIALOGUE + " Me", DIALOGUE, DIALOGUE),
+        # Text that is no dialogue: whole words that both begin with.
+        ("who is it? me", "who is it? myself", "who is it?"),
+        ("who\nis", "who\nam", "who"),
+        ("yes", "yet", ""),
+        ("yes", "no", ""),
+    ],
+)
+def test_without_a_prompt_strings_have_one_up_to_the_last_mark_or_blank_in_common(
+    letters: PreTrainedTokenizerFast, chosen: str, rejected: str, prompt: str
+) -> None:
+    pair = read({"chosen": chosen, "rejected": rejected}, letters)
+    assert parts(pair) == (prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+
+
+def test_a_prompt_column_of_text_stands_before_both_answers(letters: PreTrainedTokenizerFast) -> None:
+    row = {"ask": "who?", "good": "me", "bad": "you", "margin": 2}
+    keys = {"prompt_key": "ask", "chosen_key": "good", "rejected_key": "bad"}
+    assert read(row, letters, **keys) == Pair("who?", "me", "you", 2.0, "who?")
+    assert read(row, letters, **keys, input_template="Human: {}\n") == Pair("Human: who?\n", "me", "you", 2.0, "who?")
+    # The template's end token is taken off, as encoding writes one.
+    assert read(row, letters, **keys, apply_chat_template=True) == Pair("[u]who?[a]", "me", "you", 2.0, "who?")
+
+
+def test_messages_go_through_the_template_with_a_prompt_column_and_without(letters: PreTrainedTokenizerFast) -> None:
+    before, good, bad = [user("Hi"), assistant("Yes"), user("Who?")], [assistant("me")], [assistant("you")]
+    expected = ("[u]Hi[a]Yes<eos>\n[u]Who?[a]", "me", "you")
+    pairs = [
+        read({"prompt": before, "chosen": good, "rejected": bad}, letters, prompt_key="prompt"),
+        read({"chosen": before + good, "rejected": before + bad}, letters),
+        # As some data sets have them, the prompt is in the answers too.
+        read({"prompt": before, "chosen": before + good, "rejected": before + bad}, letters, prompt_key="prompt"),
+        read({"prompt": before, "chosen": "me", "rejected": "you"}, letters, prompt_key="prompt"),
+    ]
+    assert [parts(pair) for pair in pairs] == [expected] * 4
+    assert {pair.opening for pair in pairs} == {"Hi"}
+    said = read({"prompt": "Hi", "chosen": good, "rejected": bad}, letters, prompt_key="prompt")
+    assert parts(said) == ("[u]Hi[a]", "me", "you")
+
+
+def test_messages_that_part_early_have_the_prompt_that_an_answer_follows(letters: PreTrainedTokenizerFast) -> None:
+    start = [user("Hi"), assistant("Yes")]
+    # They part in what the user says: the answer before it is the first of the two texts' own.
+    pair = read(
+        {"chosen": [*start, user("a"), assistant("b")], "rejected": [*start, user("c"), assistant("d")]}, letters
+    )
+    assert parts(pair) == ("[u]Hi[a]", "Yes<eos>\n[u]a[a]b", "Yes<eos>\n[u]c[a]d")
+    # All is alike: the last message is the answer, and the pair is left out later.
+    pair = read({"chosen": start, "rejected": start}, letters)
+    assert parts(pair) == ("[u]Hi[a]", "Yes", "Yes")
+    # Nothing is alike.
+    pair = read({"chosen": [assistant("a")], "rejected": [assistant("b")]}, letters)
+    assert parts(pair) == ("", "[a]a", "[a]b")
+
+
+def test_a_conversation_is_known_by_the_first_words_of_its_user(letters: PreTrainedTokenizerFast) -> None:
+    system = {"role": "system", "content": "Be kind"}
+    row = {"chosen": [system, user("Hi"), assistant("a")], "rejected": [system, user("Hi"), assistant("b")]}
+    assert read(row, letters).opening == "Hi"
+    row = {"chosen": DIALOGUE + " a", "rejected": DIALOGUE + " b"}
+    assert read(row, letters).opening == "\n\nHuman: Hi"
+    row = {"prompt": DIALOGUE, "chosen": "a", "rejected": "b"}
+    assert read(row, letters, prompt_key="prompt").opening == "\n\nHuman: Hi"
+    assert read({"chosen": "yes", "rejected": "no"}, letters).opening == "yes"
+
+
+@pytest.mark.parametrize("end", ["<eos>", "<eos>\n", " <eos> \n", "<eos><eos>", "<eos> <eos>\n\n"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_an_answer_ends_with_one_end_token_whatever_its_text_ends_with(
+    letters: PreTrainedTokenizerFast, end: str, with_mask: bool
+) -> None:
+    rows = [
+        {"prompt": "ab", "chosen": "c" + end, "rejected": "d"},
+        {"prompt": "ab", "chosen": "c", "rejected": "d" + end},
+    ]
+    data = encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), letters), letters, with_mask=with_mask)
+    a, b, c, d = letters("abcd")["input_ids"]
+    eos, blank = letters.eos_token_id, [letters(" ")["input_ids"][0]] * end.startswith(" ")
+    assert data.batch.lists("tokens") == [
+        [a, b, c, *blank, eos],
+        [a, b, d, eos],
+        [a, b, c, eos],
+        [a, b, d, *blank, eos],
+    ]
+
+
+def test_a_text_is_scored_as_the_tokens_that_were_trained_on(letters: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": [user("Hi"), assistant("Yes"), user("Who?")], "chosen": "me", "rejected": "you"}
+    pairs = read_pairs([row], PairFormat(prompt_key="prompt"), letters)
+    trained = encode_pairs(pairs, letters).batch.lists("tokens")
+    encoder = TextEncoder(letters)
+    for text in ("[u]Hi[a]Yes<eos>\n[u]Who?[a]me", "[u]Hi[a]Yes<eos>\n[u]Who?[a]me<eos>\n"):
+        assert scored_tokens(text, encoder) == trained[0]
+
+
+def test_the_mask_marks_the_answers_with_their_end_and_the_tokens_are_those_of_generation() -> None:
+    tokenizer = word_tokenizer(ADDS_BOS)
+    rows = [{"prompt": "no yes", "chosen": "yes", "rejected": "no no"}]
+    pairs = read_pairs(rows, PairFormat(prompt_key="prompt"), tokenizer)
+    batch = encode_pairs(pairs, tokenizer, with_mask=True).batch
+    # Apart: what is tokenized at once has "yesyes", of which this tokenizer knows nothing.
+    assert batch.lists("tokens") == [[BOS, NO, YES, YES, EOS], [BOS, NO, YES, NO, NO, EOS]]
+    assert batch.lists("loss_mask") == [[False] * 3 + [True] * 2, [False] * 3 + [True] * 3]
+    at_once = encode_pairs(pairs, tokenizer).batch
+    assert at_once.lists("tokens") == [[BOS, NO, 0, EOS], [BOS, NO, 0, NO, EOS]]
+    assert "loss_mask" not in at_once
+
+
+def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"prompt": "ab", "chosen": "cde", "rejected": "c"},  # 6 tokens with its end
+        {"prompt": "ab", "chosen": "c", "rejected": "cdef"},  # 7
+        {"prompt": "ab", "chosen": "c<eos>", "rejected": "c"},  # identical
+        {"prompt": "ab", "chosen": "c", "rejected": "d", "margin": 0.5},
+        {"prompt": "ab", "chosen": "cde", "rejected": "c", "margin": 1},  # the first one again
+        {"prompt": "ab", "chosen": "c", "rejected": "cde"},  # the other way round it is another
+    ]
+    pairs = read_pairs(rows, PairFormat(prompt_key="prompt"), letters)
+    data = encode_pairs(pairs, letters, max_tokens=6)
+    assert (len(data), data.dropped, data.repeated) == (4, {"too_long": 1, "identical": 1}, 1)
+    assert data.batch["row"].tolist() == [0, 0, 3, 3, 4, 4, 5, 5]
+    assert data.batch["margin"].tolist() == [0, 0, 0.5, 0.5, 1, 1, 0, 0]
+    assert data.batch.lengths.tolist() == [6, 4, 4, 4, 6, 4, 4, 6]
+    assert data.openings == ["ab"] * 4
+    with pytest.raises(ValueError, match=r"none of the 6 pairs .*'too_long': 5, 'identical': 1.*; raise max_tokens"):
+        encode_pairs(pairs, letters, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "message"),
+    [
+        ({"chosen": "a"}, {}, r"column 'rejected' must hold .*, found the columns \['chosen'\]; set rejected_key"),
+        ({"better": "a"}, {}, r"column 'chosen' .*found the columns \['better'\]; set chosen_key"),
+        ({"chosen": 3, "rejected": "b"}, {}, r"column 'chosen' .* found a int \(3\); set chosen_key"),
+        ({"chosen": "a", "rejected": []}, {}, r"column 'rejected' .* found a list of length 0; set rejected_key"),
+        ({"chosen": "a", "rejected": ["b"]}, {}, r"found a list of length 1; set rejected_key"),
+        ({"chosen": "a", "rejected": None}, {}, r"found a NoneType \(None\); set rejected_key"),
+        ({"chosen": "a", "rejected": "b"}, {"prompt_key": "ask"}, r"column 'ask' must hold .*; set prompt_key"),
+        ({"chosen": "a", "rejected": [user("b")]}, {}, r"'chosen' is a str of length 1 and 'rejected' a list of leng"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            {"apply_chat_template": True},
+            "who says what; set prompt_key, or give lists",
+        ),
+        *(
+            ({"chosen": "a", "rejected": "b", "margin": margin}, {}, "its margin is .*; give a finite number, or leave")
+            for margin in (float("nan"), float("inf"), "1", None, [1])
+        ),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused_with_its_number_and_what_to_set(
+    letters: PreTrainedTokenizerFast, row: dict[str, Any], form: dict[str, Any], message: str
+) -> None:
+    good = {"ask": "", "chosen": [assistant("a")], "rejected": [assistant("b")]}
+    with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
+        read_pairs([good, row], PairFormat(**form), letters)
+
+
+def test_a_template_that_does_not_fit_and_one_that_is_missing_are_refused() -> None:
+    rows = [{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}]
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = "{% if add_generation_prompt %}b{% endif %}{{ messages[-1]['content'] }}"
+    with pytest.raises(
+        ValueError, match="row 0: the chat template writes the prompt differently once there is an answer"
+    ):
+        read_pairs(rows, PairFormat(), tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="row 0: the tokenizer has no chat template; set"):
+        read_pairs(rows, PairFormat(), tokenizer)
+    tokenizer.eos_token = None
+    pairs = read_pairs([{"chosen": "a", "rejected": "b"}], PairFormat(), tokenizer)
+    with pytest.raises(ValueError, match=r"the tokenizer has no end token \(eos\)"):
+        encode_pairs(pairs, tokenizer)
+
+
+def test_the_pairs_of_a_task_and_of_a_file_are_loaded_up_to_a_number(tmp_path: Path) -> None:
+    assert load_pairs("task:sort", max_rows=20, seed=1) == load_pairs("task:sort", max_rows=30, seed=1)[:20]
+    assert load_pairs("task:sort", max_rows=5, seed=1) != load_pairs("task:sort", max_rows=5, seed=2)
+    (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 3)
+    assert [len(load_pairs(f"{tmp_path}/pairs.jsonl", max_rows=most)) for most in (2, None)] == [2, 3]
+
+
+SPELLINGS = ("{}", " {} ", "{}\n\n", "\t{}")
+
+
+@given(
+    names=st.lists(st.integers(0, 12), min_size=2, max_size=40),
+    spelling=st.randoms(use_true_random=False),
+    count=st.integers(0, 12),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_conversation_is_on_both_sides_however_it_is_written(
+    names: list[int], spelling: Any, count: int, seed: int
+) -> None:
+    def written(name: int) -> str:
+        words = f"what is {chr(97 + name)}{spelling.choice([' ', '  ', chr(10)])}for"
+        return spelling.choice(SPELLINGS).format(spelling.choice([words, words.upper(), words.title()]))
+
+    openings = [written(name) for name in names]
+    try:
+        train_P, held_P = hold_out(openings, count, seed)
+    except ValueError as error:
+        assert "leaves none to train on; set eval_samples lower" in str(error)
+        # Groups are taken whole, so that the last one may reach beyond the number; without it, there is not enough.
+        sizes = sorted(names.count(name) for name in set(names))
+        assert len(names) - sizes[-1] < count
+        return
+    assert sorted([*train_P.tolist(), *held_P.tolist()]) == list(range(len(names)))
+    assert (train_P.dtype, held_P.dtype) == (torch.int64, torch.int64)
+    assert train_P.tolist() == sorted(train_P.tolist())
+    assert held_P.tolist() == sorted(held_P.tolist())
+    assert not {names[i] for i in train_P.tolist()} & {names[i] for i in held_P.tolist()}
+    assert len(train_P) > 0
+    # At least the number, and without the last conversation less.
+    assert count <= len(held_P) < count + max(names.count(name) for name in names)
+    again = hold_out(openings, count, seed)
+    assert again[0].equal(train_P)
+    assert again[1].equal(held_P)
+
+
+def test_another_seed_holds_out_other_conversations_and_all_of_them_are_refused() -> None:
+    openings = [str(i) for i in range(100)]
+    assert not hold_out(openings, 10, 1)[1].equal(hold_out(openings, 10, 2)[1])
+    message = r"^100 of 100 pairs are to be held out, of 100 conversations, which leaves none to train on"
+    with pytest.raises(ValueError, match=message):
+        hold_out(openings, 100, 0)
+    with pytest.raises(ValueError, match="1 of 3 pairs are to be held out, of 1 conversations"):
+        hold_out(["Hi", "hi ", "HI"], 1, 0)
+
+
+def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "a", "chosen": letter, "rejected": letter.upper()} for letter in "bcd"]
+    batch = encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), letters), letters).batch
+    found = select_pairs(batch, torch.tensor([2, 0]))
+    assert [letters.decode(ids[1:2]) for ids in found.lists("tokens")] == ["d", "D", "b", "B"]
+    assert len(select_pairs(batch, torch.tensor([], dtype=torch.int64))) == 0
+
+
+def test_hh_rlhf_is_read_as_it_is(tmp_path: Path) -> None:
+    path = hh_rlhf_file(tmp_path)
+    rows = read_records(path)
+    assert (len(rows) == 2312) == (path == FILE)
+    tokenizer = learnt_tokenizer((row["chosen"] for row in rows[:150]), size=500)
+    pairs = read_pairs(rows, PairFormat(), tokenizer)
+    for row, pair in zip(rows, pairs, strict=True):
+        assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (row["chosen"], row["rejected"])
+        assert pair.prompt.endswith(ANSWER_MARK)
+        assert pair.opening.startswith("\n\nHuman:")
+        assert ANSWER_MARK not in pair.opening
+    # Dialogues of up to a dozen turns, and of those that begin alike none is on both sides.
+    assert max(pair.prompt.count(ANSWER_MARK) for pair in pairs) > 5
+    openings = [pair.opening for pair in pairs]
+    train_P, held_P = hold_out(openings, len(rows) // 10, seed=1)
+    alike = [{" ".join(openings[i].lower().split()) for i in side.tolist()} for side in (train_P, held_P)]
+    assert not alike[0] & alike[1]
+    assert len(alike[0]) + len(alike[1]) < len(rows)
+    data = encode_pairs(pairs[:200], tokenizer, max_tokens=400)
+    assert data.dropped["too_long"] > 0
+    assert len(data) + sum(data.dropped.values()) == 200
+    kept = data.batch["row"][::2].tolist()
+    for sequence in range(0, 40, 2):
+        ids = data.batch.row(sequence, "tokens").tolist()
+        assert tokenizer.decode(ids) == rows[kept[sequence // 2]]["chosen"] + tokenizer.eos_token
