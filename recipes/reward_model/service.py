@@ -106,6 +106,7 @@ class ScoringService:
         self._check_room(len(texts))  # others have come meanwhile
         waiting = [_Waiting(row[-self._max_len :], len(row) > self._max_len) for row in rows]
         self._queue += waiting
+        self.metrics.waiting.set(len(self._queue))
         self._arrived.set()
         scores = await asyncio.gather(*(one.score for one in waiting))
         self.metrics.truncated.inc(sum(one.truncated for one in waiting))

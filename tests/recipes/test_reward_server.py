@@ -1,4 +1,4 @@
-"""The reward model's server, over HTTP as its clients meet it: right scores, clear refusals, nothing lost at its end."""
+"""The reward model's server, as its clients meet it: right scores, clear refusals, nothing lost at its end."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -173,16 +173,16 @@ def test_who_listens_is_this_machine_alone() -> None:
 
 @pytest.mark.timeout(120)
 def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected: dict[str, float]) -> None:
-    server = Server(folder, "--normalize_reward", "--batch_size", "1")
+    server = Server(folder, "--normalize_reward", "--max_tokens", "40")
     texts = list(expected) * 10
     answers: list[httpx.Response] = []
     try:
         clients = [threading.Thread(target=lambda: answers.append(server.post({"query": texts}))) for _ in range(3)]
         for client in clients:
             client.start()
-        # One pass per text takes long enough to be stopped in between.
-        while float(re.findall(r"troupe_reward_texts_total (\S+)", server.get("metrics").text)[0]) == 0:
-            pass
+        # Passes of three texts take long enough that it is stopped in between, once all have asked.
+        while float(re.findall(r"(?m)^troupe_reward_waiting (\S+)", server.get("metrics").text)[0]) <= 2 * len(texts):
+            assert not answers, "it was over before it was stopped"
         server.process.send_signal(signal.SIGTERM)
         for client in clients:
             client.join(60)
@@ -200,32 +200,43 @@ def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected
 class Held(RewardModel):
     """The model, but each pass waits until it is let go."""
 
-    gate: threading.Semaphore
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.began, self.gate = threading.Event(), threading.Semaphore(0)
 
     def score(self, batch: Batch) -> Any:
-        assert self.gate.acquire(timeout=30)
+        self.began.set()
+        assert self.gate.acquire(timeout=60)
         return super().score(batch)
 
 
-def held_service(folder: Path) -> tuple[ScoringService, threading.Semaphore]:
+def held_service(folder: Path) -> tuple[ScoringService, Held]:
     model = Held(folder)
-    model.gate = threading.Semaphore(0)
-    service = ScoringService(model, load_tokenizer(folder), max_len=MAX_LEN, max_tokens=60, queue_size=8)
-    return service, model.gate
+    return ScoringService(model, load_tokenizer(folder), max_len=MAX_LEN, max_tokens=60, queue_size=8), model
+
+
+async def until(done: Callable[[], bool]) -> None:
+    """Wait for something that others do."""
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+def waiting_in(service: ScoringService) -> float | None:
+    return service.metrics.registry.get_sample_value("troupe_reward_waiting")
 
 
 def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expected: dict[str, float]) -> None:
     texts = [text for text in expected if len(text) == 11][:9]  # 12 tokens each, with the end token
 
     async def play() -> list[float]:
-        service, gate = held_service(folder)
+        service, model = held_service(folder)
         async with service:
             first = asyncio.create_task(service.score(texts[:1]))
-            while not service.metrics.waiting._value.get() == 0 or not first.get_loop().is_running():
-                await asyncio.sleep(0)
-            await asyncio.sleep(0.1)
+            await until(model.began.is_set)
             others = [asyncio.create_task(service.score([text])) for text in texts[1:]]
-            gate.release(10)
+            await until(lambda: waiting_in(service) == 8)
+            model.gate.release(10)
             scores = [await first, *[await other for other in others]]
             sums = service.metrics.together.collect()[0].samples
             found = {sample.labels.get("le"): sample.value for sample in sums if sample.name.endswith("_bucket")}
@@ -240,21 +251,21 @@ def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, ex
     texts = list(expected)
 
     async def play() -> None:
-        service, gate = held_service(folder)
+        service, model = held_service(folder)
         config = ServeConfig(reward_pretrain=str(folder), max_len=MAX_LEN, queue_size=8)
         transport = httpx.ASGITransport(make_app(service, config))
         async with service, httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            waiting = asyncio.create_task(service.score(texts[:8]))
-            await asyncio.sleep(0.2)
-            more = asyncio.create_task(service.score(texts[8:13]))
-            await asyncio.sleep(0.2)
+            waiting = asyncio.create_task(service.score(texts[:5]))
+            await until(model.began.is_set)
+            more = asyncio.create_task(service.score(texts[5:10]))
+            await until(lambda: waiting_in(service) == 5)
             with pytest.raises(QueueFull, match="no more than 8 may"):
-                await service.score(texts[:8])
-            refused = await client.post("/get_reward", json={"query": texts[:8]})
+                await service.score(texts[:4])
+            refused = await client.post("/get_reward", json={"query": texts[:4]})
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            gate.release(20)
+            model.gate.release(20)
             scores = [one.reward for one in [*await waiting, *await more]]
-            assert scores == pytest.approx([expected[text] for text in texts[:13]], abs=1e-5)
+            assert scores == pytest.approx([expected[text] for text in texts[:10]], abs=1e-5)
 
     asyncio.run(play())
 

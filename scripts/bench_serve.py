@@ -1,0 +1,137 @@
+"""Loads the reward model's server: 64 clients for a minute, each sending its next request when it has its answer.
+
+    python scripts/bench_serve.py [--clients 64] [--seconds 60] [--reward_pretrain FOLDER]
+
+Every answer is held against the score of the same text scored alone, within 1e-5. Without a folder the model is an
+untrained one of 0.4 million parameters, whose scores are spread. Ends with one line of JSON; exit code 1 when an answer
+is wrong, an error or missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+from components.batch import Batch  # noqa: E402 (may not be installed)
+from components.data.preferences import scored_tokens  # noqa: E402
+from components.data.tasks import get_task  # noqa: E402
+from components.data.text import TextEncoder, load_tokenizer  # noqa: E402
+from components.data.tiny_model import task_tokenizer, tiny_model  # noqa: E402
+from components.engines.causal import ValueModel  # noqa: E402
+from components.engines.reward_model import RewardModel  # noqa: E402
+
+TEXTS, MOST_TEXTS = 400, 8
+"""Different texts, and how many a request has at most."""
+
+
+def untrained(folder: str) -> str:
+    """A reward model of the word task whose scores lie far apart."""
+    tokenizer = task_tokenizer(get_task("word"))
+    model = ValueModel(tiny_model(tokenizer, seed=0).model)
+    model.score.weight.data *= 30
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def scored_alone(folder: str) -> dict[str, float]:
+    """Texts of different lengths, with their scores."""
+    rows = get_task("word").pairs(TEXTS // 2, seed=1)
+    texts = [" ".join([row["prompt"]] * (1 + i % 4)) + row[key] for i, row in enumerate(rows) for key in list(row)[1:]]
+    model, encoder = RewardModel(folder), TextEncoder(load_tokenizer(folder))
+    batches = [Batch.from_rows({"tokens": [scored_tokens(text, encoder)]}) for text in texts]
+    return {text: float(model.score(batch)) for text, batch in zip(texts, batches)}
+
+
+class Tally:
+    """What the clients have seen."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.texts = 0
+        self.errors: list[str] = []
+        self.largest_difference = 0.0
+
+
+async def client(number: int, url: str, expected: dict[str, float], until: float, tally: Tally) -> None:
+    """Ask until the time is over."""
+    draw, texts = random.Random(number), list(expected)
+    async with httpx.AsyncClient(timeout=60) as http:
+        while time.monotonic() < until:
+            own = draw.choices(texts, k=draw.randint(1, MOST_TEXTS))
+            began = time.monotonic()
+            try:
+                answer = await http.post(url, json={"query": own})
+                rewards = answer.raise_for_status().json()["rewards"]
+            except httpx.HTTPError as error:
+                tally.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            tally.seconds.append(time.monotonic() - began)
+            tally.texts += len(own)
+            if len(rewards) != len(own):
+                tally.errors.append(f"{len(rewards)} rewards for {len(own)} texts")
+            differences = (abs(reward - expected[text]) for reward, text in zip(rewards, own))
+            tally.largest_difference = max(tally.largest_difference, *differences)
+
+
+async def load(clients: int, seconds: float, url: str, expected: dict[str, float]) -> Tally:
+    """All clients at once."""
+    tally, until = Tally(), time.monotonic() + seconds
+    await asyncio.gather(*(client(number, url, expected, until, tally) for number in range(clients)))
+    return tally
+
+
+def main() -> int:
+    """Start the server, load it, stop it, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--reward_pretrain")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = asked.reward_pretrain or untrained(scratch)
+        expected = scored_alone(folder)
+        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", "--reward_pretrain", folder]
+        options = ["--port", "0", "--max_len", "512"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as server:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            print(line, end="")
+            url = line.split(" at ")[-1].split(",")[0]
+            tally = asyncio.run(load(asked.clients, asked.seconds, url, expected))
+            metrics = httpx.get(url.replace("get_reward", "metrics")).text
+            server.terminate()
+            server.communicate(timeout=90)
+    counted = "troupe_reward_pass_texts_count"
+    passes = next(float(one.split()[1]) for one in metrics.splitlines() if one.startswith(counted))
+    times = sorted(tally.seconds)
+    found = {
+        "requests": len(times),
+        "errors": len(tally.errors),
+        "texts_per_second": round(tally.texts / asked.seconds, 1),
+        "texts_per_pass": round(tally.texts / passes, 1),
+        "p50_ms": round(1e3 * times[len(times) // 2], 1),
+        "p99_ms": round(1e3 * times[int(len(times) * 0.99)], 1),
+        "largest_difference": tally.largest_difference,
+        "server_exit_code": server.returncode,
+    }
+    print(json.dumps(found), *tally.errors[:3], sep="\n")
+    return int(bool(tally.errors) or tally.largest_difference > 1e-5 or server.returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
