@@ -219,6 +219,64 @@ def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_tol
         assert tokenizer.decode(tokens[mask]) == "".join(f"{guess}<eos>" for guess in said[::2])
 
 
+@pytest.mark.parametrize("task", [SortTask(), WordTask()], ids=lambda task: task.name)
+def test_of_a_pair_the_chosen_answer_is_right_and_the_rejected_one_wrong(task: Task) -> None:
+    rows = task.pairs(3000, seed=0)
+    assert len(rows) == 3000
+    tokenizer = task_tokenizer(task)
+    for row in rows:
+        assert not is_heldout(row["prompt"])
+        # A right answer is a label too: it says all that the score asks for.
+        assert (task.score(row["chosen"], row["chosen"]), task.score(row["rejected"], row["chosen"])) == (1, 0)
+        assert len(tokenizer(row["rejected"])["input_ids"]) < 2 * task.max_response_tokens
+    assert task.pairs(100, seed=0) == rows[:100]
+    assert task.pairs(100, seed=1) != rows[:100]
+    # No sort of mistake is all there is.
+    assert len({row["rejected"] for row in rows}) > 500
+
+
+def test_wrong_sorts_are_of_every_kind() -> None:
+    rows = SortTask().pairs(4000, seed=0)
+    kinds = {"backwards": 0, "in disorder": 0, "another letter": 0, "too short": 0, "too long": 0}
+    for row in rows:
+        right, wrong = "".join(sorted(row["prompt"][:-1])), row["rejected"]
+        assert row["chosen"] == right
+        if len(wrong) != 5:
+            kinds["too short" if len(wrong) < 5 else "too long"] += 1
+        elif set(wrong) != set(right):
+            kinds["another letter"] += 1
+        else:
+            kinds["backwards" if wrong == right[::-1] else "in disorder"] += 1
+    # As asked for; what was right after all (a shuffle in 1 of 120, a letter put back in 1 of 16) was drawn again.
+    shares = {name: count / 4000 for name, count in kinds.items()}
+    asked = {"backwards": 0.35, "in disorder": 0.25, "another letter": 0.2, "too short": 0.1, "too long": 0.1}
+    assert shares == pytest.approx(asked, abs=0.03)
+
+
+def test_wrong_answers_of_word_are_of_every_kind() -> None:
+    rows = WordTask().pairs(4000, seed=0)
+    mistakes = {"number": 0, "mark": 0, "unfinished": 0}
+    for row in rows:
+        answer = row["chosen"].rpartition(" ")[2]
+        found = re.fullmatch(r"(?:\S+=\d+ \S+=\d+ )?(####|so) (\d+)", row["rejected"])
+        if found is None:
+            mistakes["unfinished"] += 1
+        elif found[1] == "so":
+            mistakes["mark"] += 1
+        else:
+            assert found[2] != answer
+            mistakes["number"] += 1
+    assert min(mistakes.values()) > 200
+    # With the sums and without them: that is not what tells right from wrong.
+    assert 0.4 < sum("=" in row["rejected"] for row in rows) / 4000 < 0.7
+    assert 0.4 < sum("=" in row["chosen"] for row in rows) / 4000 < 0.7
+
+
+def test_a_game_has_no_pairs_and_says_which_tasks_do() -> None:
+    with pytest.raises(ValueError, match="'guess' has no pairs of answers; take task:sort or task:word, or a file of"):
+        GuessTask().pairs(1, seed=0)
+
+
 def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:
     class TwoLetters(SortTask):
         name = "two"

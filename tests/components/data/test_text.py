@@ -9,7 +9,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from components.data.prompts import PromptSource
 from components.data.supervised import encode_demonstrations
-from components.data.text import TextEncoder, load_tokenizer, render_prompt, same_vocabulary
+from components.data.text import (
+    TextEncoder,
+    load_tokenizer,
+    pad_apart_from_end,
+    render_conversation,
+    render_prompt,
+    same_vocabulary,
+)
 from components.data.tiny_model import character_tokenizer
 
 BOS, EOS, NO, YES = 1, 2, 3, 4
@@ -114,6 +121,43 @@ def test_chat_messages_and_the_chat_option_go_through_the_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template; set apply_chat_template=False"):
         render_prompt(turns, tokenizer)
+
+
+def test_a_conversation_is_written_out_with_its_answers_and_nothing_that_asks_for_another() -> None:
+    asking = TURNS + "{% if add_generation_prompt %}?{% endif %}"
+    tokenizer = word_tokenizer(template=asking)
+    turns = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+    assert render_conversation(turns, tokenizer) == "no yes </s>"
+    assert render_prompt(turns, tokenizer) == "no yes </s>?"
+    assert turns == [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+    tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
+    with pytest.raises(ValueError, match=r"refuses the messages .*\(no assistant\); mend the one or the other"):
+        render_conversation(turns, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        render_conversation(turns, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("special", "chosen"),
+    [
+        ({"pad_token": "no"}, None),  # its own is another token: nothing is changed
+        ({"pad_token": "</s>"}, "<s>"),
+        ({}, "<s>"),
+        ({"bos_token": "</s>"}, "<unk>"),
+        # Nothing else is special: the first token, or the second where the first one is the end.
+        ({"bos_token": "</s>", "unk_token": "</s>"}, "<unk>"),
+        ({"bos_token": "<unk>", "unk_token": "<unk>", "eos_token": "<unk>"}, "<s>"),
+    ],
+)
+def test_padding_is_no_end(special: dict[str, str], chosen: str | None) -> None:
+    tokenizer = word_tokenizer(**special)
+    before = tokenizer.pad_token
+    assert pad_apart_from_end(tokenizer) == chosen
+    assert tokenizer.pad_token == (chosen or before)
+    assert tokenizer.pad_token_id is not None
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert len(tokenizer) == 5  # none was added, for which the model would have no embedding
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system turn') }}", "{{ messages[0]['content'] + 1 }}"])

@@ -1,0 +1,255 @@
+"""Losses of pairs: numbers worked by hand, slow loops beside them, and what must not change them. P pairs."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from components.rl.aggregation import LossOutput
+from components.rl.preference_losses import bradley_terry_loss, dpo_loss
+
+LN = math.log
+Rows = list[tuple[float, float, float, float]]
+"""Of each pair four numbers: chosen, rejected, and the margin or the reference's two."""
+
+
+def values(output: LossOutput) -> dict[str, float]:
+    """The loss and its metrics, rounded so that they can be compared with fractions."""
+    return {name: round(x.item(), 6) for name, x in {"loss": output.loss, **output.metrics}.items()}
+
+
+def test_bradley_terry_by_hand() -> None:
+    # Gaps ln 3, 0, -ln 3: sigmoid of them 3/4, 1/2, 1/4. The tie is half of one told right.
+    chosen_P, rejected_P = torch.tensor([LN(3), 1.0, 0.0]), torch.tensor([0.0, 1.0, LN(3)])
+    assert values(bradley_terry_loss(chosen_P, rejected_P, 3)) == {
+        "loss": round(-(LN(3 / 4) + LN(1 / 2) + LN(1 / 4)) / 3, 6),
+        "accuracy": 0.5,
+        "chosen_reward": round((LN(3) + 1) / 3, 6),
+        "rejected_reward": round((1 + LN(3)) / 3, 6),
+        "margin": 0.0,
+    }
+
+
+def test_a_margin_is_taken_off_the_lead_and_leaves_the_metrics_as_they_are() -> None:
+    # Of a gap of ln 6 with margin ln 2, ln 3 is left: 3/4. Without a margin, a gap of ln 4: 4/5.
+    chosen_P, rejected_P = torch.tensor([LN(6), 0.0]), torch.tensor([0.0, -LN(4)])
+    margin_P = torch.tensor([LN(2), 0.0])
+    with_margin = values(bradley_terry_loss(chosen_P, rejected_P, 2, margin_P))
+    without = values(bradley_terry_loss(chosen_P, rejected_P, 2))
+    assert with_margin["loss"] == round(-(LN(3 / 4) + LN(4 / 5)) / 2, 6)
+    assert without["loss"] == round(-(LN(6 / 7) + LN(4 / 5)) / 2, 6)
+    assert with_margin | {"loss": 0} == without | {"loss": 0}
+    assert with_margin["accuracy"] == 1.0
+    # A pair that is ahead by less than its margin is told right, as the margin is none of the reward.
+    assert values(bradley_terry_loss(torch.tensor([1.0]), torch.tensor([0.0]), 1, torch.tensor([5.0])))["accuracy"] == 1
+
+
+# One pair whose answers have log-probabilities -1 and -2, under the reference -1.5 and -1: log-ratios 0.5 and -1, and a
+# gap z of 1.5.
+HAND = (torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([-1.0]))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_dpo_by_hand() -> None:
+    # beta = 2: -log sigmoid(3); implicit rewards 2 * 0.5 = 1 and 2 * -1 = -2.
+    assert values(dpo_loss(*HAND, 1, beta=2.0)) == {
+        "loss": round(LN(1 + math.exp(-3)), 6),
+        "accuracy": 1.0,
+        "chosen_reward": 1.0,
+        "rejected_reward": -2.0,
+        "margin": 3.0,
+    }
+
+
+def test_conservative_dpo_takes_a_share_of_the_labels_for_wrong() -> None:
+    # 9/10 of -log sigmoid(3), and 1/10 of -log sigmoid(-3), which is 3 more.
+    smoothed, plain = values(dpo_loss(*HAND, 1, beta=2.0, label_smoothing=0.1)), values(dpo_loss(*HAND, 1, beta=2.0))
+    assert smoothed["loss"] == round(LN(1 + math.exp(-3)) + 0.3, 6)
+    assert smoothed | {"loss": 0} == plain | {"loss": 0}
+
+
+def test_ipo_asks_for_a_gap_of_half_of_one_over_beta() -> None:
+    # (1.5 - 1 / (2 * 2))^2 = 1.25^2
+    assert values(dpo_loss(*HAND, 1, beta=2.0, ipo=True))["loss"] == 1.5625
+    # With beta = 1/3 the gap of 1.5 is what is asked for: no loss, no gradient.
+    chosen_P = torch.tensor([-1.0], requires_grad=True)
+    output = dpo_loss(chosen_P, *HAND[1:], 1, beta=1 / 3, ipo=True)
+    output.loss.backward()
+    assert chosen_P.grad is not None
+    assert (output.loss.item(), chosen_P.grad.item()) == pytest.approx((0, 0), abs=1e-6)
+
+
+def test_a_policy_that_is_its_reference_is_level_and_learns_half_of_beta() -> None:
+    both = [torch.tensor([-1.0, -3.0], requires_grad=True) for _ in range(2)]
+    output = dpo_loss(*both, *(x_P.detach() for x_P in both), 2, beta=0.5)
+    assert values(output) == {
+        "loss": round(LN(2), 6),
+        "accuracy": 0.5,
+        "chosen_reward": 0.0,
+        "rejected_reward": 0.0,
+        "margin": 0.0,
+    }
+    output.loss.backward()
+    # beta * sigmoid(0), over two pairs.
+    assert [x_P.grad.tolist() for x_P in both if x_P.grad is not None] == [[-0.125] * 2, [0.125] * 2]
+
+
+def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
+    """One pair after the other."""
+    loss, accuracy = 0.0, 0.0
+    for chosen, rejected, margin, _ in rows:
+        loss -= math.log(sigmoid(chosen - rejected - margin)) / total
+        accuracy += (1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0) / total
+    return {"loss": loss, "accuracy": accuracy}
+
+
+def slow_dpo(rows: Rows, total: float, beta: float, smoothing: float, ipo: bool) -> dict[str, float]:
+    """One pair after the other."""
+    found = {"loss": 0.0, "accuracy": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "margin": 0.0}
+    for chosen, rejected, reference_chosen, reference_rejected in rows:
+        better, worse = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
+        if ipo:
+            found["loss"] += ((better - worse) / beta - 1 / (2 * beta)) ** 2 / total
+        else:
+            right, wrong = math.log(sigmoid(better - worse)), math.log(sigmoid(worse - better))
+            found["loss"] -= ((1 - smoothing) * right + smoothing * wrong) / total
+        found["accuracy"] += (1.0 if better > worse else 0.5 if better == worse else 0.0) / total
+        found["chosen_reward"] += better / total
+        found["rejected_reward"] += worse / total
+        found["margin"] += (better - worse) / total
+    return found
+
+
+def columns(rows: Rows) -> list[Tensor]:
+    return [torch.tensor(column) for column in zip(*rows)]
+
+
+# Eighths are exact in float32, so that a tie is one for both.
+EIGHTHS = st.integers(-64, 0).map(lambda x: x / 8)
+ROWS = st.lists(st.tuples(EIGHTHS, EIGHTHS, EIGHTHS, EIGHTHS), min_size=1, max_size=9)
+
+
+@given(rows=ROWS, total=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_bradley_terry_agrees_with_a_slow_loop(rows: Rows, total: int) -> None:
+    chosen_P, rejected_P, margin_P, _ = columns(rows)
+    found, expected = values(bradley_terry_loss(chosen_P, rejected_P, total, margin_P)), slow_bradley_terry(rows, total)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@given(
+    rows=ROWS,
+    total=st.integers(1, 20),
+    beta=st.sampled_from([0.125, 0.5, 2.0]),
+    smoothing=st.sampled_from([0.0, 0.1, 0.4]),
+    ipo=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_dpo_agrees_with_a_slow_loop(rows: Rows, total: int, beta: float, smoothing: float, ipo: bool) -> None:
+    found = values(dpo_loss(*columns(rows), total, beta=beta, label_smoothing=smoothing, ipo=ipo))
+    assert found == pytest.approx(slow_dpo(rows, total, beta, smoothing, ipo), rel=1e-5, abs=1e-5)
+
+
+LOSSES: dict[str, Callable[[list[Tensor], float], LossOutput]] = {
+    "bradley_terry": lambda x, total: bradley_terry_loss(x[0], x[1], total),
+    "with margin": lambda x, total: bradley_terry_loss(x[0], x[1], total, x[2].detach()),
+    "dpo": lambda x, total: dpo_loss(*x, total, beta=0.5),
+    "conservative": lambda x, total: dpo_loss(*x, total, beta=0.5, label_smoothing=0.2),
+    "ipo": lambda x, total: dpo_loss(*x, total, beta=0.5, ipo=True),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+@every_loss
+@given(rows=ROWS, cut=st.integers(1, 8))
+@settings(max_examples=30, deadline=None)
+def test_micro_batches_add_up_to_the_whole(name: str, rows: Rows, cut: int) -> None:
+    def looked_at(parts: list[Rows]) -> tuple[dict[str, float], Tensor]:
+        sums: dict[str, float] = {}
+        gradients = []
+        for part in parts:
+            own = [x_P.requires_grad_() for x_P in columns(part)]
+            output = LOSSES[name](own, len(rows))
+            gradients.append(torch.cat(torch.autograd.grad(output.loss, own[:2])).view(2, -1))
+            assert not any(metric.requires_grad for metric in output.metrics.values())
+            for metric, x in {"loss": output.loss, **output.metrics}.items():
+                sums[metric] = sums.get(metric, 0.0) + x.item()
+        return sums, torch.cat(gradients, 1)
+
+    whole, parts = looked_at([rows]), looked_at([part for part in (rows[:cut], rows[cut:]) if part])
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=1e-5)
+
+
+@every_loss
+def test_a_step_makes_the_chosen_answer_likelier_and_the_rejected_one_less_likely_by_as_much(name: str) -> None:
+    own = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0), (-4.0, -1.0, -1.0, -1.0)])]
+    better_P, worse_P = torch.autograd.grad(LOSSES[name](own, 2).loss, own[:2])
+    assert (better_P < 0).all() or name == "ipo"
+    assert better_P.equal(-worse_P)
+    # The pair that is told wrong pulls harder.
+    assert better_P[1] < better_P[0]
+
+
+def test_ipo_pulls_back_a_gap_that_is_too_large() -> None:
+    chosen_P = torch.tensor([3.0], requires_grad=True)
+    (gradient_P,) = torch.autograd.grad(dpo_loss(chosen_P, *[torch.zeros(1)] * 3, 1, beta=0.5, ipo=True).loss, chosen_P)
+    # 2 * (3 - 1 / (2 * 0.5))
+    assert gradient_P.item() == 4.0
+
+
+def test_no_gradient_flows_into_the_reference() -> None:
+    own = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0)])]
+    dpo_loss(*own, 1, beta=0.1).loss.backward()
+    assert [x_P.grad is not None for x_P in own] == [True, True, False, False]
+
+
+@every_loss
+@pytest.mark.parametrize("far", [1e4, -1e4, 1e8, -1e8])
+def test_extreme_values_give_finite_losses_and_gradients(name: str, far: float) -> None:
+    own = [x_P.requires_grad_() for x_P in (torch.tensor([far, 0.0]), torch.zeros(2), torch.zeros(2), torch.zeros(2))]
+    output = LOSSES[name](own, 2)
+    assert all(math.isfinite(x) for x in values(output).values())
+    assert all(x_P.isfinite().all() for x_P in torch.autograd.grad(output.loss, own[:2]))
+    if name in ("bradley_terry", "with margin"):
+        # Linear where all is lost, and nothing where all is won; the other pair is level.
+        assert output.loss.item() == pytest.approx((max(-far, 0) + LN(2)) / 2)
+
+
+def test_losses_are_float32_whatever_the_scores_are() -> None:
+    chosen_P, rejected_P = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.5], dtype=torch.bfloat16)
+    assert bradley_terry_loss(chosen_P, rejected_P, 1).loss.dtype == torch.float32
+    assert dpo_loss(*[chosen_P, rejected_P] * 2, 1, beta=0.1).loss.dtype == torch.float32
+
+
+ONE, TWO = torch.zeros(1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bradley_terry_loss(TWO, ONE, 1), r"chosen_P has shape \[2\], rejected_P \[1\]; both must be \[P\]"),
+        (lambda: bradley_terry_loss(TWO, TWO, 1, ONE), r"chosen_P has shape \[2\], margin_P \[1\]"),
+        (lambda: bradley_terry_loss(TWO.view(1, 2), TWO.view(1, 2), 1), r"shape \[1, 2\], .*must be \[P\]"),
+        (lambda: bradley_terry_loss(TWO, TWO, 0), "total_pairs=0: a step without a pair has no mean; drop it"),
+        (lambda: bradley_terry_loss(TWO, TWO, math.nan), "total_pairs=nan"),
+        (lambda: dpo_loss(TWO, TWO, ONE, TWO, 1, beta=0.1), r"reference_chosen_P \[1\]"),
+        (lambda: dpo_loss(TWO, TWO, TWO, ONE, 1, beta=0.1), r"reference_rejected_P \[1\]"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), "total_pairs=-1"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=0.0), r"beta=0\.0: nothing would be learnt; set it above 0"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=-1.0), r"beta=-1\.0"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=math.nan), "beta=nan"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=0.5), r"label_smoothing=0\.5; set a share"),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=-0.1), r"label_smoothing=-0\.1"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Callable[[], LossOutput], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
