@@ -74,12 +74,14 @@ class PreferenceData:
         return len(self.openings)
 
 
-def load_pairs(source: str, *, max_rows: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def load_pairs(
+    source: str, *, split: str = "train", max_rows: int | None = None, seed: int = 0
+) -> list[dict[str, Any]]:
     """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`."""
     kind, _, task = source.partition(":")
     if kind == "task":
         return list(get_task(task).pairs(max_rows or 10_000, seed))
-    return read_records(source)[:max_rows]
+    return read_records(source, split=split)[:max_rows]
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:

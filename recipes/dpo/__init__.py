@@ -1,1 +1,1 @@
-"""Direct preference optimisation: one trainer, the policy that learns from pairs of answers, and its reference."""
+"""Direct preference optimisation: one trainer, and the ranks of the policy that learns from pairs of answers."""

@@ -24,26 +24,31 @@ def answer_logprobs(logprob_N: Tensor, batch: Batch) -> Tensor:
     return sequence_sums(chosen(batch["loss_mask"], logprob_N), batch.lengths)
 
 
-def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> LossOutput:
-    """The loss of the pairs, and the weight of the chosen answers' own likelihood."""
-    logprob_N = token_logprobs(model, micro).logprob_N
-    chosen_P, rejected_P = answer_logprobs(logprob_N, micro).view(-1, PAIR).unbind(1)
-    reference_P2 = micro["reference_logprob"].view(-1, PAIR)
-    pairs = totals.sequences / PAIR
-    output = dpo_loss(
+def preference_loss(logprob_B: Tensor, batch: Batch, total_pairs: float, config: DPOConfig) -> LossOutput:
+    """What it costs that the policy gives these log-probabilities to the answers, beside those of the reference."""
+    chosen_P, rejected_P = logprob_B.view(-1, PAIR).unbind(1)
+    reference_chosen_P, reference_rejected_P = batch["reference_logprob"].view(-1, PAIR).unbind(1)
+    return dpo_loss(
         chosen_P,
         rejected_P,
-        reference_P2[:, 0],
-        reference_P2[:, 1],
-        pairs,
+        reference_chosen_P,
+        reference_rejected_P,
+        total_pairs,
         beta=config.beta,
         label_smoothing=config.label_smoothing,
         ipo=config.ipo,
     )
+
+
+def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> LossOutput:
+    """The loss of the pairs, and the weight of the chosen answers' own likelihood."""
+    logprob_N = token_logprobs(model, micro).logprob_N
+    total_pairs = totals.sequences / PAIR
+    output = preference_loss(answer_logprobs(logprob_N, micro), micro, total_pairs, config)
     if not config.nll_loss_coef:
         return output
     # Per token of its answer, so that long answers do not count for more (Pang et al. 2024, arXiv 2404.19733).
-    nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / pairs
+    nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / total_pairs
     return LossOutput(output.loss + config.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})
 
 

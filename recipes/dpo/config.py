@@ -3,11 +3,13 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from components.engines.config import TrainConfig
 from components.tracking import WandbConfig
 from core import ConfigError
+
+from . import flags
 
 RECIPE = Path(__file__).parent.name
 
@@ -15,6 +17,9 @@ RECIPE = Path(__file__).parent.name
 @dataclass(kw_only=True)
 class DPOConfig:
     """Make the better answers of pairs likelier than the others, without a reward model."""
+
+    ALIASES: ClassVar = flags.ALIASES
+    REFUSED: ClassVar = flags.REFUSED
 
     # --- the run
     run_dir: str = field(default_factory=lambda: f"runs/{RECIPE}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -32,7 +37,7 @@ class DPOConfig:
     pretrain: str = ""
     """The policy to start from: a folder or hub name, or `warm_start:<task>` for a task's demonstration model."""
     ref_pretrain: str | None = None
-    """The reference that the policy is held to. Default: where it starts."""
+    """The reference that the policy is held to; asked once, before training. Default: where the policy starts."""
     attn_implementation: str | None = None
     """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
     tokenizer_chat_template: str | None = None
@@ -42,6 +47,8 @@ class DPOConfig:
     dataset: str = ""
     """Pairs: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, or `task:<name>` for a generated
     task's."""
+    dataset_split: str = "train"
+    """Which split of a hub name or folder; a file has only train."""
     prompt_key: str | None = None
     """Column of what both answers follow: text or chat messages. Default: what both answers begin with alike."""
     chosen_key: str = "chosen"
@@ -58,6 +65,8 @@ class DPOConfig:
     """Pairs with a longer answer (in tokens, with its prompt) are left out, and counted."""
     eval_dataset: str | None = None
     """Pairs that are only judged. Default: `eval_samples` of the dataset's."""
+    eval_split: str = "train"
+    """Which split of eval_dataset."""
     eval_samples: int = 256
     """Hold out at least so many pairs of the dataset, such that no conversation is on both sides; 0: none."""
     eval_steps: int = -1
@@ -102,8 +111,16 @@ class DPOConfig:
     """Recompute activations in the backward pass instead of keeping them."""
     adam_offload: bool = False
     """Keep Adam's state in host memory."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank (peft) instead of the weights. 0: train all."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Layers that get an adapter: their names or endings, or all-linear."""
     packing_samples: bool = False
-    """Lay answers end to end instead of padding them. Changes memory and speed, never the result."""
+    """Lay answers end to end instead of padding them. Changes no results but for rounding."""
     max_tokens_per_gpu: int = 16192
     """Token budget of a micro-batch on one rank. Changes memory and speed, never the result."""
 
@@ -153,6 +170,10 @@ class DPOConfig:
         for name in ("save_steps", "eval_steps"):
             if getattr(self, name) == 0 or getattr(self, name) < -1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set 1 or more, or -1")
+        if (self.eval_dataset or "").startswith("task:"):
+            raise ConfigError(
+                f"eval_dataset={self.eval_dataset}: a task draws the pairs of its dataset again; set eval_samples"
+            )
         if self.eval_steps > 0 and not (self.eval_dataset or self.eval_samples):
             raise ConfigError("eval_steps without held-out pairs; set eval_dataset or eval_samples, or leave it out")
         if self.train_batch_size < self.ranks:
@@ -174,6 +195,11 @@ class DPOConfig:
     def ranks(self) -> int:
         """Processes that train."""
         return self.num_nodes * (self.num_gpus_per_node or 1)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that were named, by option."""
+        return {"pretrain": self.pretrain} | ({} if self.ref_pretrain is None else {"ref_pretrain": self.ref_pretrain})
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -207,5 +233,9 @@ class DPOConfig:
             packing=self.packing_samples,
             gradient_checkpointing=self.gradient_checkpointing,
             adam_offload=self.adam_offload,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            lora_target_modules=",".join(self.target_modules),
             seed=self.seed,
         )

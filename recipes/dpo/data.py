@@ -1,14 +1,56 @@
-"""The pairs of each optimizer step, in an order that a resumed run goes on with."""
+"""Where rows have their pairs, and the pairs of each optimizer step, in an order that a resumed run goes on with."""
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from components.batch import Batch
-from components.data.preferences import select_pairs
+from components.data.preferences import PairFormat, load_pairs, read_pairs, select_pairs
+from components.data.text import load_tokenizer, same_vocabulary
+from core import ConfigError
 
 from .algorithm import PAIR, minibatches
 from .config import DPOConfig
+
+FIRST_ROWS = 100
+"""So many are looked at before any process starts."""
+
+
+def pair_format(config: DPOConfig, source: str) -> PairFormat:
+    """Where the rows of a source have their pairs; a task's have it where they always do."""
+    if source.startswith("task:"):
+        return PairFormat(prompt_key="prompt", apply_chat_template=config.apply_chat_template)
+    return PairFormat(
+        prompt_key=config.prompt_key,
+        chosen_key=config.chosen_key,
+        rejected_key=config.rejected_key,
+        apply_chat_template=config.apply_chat_template,
+        input_template=config.input_template,
+    )
+
+
+def check_rows(config: DPOConfig) -> None:
+    """See that both models read the same tokens, and that the first rows hold pairs.
+
+    Raises:
+        ConfigError: one of them does not; the message says what to set.
+    """
+    option = "pretrain"
+    try:
+        tokenizer = load_tokenizer(config.pretrain, chat_template=config.tokenizer_chat_template, pad_with_end=True)
+        option = "ref_pretrain"
+        reference = config.ref_pretrain
+        if reference and not same_vocabulary(tokenizer, load_tokenizer(reference, pad_with_end=True)):
+            raise ValueError(
+                f"it has another vocabulary than pretrain={config.pretrain}, so it would read other words; set it to "
+                "a model of the same family"
+            )
+        for option, split in (("dataset", config.dataset_split), ("eval_dataset", config.eval_split)):
+            if source := getattr(config, option):
+                rows = load_pairs(source, split=split, max_rows=FIRST_ROWS)
+                read_pairs(rows, pair_format(config, source), tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"{option}={getattr(config, option)}: {error}") from error
 
 
 class Pairs:

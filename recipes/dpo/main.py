@@ -2,10 +2,10 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from components.data.records import read_records
 from components.data.tasks import get_task
 from components.hub import find_model
 from components.launch import STOP_GRACE_S, open_run, printed, run_job
@@ -30,31 +30,29 @@ def build_job(config: DPOConfig) -> Job:
     builder.role(Role.TRAINER).run(f"{__package__}.trainer:DPOTrainer")
     builder.role(Role.ACTOR).train(f"{__package__}.roles.actor:Actor").resource(accelerator=1)
     builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
-    builder.role(Role.REFERENCE).run(f"{__package__}.roles.reference:Reference").total(config.ranks)
-    builder.resource(accelerator=1).max_restarts(config.max_restarts)
-    builder.with_collocation(Role.ACTOR, Role.REFERENCE)
     return builder.build()
 
 
-def check_inputs(config: DPOConfig) -> None:
-    """See that models and pairs can be there, before any process starts."""
-    for option in ("pretrain", "ref_pretrain"):
-        path = getattr(config, option)
+def check_models(config: DPOConfig) -> None:
+    """See that the models can be there, before any process starts."""
+    for option, path in config.models.items():
         try:
-            if path is not None and not path.startswith(WARM_START_PREFIX):
+            if not path.startswith(WARM_START_PREFIX):
                 find_model(path)
         except ValueError as error:
             raise ConfigError(f"{option}={path}: {error}") from error
-    for option in ("dataset", "eval_dataset"):
-        source = getattr(config, option)
-        kind, _, task = (source or "").partition(":")
-        try:
-            if kind == "task":
-                get_task(task).pairs(1, config.seed)
-            elif source is not None:
-                read_records(source)
-        except ValueError as error:
-            raise ConfigError(f"{option}={source}: {error}") from error
+
+
+def check_pairs(config: DPOConfig, models: Mapping[str, str]) -> None:
+    """See that pairs are there and that the models, by now folders or hub names, can read them."""
+    kind, _, task = config.dataset.partition(":")
+    if kind == "task":
+        get_task(task).pairs(1, config.seed)
+        if config.models == {"pretrain": f"{WARM_START_PREFIX}{task}"}:
+            return  # made for these pairs; a tokenizer takes seconds to import
+    from .data import check_rows
+
+    check_rows(replace(config, **models))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,13 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
         if config.print_config or config.dry_run:
             print(printed(config, given_options(DPOConfig, arguments)) if config.print_config else plan)
             return 0
-        check_inputs(config)
+        check_models(config)
+        models = {option: resolve_model(path) for option, path in config.models.items()}
+        check_pairs(config, models)
         run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    policy, reference = config.pretrain, config.ref_pretrain or config.pretrain
-    models = {"pretrain": resolve_model(policy), "ref_pretrain": resolve_model(reference)}
     job.config = replace(config, run_dir=str(run_dir), **models)
     return run_job(
         job,

@@ -1,9 +1,8 @@
-"""What involves the job as a whole. Everything else goes through the trainer's role groups."""
+"""What involves the job as a whole. Everything else goes through the trainer's role group."""
 
 from core import Role, RoleGroup
 
 
 def end_job() -> None:
-    """Tell all processes that no call will follow."""
-    for role in (Role.ACTOR, Role.REFERENCE):
-        RoleGroup(role).call(end_job).result()
+    """Tell all ranks that no call will follow."""
+    RoleGroup(Role.ACTOR).call(end_job).result()

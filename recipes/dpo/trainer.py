@@ -2,32 +2,22 @@
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch.nn.functional import logsigmoid
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
-from components.data.preferences import (
-    PairFormat,
-    PreferenceData,
-    encode_pairs,
-    hold_out,
-    load_pairs,
-    read_pairs,
-    select_pairs,
-)
+from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
 from components.data.stream import SampleStream
-from components.data.text import load_tokenizer, same_vocabulary
+from components.data.text import load_tokenizer
 from components.progress import PhaseClock, Progress, RunCheckpoints
 from components.tracking import Tracker, console_line, redact
 from core import BaseTrainer, replicate
 
 from . import remote_call
-from .algorithm import PAIR
+from .algorithm import PAIR, preference_loss
 from .config import RECIPE, DPOConfig
-from .data import Accuracy, Pairs
+from .data import Accuracy, Pairs, pair_format
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 
@@ -67,21 +57,15 @@ class DPOTrainer(BaseTrainer):
             self.say(console_line(step, {name: metrics[name] for name in SHOWN} | judged))
 
     def judge(self) -> dict[str, float]:
-        """How the policy tells the held-out pairs apart by its implicit rewards, as in the paper."""
+        """How the policy tells the held-out pairs apart by its implicit rewards, and its loss on them."""
         assert self.heldout is not None
+        count = len(self.heldout) // PAIR
         logprob_B = self.RG_ACTOR.logprobs(self.heldout.only("tokens", "loss_mask"))["logprob"]
-        reward_P2 = self.config.beta * (logprob_B - self.heldout["reference_logprob"]).view(-1, PAIR)
-        gap_P = reward_P2[:, 0] - reward_P2[:, 1]
-        accuracy = float((gap_P.sign() + 1).mean() / 2)
-        self.accuracy.add(accuracy)
-        return {
-            "eval/accuracy": accuracy,
-            "eval/accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / len(gap_P)),
-            "eval/loss": float(-logsigmoid(gap_P).mean()),
-            "eval/margin": float(gap_P.mean()),
-            "eval/chosen_reward": float(reward_P2[:, 0].mean()),
-            "eval/rejected_reward": float(reward_P2[:, 1].mean()),
-        }
+        output = preference_loss(logprob_B, self.heldout, count, self.config)
+        found = {name: round(float(value), 6) for name, value in {"loss": output.loss, **output.metrics}.items()}
+        self.accuracy.add(found["accuracy"])
+        found["accuracy_standard_error"] = math.sqrt(found["accuracy"] * (1 - found["accuracy"]) / count)
+        return {f"eval/{name}": value for name, value in found.items()}
 
     def finish(self) -> None:
         """Save what is not yet saved, sum up, and say where the model is."""
@@ -113,8 +97,7 @@ class DPOTrainer(BaseTrainer):
         self.tokenizer = load_tokenizer(
             config.pretrain, chat_template=config.tokenizer_chat_template, pad_with_end=True
         )
-        self.check_reference()
-        data = self.pairs(load_pairs(config.dataset, max_rows=config.max_samples, seed=config.seed))
+        data = self.pairs()
         self.stream = SampleStream(data.minibatch, data.steps, stopped=lambda: self.stop_requested)
         self.checkpoints = RunCheckpoints(
             Checkpoints(config.checkpoint_dir, config.max_ckpt_num),
@@ -144,56 +127,33 @@ class DPOTrainer(BaseTrainer):
             self.say(f"not exactly as before: {line}")
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
-    def check_reference(self) -> None:
-        """See that the reference reads the same tokens."""
-        reference = self.config.ref_pretrain
-        assert reference is not None  # main.py has put the policy's start where there was none
-        if not same_vocabulary(self.tokenizer, load_tokenizer(reference, pad_with_end=True)):
-            raise ValueError(
-                f"ref_pretrain={reference} has another vocabulary than pretrain={self.config.pretrain}, so it would "
-                "read other words; set it to a model of the same family"
-            )
-
-    def pairs(self, rows: list[dict[str, Any]]) -> Pairs:
+    def pairs(self) -> Pairs:
         """The pairs to train on; sets those that are held out."""
         config = self.config
-        found, index_P = self.encoded(rows), None
-        self.heldout: Batch | None = None
+        found = self.encoded(config.dataset, config.dataset_split, config.max_samples)
+        train, self.heldout = found.batch, None
         if config.eval_dataset:
-            self.heldout = self.encoded(load_pairs(config.eval_dataset, seed=config.seed)).batch
+            self.heldout = self.encoded(config.eval_dataset, config.eval_split).batch
         elif config.eval_samples:
             index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
-            self.heldout = select_pairs(found.batch, held_P)
-        train = found.batch if index_P is None else select_pairs(found.batch, index_P)
-        self.RG_REFERENCE.load(self.config.ref_pretrain)
-        train = self.with_reference(train)
-        self.heldout = None if self.heldout is None else self.with_reference(self.heldout)
-        self.RG_REFERENCE.release()
+            train, self.heldout = select_pairs(found.batch, index_P), select_pairs(found.batch, held_P)
         data = Pairs(train, config)
         held = 0 if self.heldout is None else len(self.heldout) // PAIR
-        self.say(f"{len(data.batch) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
+        self.say(f"{len(train) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
         return data
 
-    def with_reference(self, batch: Batch) -> Batch:
-        """The pairs with `reference_logprob` of each answer."""
-        found = self.RG_REFERENCE.logprobs(batch.only("tokens", "loss_mask"))
-        return batch.with_sequences(reference_logprob=found["logprob"])
-
-    def encoded(self, rows: list[dict[str, Any]]) -> PreferenceData:
-        """Pairs as token ids; what cannot be used is left out, counted and said."""
+    def encoded(self, source: str, split: str, max_rows: int | None = None) -> PreferenceData:
+        """Pairs as token ids, with `reference_logprob` of each answer; what is left out is counted and said."""
         config = self.config
-        form = PairFormat(
-            prompt_key="prompt" if config.dataset.startswith("task:") else config.prompt_key,
-            chosen_key=config.chosen_key,
-            rejected_key=config.rejected_key,
-            apply_chat_template=config.apply_chat_template,
-            input_template=config.input_template,
-        )
-        pairs = read_pairs(rows, form, self.tokenizer)
+        rows = load_pairs(source, split=split, max_rows=max_rows, seed=config.seed)
+        pairs = read_pairs(rows, pair_format(config, source), self.tokenizer)
         found = encode_pairs(pairs, self.tokenizer, max_tokens=config.max_len, with_mask=True)
-        counts = f"left out: {found.dropped}; repeated: {found.repeated}"
-        self.say(f"{len(found)} of {len(rows)} pairs can be used ({counts})")
-        return found
+        self.say(
+            f"{len(found)} of {len(rows)} pairs can be used (left out: {found.dropped}; repeated: {found.repeated})"
+        )
+        answers = found.batch.only("tokens", "loss_mask")
+        logprob_B = self.RG_ACTOR.reference_logprobs(config.ref_pretrain or config.pretrain, answers)["logprob"]
+        return replace(found, batch=found.batch.with_sequences(reference_logprob=logprob_B))
 
     # --- checkpoints
 

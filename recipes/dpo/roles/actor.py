@@ -1,11 +1,13 @@
 """The policy that learns."""
 
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import load_policy, token_logprobs
+from components.engines.causal import evaluate, load_policy, token_logprobs
 from components.engines.train_engine import init_process_group, open_engine
 from core import BaseWorkload, rpc, trainer_invocation
 
@@ -15,13 +17,30 @@ from ..config import DPOConfig
 
 
 class Actor(BaseWorkload):
-    """One rank of the policy."""
+    """One rank of the policy; before it, for a moment, one instance of the reference."""
 
     config: DPOConfig
 
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
         self.setup_process_group(init_process_group)
+
+    @trainer_invocation(post_func=Batch.concat)
+    def reference_logprobs(self, model_path: str, answers: Batch) -> Batch:
+        """`logprob` of each answer under a frozen model, which leaves again; the batch is split over the ranks."""
+        own, device = self.config, "cuda" if torch.cuda.is_available() else "cpu"
+        engine = own.engine(1, device == "cuda")
+        dtype = "bfloat16" if engine.precision == "bf16" else "float32"
+        model: Any = load_policy(
+            model_path, dtype, attn_implementation=own.attn_implementation, packing=own.packing_samples
+        )
+        compute = partial(_logprobs, model.to(device).eval())
+        logprob_N = evaluate(
+            answers.only("tokens"), engine.max_tokens, device, compute, engine.max_sequences, engine.packing
+        )
+        del model, compute
+        torch.cuda.empty_cache()
+        return Batch(answers.lengths, {}, {"logprob": answer_logprobs(logprob_N, answers)})
 
     @trainer_invocation
     def load(self, model_path: str, total_steps: int) -> None:
@@ -43,7 +62,7 @@ class Actor(BaseWorkload):
     @trainer_invocation(post_func=Batch.concat)
     def logprobs(self, answers: Batch) -> Batch:
         """`logprob` of each answer; the batch is split over the ranks."""
-        logprob_N = self.engine.forward(answers.only("tokens"), lambda m, micro: token_logprobs(m, micro).logprob_N)
+        logprob_N = self.engine.forward(answers.only("tokens"), _logprobs)
         return Batch(answers.lengths, {}, {"logprob": answer_logprobs(logprob_N, answers)})
 
     @trainer_invocation
@@ -64,3 +83,7 @@ class Actor(BaseWorkload):
     @rpc(remote_call.end_job)
     def end(self) -> None:
         """Nothing is held outside the process."""
+
+
+def _logprobs(model: nn.Module, micro: Batch) -> Tensor:
+    return token_logprobs(model, micro).logprob_N

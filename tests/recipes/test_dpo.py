@@ -1,0 +1,329 @@
+"""recipes/dpo as its users meet it: what it minimises, what it learns, what changes nothing, and what is refused."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_runs import run_locally
+from recipe_runs import Run, RunFolder
+from tiny_models import byte_tokenizer, write_policy
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from components.batch import Batch
+from components.data.preferences import PairFormat, encode_pairs, read_pairs
+from components.data.tasks import get_task
+from components.data.text import TextEncoder, load_tokenizer
+from components.engines.causal import load_policy
+from components.engines.config import SamplingConfig
+from components.engines.hf_engine import HFRolloutEngine
+from components.rl.aggregation import Totals
+from components.warm_start import WARM_START_PREFIX, resolve_model
+from recipes.dpo.algorithm import loss, preference_loss
+from recipes.dpo.config import DPOConfig
+from recipes.dpo.main import main, read_config
+
+ROWS = [
+    {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},
+    {"prompt": "", "chosen": "a longer answer to nothing at all", "rejected": "no"},
+    {"prompt": "name a fruit:", "chosen": " fig", "rejected": ""},
+]
+"""The second has no prompt, and no token stands before its answers' first; the answer of the last is its end token."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A policy, and another of the same family to be its reference; their tokenizer has no token for padding."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    paths = write_policy(folder / "policy", tokenizer), write_policy(folder / "reference", tokenizer)
+    model: Any = AutoModelForCausalLM.from_pretrained(paths[1])
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(paths[1])
+    return paths
+
+
+@cache
+def loaded(folder: Path) -> Any:
+    """A model as transformers has it."""
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def answer_logprobs(folder: Path, prompt: str, answer: str) -> list[float]:
+    """Of each token of an answer, by transformers' own logits of one sequence."""
+    tokenizer, model = load_tokenizer(folder, pad_with_end=True), loaded(folder)
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+    ids = [*before, *after, tokenizer.eos_token_id]
+    with torch.no_grad():
+        logprob_TV = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    # Nothing says how likely the first token of a sequence is.
+    return [0.0 if t == 0 else float(logprob_TV[t - 1, ids[t]]) for t in range(len(before), len(ids))]
+
+
+def pairs_of(folder: Path, rows: list[dict[str, str]]) -> Batch:
+    tokenizer = load_tokenizer(folder, pad_with_end=True)
+    return encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), tokenizer), tokenizer, with_mask=True).batch
+
+
+def gaps(policy: Path, reference: Path) -> list[float]:
+    """By how much the log-ratio of the chosen answer is above that of the other, of each pair of ROWS."""
+    ratios = [
+        [sum(answer_logprobs(policy, row["prompt"], row[k])) - sum(answer_logprobs(reference, row["prompt"], row[k]))
+         for k in ("chosen", "rejected")]
+        for row in ROWS
+    ]  # fmt: skip
+    return [chosen - rejected for chosen, rejected in ratios]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_gap"),
+    [
+        ({"beta": 0.7}, lambda z: -math.log(1 / (1 + math.exp(-0.7 * z)))),
+        (
+            {"beta": 0.7, "label_smoothing": 0.2},
+            lambda z: 0.8 * math.log(1 + math.exp(-0.7 * z)) + 0.2 * math.log(1 + math.exp(0.7 * z)),
+        ),
+        ({"beta": 0.7, "ipo": True}, lambda z: (z - 1 / 1.4) ** 2),
+    ],
+    ids=["dpo", "cdpo", "ipo"],
+)
+@pytest.mark.parametrize("nll_loss_coef", [0.0, 0.5])
+def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
+    options: dict[str, Any], of_gap: Callable[[float], float], nll_loss_coef: float, models: tuple[Path, Path]
+) -> None:
+    policy, reference = models
+    config = DPOConfig(pretrain="x", dataset="x", nll_loss_coef=nll_loss_coef, **options)
+    batch = pairs_of(policy, ROWS)
+    of_reference = [
+        sum(answer_logprobs(reference, row["prompt"], row[k])) for row in ROWS for k in ("chosen", "rejected")
+    ]
+    batch = batch.with_sequences(reference_logprob=torch.tensor(of_reference))
+    output = loss(load_policy(policy), batch, Totals(tokens=1, sequences=6), config)
+    nll = [-sum(x) / len(x) for x in (answer_logprobs(policy, row["prompt"], row["chosen"]) for row in ROWS)]
+    expected = sum(map(of_gap, gaps(policy, reference))) / 3 + nll_loss_coef * sum(nll) / 3
+    assert output.loss.item() == pytest.approx(expected, abs=2e-5)
+    output.loss.backward()
+    assert ("nll" in output.metrics) == (nll_loss_coef > 0)
+
+
+def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> None:
+    config = DPOConfig(pretrain="x", dataset="x")
+    batch = pairs_of(models[0], ROWS).with_sequences(reference_logprob=torch.zeros(6))
+    own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats of each token; a prompt's may be anything
+    found = preference_loss(_sums(own_N, batch), batch, 3, config)
+    # -1 for each token and the end token: " two" 5, " eleven, they say" 18, then 34 and 3, 5 and 1.
+    gap = [0.1 * (18 - 5), 0.1 * (3 - 34), 0.1 * (1 - 5)]
+    assert found.loss.item() == pytest.approx(sum(math.log(1 + math.exp(-z)) for z in gap) / 3, abs=1e-6)
+    assert found.metrics["accuracy"].item() == pytest.approx(1 / 3)
+
+
+def _sums(x_N: Tensor, batch: Batch) -> Tensor:
+    from recipes.dpo.algorithm import answer_logprobs
+
+    return answer_logprobs(x_N, batch)
+
+
+# --- runs
+
+SHORT = """dataset=task:sort max_samples=200 eval_samples=40 max_len=16 train_batch_size=32 learning_rate=1e-3
+    lr_warmup_ratio=0.1 zero_stage=2 nll_loss_coef=0.1 seed=1"""
+"""Five optimizer steps."""
+VARIANTS = {
+    "plain": ["save_steps=2"],
+    "again": [],
+    "packed": ["packing_samples=true"],
+    "micro": ["micro_train_batch_size=3", "max_tokens_per_gpu=60"],
+    "fsdp": ["train_engine=fsdp"],
+    "resumed": [],
+    "adapters": ["lora_rank=4", "lora_alpha=8", "learning_rate=1e-2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Short runs in one process, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {name: [f"pretrain={policy}", *SHORT.split(), *given] for name, given in VARIANTS.items()}
+    options["resumed"].append(f"resume={folder}/plain/checkpoints/step_2")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    own = [f"dataset={folder}/rows.jsonl", "prompt_key=prompt", f"eval_dataset={folder}/rows.jsonl", "beta=0.7"]
+    options["two models"] = [f"pretrain={models[0]}", f"ref_pretrain={models[1]}", *own]
+    return run_locally("dpo", folder, options)
+
+
+def difference(one: RunFolder, other: RunFolder) -> float:
+    """The largest one between their trained weights."""
+    weights = [{name: x for name, x in run.weights().items() if name.startswith("hf")} for run in (one, other)]
+    assert weights[0].keys() == weights[1].keys() != set()
+    return max(float((x - weights[1][name]).abs().max()) for name, x in weights[0].items())
+
+
+@pytest.mark.timeout(300)  # the first test waits for the runs
+def test_a_run_is_the_same_again_and_resumed_to_the_last_bit(runs: dict[str, RunFolder]) -> None:
+    assert difference(runs["plain"], runs["again"]) == 0
+    assert difference(runs["plain"], runs["resumed"]) == 0
+    assert [line["step"] for line in runs["resumed"].metrics] == [3, 4, 5]
+    untimed = [line for line in runs["plain"].learnt() if line["step"] > 2]
+    assert untimed == runs["resumed"].learnt()
+    # What was there at the start is known to the end.
+    assert runs["plain"].summary["score"] == runs["resumed"].summary["score"]
+    assert runs["plain"].summary["score"]["start"] == 0.5  # the policy is its own reference: all pairs are ties
+
+
+@pytest.mark.parametrize("other", ["packed", "micro", "fsdp"])
+def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other: str) -> None:
+    assert difference(runs["plain"], runs[other]) < 1e-4
+    for one, two in zip(runs["plain"].metrics, runs[other].metrics, strict=True):
+        for name in ("actor/loss", "actor/margin", "actor/nll", "eval/loss"):
+            assert one.get(name) == pytest.approx(two.get(name), abs=1e-4)
+
+
+def test_two_ranks_learn_what_one_learns(
+    runs: dict[str, RunFolder], policy: Path, ray_address: str, tmp_path: Path
+) -> None:
+    run = Run("dpo", ray_address, tmp_path / "run", f"pretrain={policy}", *SHORT.split(), "num_gpus_per_node=2").wait()
+    assert run.code == 0, run.err
+    assert difference(runs["plain"], run) < 1e-4
+    assert run.summary["score"] == pytest.approx(runs["plain"].summary["score"], abs=1e-6)
+    assert run.left_behind() == []
+
+
+def test_another_model_can_be_the_reference(runs: dict[str, RunFolder], models: tuple[Path, Path]) -> None:
+    run, z = runs["two models"], gaps(*models)
+    start = run.metrics[0]
+    assert start["eval/loss"] == pytest.approx(sum(math.log(1 + math.exp(-0.7 * x)) for x in z) / 3, abs=1e-5)
+    assert start["eval/margin"] == pytest.approx(0.7 * sum(z) / 3, abs=1e-5)
+    assert start["eval/accuracy"] == pytest.approx(sum(x > 0 for x in z) / 3, abs=1e-5)
+    assert run.summary["status"] == "finished"
+
+
+def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, RunFolder], policy: Path) -> None:
+    run = runs["adapters"]
+    first, *_, last = [line["eval/loss"] for line in run.metrics if "eval/loss" in line]
+    assert last < first - 0.02
+    saved, start = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (run.run_dir / "checkpoints" / "step_5" / "hf", policy)
+    )
+    changed = {name for name in start if not start[name].equal(saved[name])}
+    assert changed == {name for name in start if name.endswith("proj.weight")}
+
+
+@pytest.mark.timeout(400)
+def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
+    start = Path(resolve_model(f"{WARM_START_PREFIX}sort"))
+    # As in tiny.yaml, which is read because no model is named, with half of the pairs.
+    run = run_locally("dpo", tmp_path, {"run": ["seed=1", "max_samples=2760", "eval_samples=200"]})["run"]
+    assert run.summary["steps"] == 20
+    end = run.run_dir / "checkpoints" / "step_20" / "hf"
+    # Measured, greedy and sampled, seed 1: .06 -> .9, .21 -> .8.
+    assert truth(end, 0) > truth(start, 0) + 0.6
+    assert truth(end, 1) > truth(start, 1) + 0.35
+    assert run.summary["score"]["end"] > 0.85
+
+
+def truth(folder: Path, temperature: float) -> float:
+    """Share of 300 held-out prompts of the task that a policy answers right."""
+    task = get_task("sort")
+    rows, tokenizer = task.rows("heldout", 300, seed=0), load_tokenizer(folder)
+    encoder = TextEncoder(tokenizer)
+    prompts = Batch.from_rows(
+        {"tokens": [encoder.encode_prompt(row["input"]) for row in rows]},
+        per_sequence={"prompt_id": torch.arange(300), "sample_id": torch.zeros(300, dtype=torch.int64)},
+    )
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=8)
+    done = HFRolloutEngine(folder).generate(prompts, sampling)
+    answers = done["tokens"].split(done.lengths.tolist())
+    texts = [
+        tokenizer.decode(answer[length:], skip_special_tokens=True)
+        for answer, length in zip(answers, prompts.lengths.tolist(), strict=True)
+    ]
+    return sum(task.score(str(text), row["label"]) for text, row in zip(texts, rows, strict=True)) / 300
+
+
+# --- options
+
+FLAT = """--pretrain m --ref_pretrain r --ref_offload --dataset d --eval_dataset e --eval_split test --prompt_key p
+    --chosen_key c --rejected_key w --apply_chat_template --max_samples 9 --max_len 99 --train_batch_size 64
+    --micro_train_batch_size 2 --max_epochs 3 --beta 0.2 --ipo --nll_loss_coef 0.3 --learning_rate 5e-7
+    --lr_warmup_ratio 0.05 --lr_scheduler cosine_with_min_lr --l2 0.1 --adam_betas 0.9 0.99 --zero_stage 3 --bf16
+    --gradient_checkpointing --packing_samples --lora_rank 8 --lora_alpha 16 --target_modules q_proj v_proj
+    --save_path s --save_steps 5 --ckpt_path k --load_checkpoint --logging_steps 1 --eval_steps 7 --seed 3
+    --aux_loss_coef 0 --use_wandb true"""
+NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload --data.dataset d --eval.dataset e
+    --eval.split test --data.prompt_key p --data.chosen_key c --data.rejected_key w --data.apply_chat_template
+    --data.max_samples 9 --data.max_len 99 --train.batch_size 64 --train.micro_batch_size 2 --train.max_epochs 3
+    --model.beta 0.2 --model.ipo_enable --model.nll_loss_coef 0.3 --adam.lr 5e-7 --lr_warmup_ratio 0.05
+    --lr_scheduler cosine_with_min_lr --adam.weight_decay 0.1 --adam.betas 0.9 0.99 --ds.zero_stage 3 --bf16
+    --model.gradient_checkpointing_enable --ds.packing_samples --ds.lora.rank 8 --ds.lora.alpha 16
+    --ds.lora.target_modules q_proj v_proj --ckpt.output_dir s --ckpt.save_steps 5 --ckpt.path k --ckpt.load_enable
+    --logger.logging_steps 1 --eval.steps 7 --train.seed 3 --model.aux_loss_coef 0 --optim adam
+    --logger.wandb.key true"""
+
+
+def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
+    flat, new = (read_config(["run_dir=x", *text.split()]) for text in (FLAT, NEW))
+    assert flat == new
+    assert (flat.pretrain, flat.ref_pretrain, flat.beta, flat.ipo, flat.nll_loss_coef) == ("m", "r", 0.2, True, 0.3)
+    assert (flat.learning_rate, flat.adam_betas, flat.target_modules) == (5e-7, (0.9, 0.99), ["q_proj", "v_proj"])
+    assert set(DPOConfig.ALIASES.values()) <= {option.name for option in fields(DPOConfig)}
+    assert not set(DPOConfig.REFUSED) & {option.name for option in fields(DPOConfig)}
+
+
+def test_its_defaults_are_those_of_openrlhf() -> None:
+    config = read_config(["pretrain=m", "dataset=d"])
+    assert (config.train_batch_size, config.max_epochs, config.learning_rate) == (128, 1, 1e-5)
+    assert (config.max_len, config.beta, config.label_smoothing, config.ipo) == (512, 0.1, 0.0, False)
+    assert (config.nll_loss_coef, config.ref_pretrain, config.prompt_key) == (0.0, None, None)
+
+
+def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry_run", "num_gpus_per_node=4", "num_nodes=2"]) == 0
+    roles = json.loads(capsys.readouterr().out)["roles"]
+    found = {name: (role["nnodes"], role["nproc_per_node"]) for name, role in roles.items()}
+    assert found == {"TRAINER": (1, 1), "ACTOR": (2, 4)}
+    assert [role["resource"]["accelerator"] for role in roles.values()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["dataset={rows}", "chosen_key=better"], "dataset={rows}: row 0: column 'better' must hold text"),
+        (["dataset={rows}", "eval_dataset={rows}", "eval_split=test"], "eval_dataset={rows}: "),
+        (["dataset={empty}"], "dataset={empty}: data '{empty}' must hold a list of at least one object"),
+        (["dataset={rows}", "ref_pretrain={other}"], "ref_pretrain={other}: it has another vocabulary than pretrain="),
+        (["dataset={rows}", "ref_pretrain=nobody/has-this"], "ref_pretrain=nobody/has-this: it is no folder here"),
+        (["dataset=task:sport"], "sport"),
+        (["dataset=task:sort", "eval_dataset=task:sort"], "eval_dataset=task:sort: a task draws the pairs of its"),
+        (["dataset={rows}", "ipo=true", "label_smoothing=0.1"], "label_smoothing=0.1; set 0 to below 0.5, and 0 with"),
+        (["dataset={rows}", "beta=0"], "beta=0.0; set it above 0"),
+        (["dataset={rows}", "train_batch_size=1", "num_gpus_per_node=2"], "train_batch_size=1 pairs for 2 ranks"),
+        (["dataset={rows}", "flash_attn=true"], "flash_attn: use attn_implementation=flash_attention_2"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    options: list[str],
+    message: str,
+    models: tuple[Path, Path],
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"rows": f"{tmp_path}/rows.jsonl", "empty": f"{tmp_path}/empty.jsonl", "other": str(policy)}
+    Path(names["rows"]).write_text("\n".join(map(json.dumps, ROWS)))
+    Path(names["empty"]).write_text("")
+    run_dir = tmp_path / "run"
+    assert main([f"run_dir={run_dir}", f"pretrain={models[0]}", *(text.format(**names) for text in options)]) == 2
+    error = capsys.readouterr().err
+    assert message.format(**names) in error
+    assert error.count("\n") == 1
+    assert not run_dir.exists()
