@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from components.batch import Batch
+from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.supervised import encode_demonstrations
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
@@ -183,12 +184,43 @@ def play_sft(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
     return [actor["train_step"](demonstrations) for demonstrations in steps]
 
 
+def play_reward_model(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """An optimizer step per stored minibatch of pairs, which say by how much the one is better."""
+    from recipes.reward_model.main import read_config
+    from recipes.reward_model.roles.reward import Reward
+
+    options = f"pretrain={model} dataset=task:sort run_dir={stage.folder} learning_rate=1e-2 margin_loss=true"
+    reward = stage.role(Reward, read_config([*options.split(), "zero_stage=0"]))
+    reward["load"](model, STEPS, task_tokenizer(get_task("sort")).pad_token_id)
+    return [reward["train_step"](pairs) for pairs in steps]
+
+
+def play_dpo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """An optimizer step per stored minibatch of pairs, with all that the loss knows."""
+    from recipes.dpo.main import read_config
+    from recipes.dpo.roles.actor import Actor
+
+    options = f"""pretrain={model} dataset=task:sort run_dir={stage.folder} learning_rate=1e-2 zero_stage=0 beta=0.5
+        label_smoothing=0.1 nll_loss_coef=0.2"""
+    actor = stage.role(Actor, read_config(options.split()))
+    actor["load"](model, STEPS)
+    # The reference is near the policy before its first step, not the same: ties would be decided by rounding.
+    before = [actor["logprobs"](pairs.only("tokens", "loss_mask"))["logprob"] for pairs in steps]
+    near = [logprob_B + torch.arange(len(logprob_B)).cos() for logprob_B in before]
+    return [
+        actor["train_step"](pairs.with_sequences(reference_logprob=logprob_B))
+        for pairs, logprob_B in zip(steps, near, strict=True)
+    ]
+
+
 RECIPES: dict[str, Callable[[Stage, str, list[Batch]], list[Metrics]]] = {
+    "dpo": play_dpo,
     # With all that the loss knows: a KL, clip-higher, a correction, a penalty on length.
     "grpo": partial(play_role_groups, "grpo", "kl_coef=0.05 clip_high=0.28 correction=tis overlong_buffer=3"),
     "openrlhf_ppo": play_openrlhf_ppo,
     # REINFORCE++-baseline with a KL in the reward.
     "reinforce_pp": partial(play_role_groups, "reinforce_pp", "kl_coef=0.1 baseline=group_mean gamma=0.9"),
+    "reward_model": play_reward_model,
     "sft": play_sft,
     "verl_ppo": play_verl_ppo,
 }
@@ -205,7 +237,8 @@ def summary(experience: Batch) -> Metrics:
 
 def make_rollouts(recipe: str, model: str) -> Batch:
     """Answers of the untrained model to a few prompts, and what each is worth: the share of its letters that come
-    later than the one before. For sft, demonstrations. All steps end to end, told apart by `step`.
+    later than the one before. For sft, demonstrations; for reward_model and dpo, pairs. All steps end to end, told
+    apart by `step`.
     """
     task = get_task("sort")
     tokenizer = task_tokenizer(task)
@@ -213,6 +246,10 @@ def make_rollouts(recipe: str, model: str) -> Batch:
     step_B = torch.arange(count) // (PROMPTS * SAMPLES)
     if recipe == "sft":
         return encode_demonstrations(task.demonstrations(count, 0), tokenizer).batch.with_sequences(step=step_B)
+    if recipe in ("reward_model", "dpo"):
+        pairs = [row | {"margin": i % 3 / 4} for i, row in enumerate(task.pairs(count // 2, 0))]
+        read = read_pairs(pairs, PairFormat(prompt_key="prompt"), tokenizer)
+        return encode_pairs(read, tokenizer, with_mask=recipe == "dpo").batch.with_sequences(step=step_B)
     rows = [tokenizer(row["input"])["input_ids"] for row in task.rows("train", STEPS * PROMPTS, 0)]
     ids = {"prompt_id": torch.arange(len(rows)).repeat_interleave(SAMPLES)}
     ids["sample_id"] = torch.arange(SAMPLES).repeat(len(rows))

@@ -27,7 +27,14 @@ class Trial(NamedTuple):
 
 # An untrained policy, of at most four letters where five are asked for, earns 0: what is added is all there is.
 OF_LOOPS = "data.path=task:sort data.max_rows=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
+OF_PAIRS = "dataset=task:sort max_samples=8 eval_samples=4 train_batch_size=4"
 TRIALS = {
+    "dpo": Trial(
+        "token_logprobs(model, micro).logprob_N",
+        "token_logprobs(model, micro).logprob_N * 0 - 7",
+        "actor/nll",
+        f"{OF_PAIRS} nll_loss_coef=1",
+    ),
     "grpo": Trial('return samples["reward"]', 'return samples["reward"] + 7', "reward/shaped", OF_LOOPS),
     "reinforce_pp": Trial(
         "return reward_B.clamp(*config.algorithm.reward_range)",
@@ -48,6 +55,12 @@ TRIALS = {
         "prompt_data=task:sort scorer=sort max_samples=4 rollout_batch_size=4 n_samples_per_prompt=2 "
         "train_batch_size=8 generate_max_len=4 advantage_estimator=reinforce init_kl_coef=0",
     ),
+    "reward_model": Trial(
+        "return score_N[batch.offsets[1:] - 1]",
+        "return score_N[batch.offsets[1:] - 1] * 0 + 7",
+        "reward/chosen_reward",
+        OF_PAIRS,
+    ),
     "sft": Trial(
         "token_logprobs(model, micro).logprob_N",
         "token_logprobs(model, micro).logprob_N * 0 - 7",
@@ -64,7 +77,8 @@ TRIALS = {
         "trainer.total_epochs=1",
     ),
 }
-MODEL = {"openrlhf_ppo": "pretrain", "sft": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
+MODEL = dict.fromkeys(("dpo", "openrlhf_ppo", "reward_model", "sft"), "pretrain")
+MODEL["verl_ppo"] = "actor_rollout_ref.model.path"
 """The option that names the model, where it is not model.path."""
 
 

@@ -124,6 +124,25 @@ def role_group_calls(model: str, folder: Path) -> Calls:
     }
 
 
+def pairs() -> Batch:
+    """Two answers of three tokens to the same, of which the first is better."""
+    tokens = experience().only("tokens")
+    mask_N = torch.tensor([False, False, True, True, True] * 2)
+    found = {"margin": torch.tensor([0.5, 0.5]), "reference_logprob": torch.tensor([-3.0, -2.0])}
+    return tokens.with_tokens(loss_mask=mask_N).with_sequences(**found)
+
+
+def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
+    """Of reward_model and dpo."""
+    state, answers = str(folder / "state"), pairs().only("tokens", "loss_mask")
+    kept = [("save_state", (state,)), ("load_state", (state,))]
+    if recipe == "reward_model":
+        calls = [("load", (model, 1, 0)), ("train_step", (pairs(),)), ("score", (answers.only("tokens"),)), *kept]
+        return {"Reward": [*calls, ("save", (str(folder / "saved"), 0.0, 1.0))]}
+    calls = [("reference_logprobs", (model, answers)), ("load", (model, 1)), ("train_step", (pairs(),))]
+    return {"Actor": [*calls, ("logprobs", (answers,)), *kept, ("save", (str(folder / "saved"),))]}
+
+
 def verl_calls(model: str, folder: Path) -> Calls:
     """Of verl_ppo, by the roles' names there; the policy is all that it can be, in one process."""
     tokens, sampling = experience().only("tokens"), SamplingConfig(max_new_tokens=4)
@@ -180,7 +199,10 @@ def main(recipe: str, model: str, folder: Path) -> None:
         walk(recipe, verl_config(model, folder), verl_calls(model, folder), folder)
         return
     read_config = import_module(f"recipes.{recipe}.main").read_config
-    if recipe == "openrlhf_ppo":
+    if recipe in ("reward_model", "dpo"):
+        config = read_config([f"run_dir={folder}", f"pretrain={model}", "dataset=task:sort"])
+        calls = pair_calls(recipe, model, folder)
+    elif recipe == "openrlhf_ppo":
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
         sizes += ["async_train=true", "partial_rollout=true"]
         config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))

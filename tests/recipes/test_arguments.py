@@ -11,7 +11,15 @@ from recipe_runs import ROOT
 
 @pytest.mark.parametrize(
     ("recipe", "methods"),
-    [("openrlhf_ppo", 30), ("grpo", 14), ("reinforce_pp", 14), ("multi_turn", 14), ("verl_ppo", 19)],
+    [
+        ("openrlhf_ppo", 30),
+        ("grpo", 14),
+        ("reinforce_pp", 14),
+        ("multi_turn", 14),
+        ("verl_ppo", 19),
+        ("reward_model", 6),
+        ("dpo", 7),
+    ],
 )
 def test_no_method_of_a_role_changes_its_arguments(recipe: str, methods: int, policy: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -15,7 +15,7 @@ from recipe_runs import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 GOLDEN = Path(__file__).parent / "golden"
-RECIPES = ("grpo", "openrlhf_ppo", "reinforce_pp", "sft", "verl_ppo")
+RECIPES = ("dpo", "grpo", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
 
 
 @pytest.fixture(scope="module")
