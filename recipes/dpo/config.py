@@ -152,6 +152,14 @@ class DPOConfig:
     """Show every so many steps in the terminal; the files have all."""
     use_wandb: str | None = None
     """Log to W&B: an API key, or `true` to use WANDB_API_KEY. Without a key it stays offline, in the run folder."""
+    wandb_org: str | None = None
+    """W&B user or team that owns the project. Default: the key's."""
+    wandb_project: str = "troupe"
+    """W&B project."""
+    wandb_group: str | None = None
+    """W&B group."""
+    wandb_run_name: str | None = None
+    """W&B run. Default: the run folder's name."""
     use_tensorboard: str | None = None
     """Write TensorBoard's files: a folder, or `true` for run_dir/tensorboard."""
 
@@ -174,6 +182,16 @@ class DPOConfig:
             raise ConfigError(
                 f"eval_dataset={self.eval_dataset}: a task draws the pairs of its dataset again; set eval_samples"
             )
+        if self.input_template is not None:
+            if "{}" not in self.input_template:
+                raise ConfigError(
+                    f"input_template={self.input_template!r} has no place for the prompt; write {{}} there"
+                )
+            if self.prompt_key is None or self.apply_chat_template:
+                raise ConfigError(
+                    "input_template goes around a prompt of its own column that is no chat message; set prompt_key and "
+                    "leave apply_chat_template out, or leave input_template out"
+                )
         if self.eval_steps > 0 and not (self.eval_dataset or self.eval_samples):
             raise ConfigError("eval_steps without held-out pairs; set eval_dataset or eval_samples, or leave it out")
         if self.train_batch_size < self.ranks:
@@ -211,7 +229,13 @@ class DPOConfig:
         """Where W&B shows the run; None when it is off."""
         if self.use_wandb is None or self.use_wandb.lower() == "false":
             return None
-        return WandbConfig(key=None if self.use_wandb.lower() == "true" else self.use_wandb)
+        return WandbConfig(
+            key=None if self.use_wandb.lower() == "true" else self.use_wandb,
+            org=self.wandb_org,
+            project=self.wandb_project,
+            group=self.wandb_group,
+            run_name=self.wandb_run_name,
+        )
 
     def engine(self, total_steps: int, has_gpu: bool) -> TrainConfig:
         """The training engine."""

@@ -1,5 +1,6 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from components.launch import STOP_GRACE_S, open_run, printed, run_job
 from components.tracking import redact
 from components.warm_start import WARM_START_PREFIX, resolve_model
 from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
+from core.placement import detect_devices
 
 from .config import RECIPE, DPOConfig
 
@@ -34,7 +36,12 @@ def build_job(config: DPOConfig) -> Job:
 
 
 def check_models(config: DPOConfig) -> None:
-    """See that the models can be there, before any process starts."""
+    """See that the models can be there, and their attention, before any process starts."""
+    attention = config.attn_implementation or ""
+    if attention.startswith("flash_attention") and not detect_devices():
+        raise ConfigError(f"attn_implementation={attention} needs a GPU, and this machine shows none; leave it out")
+    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(f"attn_implementation={attention} needs the package flash_attn; install it, or set sdpa")
     for option, path in config.models.items():
         try:
             if not path.startswith(WARM_START_PREFIX):
@@ -47,8 +54,11 @@ def check_pairs(config: DPOConfig, models: Mapping[str, str]) -> None:
     """See that pairs are there and that the models, by now folders or hub names, can read them."""
     kind, _, task = config.dataset.partition(":")
     if kind == "task":
-        get_task(task).pairs(1, config.seed)
-        if config.models == {"pretrain": f"{WARM_START_PREFIX}{task}"}:
+        try:
+            get_task(task).pairs(1, config.seed)
+        except ValueError as error:
+            raise ConfigError(f"dataset={config.dataset}: {error}") from error
+        if config.models == {"pretrain": f"{WARM_START_PREFIX}{task}"} and not config.eval_dataset:
             return  # made for these pairs; a tokenizer takes seconds to import
     from .data import check_rows
 

@@ -148,9 +148,8 @@ class DPOTrainer(BaseTrainer):
         rows = load_pairs(source, split=split, max_rows=max_rows, seed=config.seed)
         pairs = read_pairs(rows, pair_format(config, source), self.tokenizer)
         found = encode_pairs(pairs, self.tokenizer, max_tokens=config.max_len, with_mask=True)
-        self.say(
-            f"{len(found)} of {len(rows)} pairs can be used (left out: {found.dropped}; repeated: {found.repeated})"
-        )
+        left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
+        self.say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
         answers = found.batch.only("tokens", "loss_mask")
         logprob_B = self.RG_ACTOR.reference_logprobs(config.ref_pretrain or config.pretrain, answers)["logprob"]
         return replace(found, batch=found.batch.with_sequences(reference_logprob=logprob_B))
