@@ -20,6 +20,7 @@ from agents.options import AgentOptions
 from agents.rendering import decode
 from components.batch import Batch
 from components.data.reward_workers import FEW_FAILURES, allowed_failures
+from components.data.rewards import RewardError
 from components.data.text import TextEncoder
 from components.engines.async_engine import AsyncEngine, Generation, Request, open_async_engine
 from components.engines.batched_engine import BatchedEngine
@@ -108,7 +109,8 @@ class Player:
             What `as_batch` says, in the order of `prompts`; of a `RolloutEngine` what that returns.
 
         Raises:
-            RuntimeError: more episodes ended as errors than `options.max_failed_share` allows, or the engine failed.
+            RewardError: more episodes ended as errors than `options.max_failed_share` allows.
+            RuntimeError: the engine failed.
         """
         if isinstance(self.engine, RolloutEngine):
             return self.engine.generate(prompts, sampling)
@@ -313,7 +315,7 @@ class _Failures:
         self._first: Episode | None = None
 
     def add(self, task: EpisodeTask, episode: Episode) -> None:
-        """Count one; RuntimeError when it is one too many."""
+        """Count one; RewardError when it is one too many."""
         self._failed.append(episode.status == "error")
         if episode.status != "error":
             return
@@ -324,7 +326,7 @@ class _Failures:
         failed, seen = sum(self._failed), len(self._failed)
         count = self._count or (seen if failed == seen > FEW_FAILURES else WINDOW)
         if failed > allowed_failures(count, self._share):
-            error = RuntimeError(
+            error = RewardError(
                 f"{failed} of {count} episodes ended as errors, more than agent.max_failed_share={self._share:g} "
                 f"allows; the first: {self._first.error}"
             )

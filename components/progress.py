@@ -21,6 +21,7 @@ BATCHES = Path("state", "batches")
 GROUPS = "groups"
 """Name of the `GroupsInFlight` among the stream's sources: a run that begins to use it has no state of it yet."""
 _FILE = "__batch__"
+_UNRECORDED = "unrecorded"
 
 
 class Saved(Protocol):
@@ -141,6 +142,8 @@ class RunCheckpoints:
         self._saved_step = 0  # of the newest checkpoint of this run; 0 when there is none
         self.metrics: dict[str, float] = {}
         """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `checkpoint/failed`."""
+        self.unrecorded: tuple[Batch, dict[str, float]] | None = None
+        """A step that was trained on, and is not yet evaluated and written down: see `record`."""
 
     def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
         """Set the parts to where a checkpoint was written; None when there is none to go on from.
@@ -178,6 +181,8 @@ class RunCheckpoints:
             )
         for name, part in self._loaded.items():
             part.load_state_dict(saved.get(name, {}))
+        if (unrecorded := saved.get(_UNRECORDED)) is not None:
+            self.unrecorded = unrecorded["batch"], unrecorded["metrics"]
         stream = self._stream
         if left is not None:
             stream.steps = stream.step + stream.queued + left()
@@ -210,12 +215,60 @@ class RunCheckpoints:
             CheckpointError: the disk does not take it.
             ValueError: batches of the stream hold objects that no file can.
         """
-        step = self._stream.step
-        if step == self._saved_step:
+        if self._stream.step != self._saved_step:
+            self._save()
+
+    def save_unfinished(self) -> None:
+        """Write a checkpoint from which nothing has to be done again, where a run ends because rewards have failed.
+
+        It is of the step that was trained on last, and holds what waits in the stream's queue, and what is unrecorded.
+        That it cannot be written is said and not raised: the error that ends the run is on its way already.
+        """
+        step, waiting = self._stream.step, self._stream.queued
+        is_saved = step == self._saved_step and not waiting and self.unrecorded is None
+        if is_saved or not step:  # a run that has learnt nothing begins anew, with other options if need be
             return
+        try:
+            self._save()
+        except Exception as error:  # noqa: BLE001
+            self._say(f"warning: {error}; what was done since the checkpoint before is lost")
+            return
+        held = "" if self.unrecorded is None else ", whose evaluation is still to be made"
+        held += f", and {waiting} batch{'es' * (waiting != 1)} of answers" if waiting else ""
+        self._say(f"saved for when the rewards are back: step {step}{held}; the same command goes on")
+
+    def record(self, judge: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]) -> bool:
+        """Let `judge` evaluate a step that was trained on, and write it down. Where that fails, `save_unfinished` keeps
+        what is given here, for `catch_up`.
+
+        Args:
+            judge: (batch, metrics) -> whether the step is the best so far.
+            batch: what the step was trained on.
+            metrics: of the training.
+
+        Returns:
+            What `judge` does.
+        """
+        self.unrecorded = batch, metrics
+        is_best = judge(batch, metrics)
+        self.unrecorded = None
+        return is_best
+
+    def catch_up(self, judge: Callable[[Batch, dict[str, float]], bool]) -> None:
+        """Where the run that is gone on with ended in `record`, do that again first."""
+        if self.unrecorded is not None:
+            is_best = self.record(judge, *self.unrecorded)
+            self._saved_step = -1  # the checkpoint of this step knows nothing of it
+            self.save_when_due(is_best)
+
+    def _save(self) -> None:
+        step = self._stream.step
         batches: dict[str, Batch] = {}
         state = _without_batches(self._stream.states(), "batch", batches)
         state |= {name: part.state_dict() for name, part in self.parts.items()}
+        if self.unrecorded is not None:
+            batch, metrics = self.unrecorded
+            state[_UNRECORDED] = {"batch": _without_batches(batch, "unrecorded", batches), "metrics": metrics}
 
         def write(folder: Path) -> None:
             for name, batch in batches.items():

@@ -5,13 +5,15 @@
 
 "scores" and "extra_logs" may be missing; an entry of "extra_logs" may be one number. One thread for each server
 takes requests from a common queue, so that a slow server gets fewer. What a new try may mend is tried again, on the
-next server if there are several; nothing is ever replaced by a made-up reward.
+next server if there are several; nothing is ever replaced by a made-up reward. Servers that ask for a bearer token get
+the one in the environment variable TROUPE_REWARD_TOKEN.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import random
 import threading
@@ -34,6 +36,8 @@ from components.data.rewards import (
     read_columns,
 )
 
+TOKEN = "TROUPE_REWARD_TOKEN"
+UNAUTHORIZED = 401
 TOO_MANY_REQUESTS = 429
 LONGEST_PAUSE_S = 10.0
 """The longest wait between two tries, whatever a server asks for with Retry-After."""
@@ -41,18 +45,25 @@ LONGEST_PAUSE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+class RefusedError(RewardError, ValueError):
+    """A server answered what no new try would change; once somebody has mended it, a run can go on."""
+
+
 class RemoteReward:
     """Servers that all compute the same reward."""
 
     def __init__(self, urls: Sequence[str], settings: RewardSettings, *, pause_s: float = 0.5) -> None:
-        """Nothing is sent yet. `pause_s` comes before the second try and doubles with each further one."""
+        """Nothing is sent yet. `pause_s` comes before the second try and doubles with each further one.
+
+        Raises ValueError for a token that no header can hold.
+        """
         self.source = f"reward server {', '.join(map(_shown, urls))}"
         self._urls = list(urls)
         self._settings = settings
         self._pause_s = pause_s
         # Not the module's generator: its state belongs to whoever has set a seed.
         self._random = random.Random()
-        self._client = httpx.Client(timeout=settings.url_timeout_s)
+        self._client = httpx.Client(timeout=settings.url_timeout_s, headers=_authorization())
 
     def __call__(
         self,
@@ -64,7 +75,7 @@ class RemoteReward:
     ) -> RewardOutput:
         """Reward B sequences.
 
-        Raises ValueError for an answer that a new try would not mend, RewardError when all tries are used up.
+        Raises RefusedError for an answer that a new try would not mend, RewardError when all tries are used up.
         """
         count = len(queries)
         check_lengths(self.source, count, prompts=prompts, labels=labels)
@@ -169,19 +180,28 @@ class RemoteReward:
         return httpx.Response(response.status_code, headers=headers, content=b"".join(parts))
 
 
+def _authorization() -> dict[str, str]:
+    token = os.environ.get(TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):  # what the HTTP library would say of it shows it
+        raise ValueError(f"{TOKEN} holds characters that no HTTP header can; set it to the server's token")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def _columns(url: str, response: httpx.Response, count: int) -> Columns:
     """Read an answer that no new try would change."""
     where = f"reward server {_shown(url)} answered with HTTP status {response.status_code}"
+    if response.status_code == UNAUTHORIZED:
+        raise RefusedError(f"{where}: {_excerpt(response)}; set {TOKEN} to the server's token in the environment")
     if not response.is_success:
-        raise ValueError(f"{where}: {_excerpt(response)}; set the reward to a URL that takes the request")
+        raise RefusedError(f"{where}: {_excerpt(response)}; set the reward to a URL that takes the request")
     try:
         answer = response.json()
     except ValueError as error:
-        raise ValueError(f"{where} and no JSON: {_excerpt(response)}") from error
+        raise RefusedError(f"{where} and no JSON: {_excerpt(response)}") from error
     try:
         return read_columns(answer, count)
     except ValueError as error:
-        raise ValueError(f"{where}, but {error}: {_excerpt(response)}") from error
+        raise RefusedError(f"{where}, but {error}: {_excerpt(response)}") from error
 
 
 def _excerpt(response: httpx.Response) -> str:

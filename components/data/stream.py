@@ -69,8 +69,8 @@ class SampleStream(Generic[Item]):
             queue_size: batches generated ahead of training; 0: each when the loop asks for it.
             stopped: asked before each step; once it is true the iteration ends, with steps left.
             sources: what `generate` changes, by the name it has in a checkpoint. Their `state_dict` must not change
-                afterwards: it is taken before each generation, and is what a checkpoint holds as long as that lasts, so
-                that the same samples are asked for again.
+                afterwards: it is taken before each generation, and is what a checkpoint holds as long as that lasts,
+                and after it has failed, so that the same samples are asked for again.
             clock: of the run: told how long the loop waits, and how long the generation of a batch took.
             metrics: of the generation that has just ended, asked for in the thread that generates.
             most_stale: versions that the weights of any token may be behind. Default: `queue_size`.
@@ -96,6 +96,7 @@ class SampleStream(Generic[Item]):
         self.most_stale = self._most_stale
         """So many versions may that batch be behind; of one from another run's checkpoint as that run had it."""
         self._queue: deque[Queued[Item]] = deque()  # of the steps that follow `step`, without a gap
+        self._at_hand: Queued[Item] | None = None  # of the step at hand
         # Between the loop and the thread, which hold it as they read or write what follows, `step` and `_queue`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -118,7 +119,7 @@ class SampleStream(Generic[Item]):
                 queued = self._wait() if self.queue_size else self._make()
                 if queued is None:
                     break
-                self.metrics, self.most_stale = queued.metrics, queued.most_stale
+                self._at_hand, self.metrics, self.most_stale = queued, queued.metrics, queued.most_stale
                 yield queued.batch
             was_left = False
         finally:
@@ -133,6 +134,16 @@ class SampleStream(Generic[Item]):
     def ending(self) -> bool:
         """Whether no further batch will be asked for: the loop was stopped or left. `generate` may return None then."""
         return self._left or self._stopped()
+
+    def put_back(self) -> None:
+        """Take the step at hand back, whose batch nothing was learnt from: it comes first when the loop, which is to be
+        left now, goes on, also where it goes on from a state.
+        """
+        with self._changed:
+            assert self._at_hand is not None, "no batch was handed out, or it was put back already"
+            self._queue.appendleft(self._at_hand)
+            self._at_hand = None
+            self.step -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs; the batches of the queue are in it as they are."""
@@ -163,8 +174,11 @@ class SampleStream(Generic[Item]):
         if self._queue:  # of a checkpoint
             queued = self._queue.popleft()
         else:
-            # A step counts only once its samples are there: after a failure the same step is tried again.
+            # A step counts only once its samples are there: after a failure the same step is tried again, from where
+            # the sources were, as a state that is asked for then says too.
+            self._under_way = self._source_states()
             batch = self._generate(self.step + 1)
+            self._under_way = None
             if batch is None:
                 if not self._stopped():
                     self.steps = self.step

@@ -46,6 +46,8 @@ MICRO_BATCHES = ("micro_train_batch_size", "micro_rollout_batch_size")
 TOKEN_BUDGETS = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
 REFERENCES_OWN = ("ref_num_nodes", "ref_num_gpus_per_node", "kl_estimator")
 EVALUATIONS_OWN = ("eval_temperature", "eval_n_samples_per_prompt", "max_eval_samples")
+NEED_EVALUATION = ("eval_scorer", "eval_split", "eval_steps", "best_eval_metric_key")
+"""Options that are refused without an eval_dataset."""
 WANDBS_OWN = ("wandb_org", "wandb_project", "wandb_group", "wandb_run_name")
 """Options that have no effect where something else is not set; a user who names one is told."""
 ROLLOUTS_OWN = {name: name for name in ("temperature", "top_p", "enforce_eager", "verify_weight_sync")} | {
@@ -334,6 +336,9 @@ class PPOConfig:
     # --- evaluation
     eval_dataset: str | None = None
     """Held-out prompts: as prompt_data; `task:<name>` gives a task's held-out items."""
+    eval_scorer: str | None = None
+    """Scores held-out answers in place of the reward that is trained on: a built-in scorer, a Python file or servers'
+    URLs. Their mean under that reward is logged beside it, as eval/SOURCE_reward. Default: that reward scores them."""
     eval_split: str | None = None
     """Which split of it. Default: train, as in OpenRLHF; of a task: heldout."""
     max_eval_samples: int = 2048
@@ -558,11 +563,13 @@ class PPOConfig:
     def _check_evaluation(self) -> None:
         self._at_least_one("max_eval_samples", "eval_n_samples_per_prompt")
         if self.eval_dataset is None:
-            changed = [
-                name for name in ("eval_split", "eval_steps", "best_eval_metric_key") if not self._is_default(name)
-            ]
+            changed = [name for name in NEED_EVALUATION if not self._is_default(name)]
             if changed:
                 raise ConfigError(f"{', '.join(changed)} without eval_dataset; set eval_dataset, or leave them out")
+        if self.eval_scorer is not None and self.agent_func_path is not None:
+            raise ConfigError(
+                f"eval_scorer={self.eval_scorer}, but an agent's world scores all of its episodes; unset one"
+            )
         if self.eval_steps == 0 or self.eval_steps < -1:
             raise ConfigError(f"eval_steps={self.eval_steps}; set 1 or more, or -1 for the start and the end only")
         if self.eval_temperature < 0:
@@ -700,14 +707,16 @@ class PPOConfig:
             found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
         if self.dynamic_filtering and self.reward_models and "dynamic_filtering_reward_range" not in given:
             found.append("dynamic_filtering looks for mean scores from 0 to 1; a reward_pretrain's may be any number")
-        runs_code = self.scorer or (self.remote_rm_url or "").endswith(".py")
+        sources = [source for source in (self.reward_code, self.eval_scorer) if source is not None]
+        asks_server = any("://" in source for source in sources)
+        runs_code = any("://" not in source for source in sources)
         idle: list[tuple[object, str, tuple[str, ...]]] = [
             (self.use_dynamic_batch, "use_dynamic_batch cuts by tokens", MICRO_BATCHES),
             (not self.use_dynamic_batch, "use_dynamic_batch is off", TOKEN_BUDGETS),
             (not self.needs_reference, "init_kl_coef=0 needs no reference", REFERENCES_OWN),
             (self.eval_dataset is None, "there is no eval_dataset", EVALUATIONS_OWN),
             (not runs_code, "no reward code is run", ("reward_workers", "reward_timeout")),
-            (runs_code or self.reward_models, "no server is asked", ("remote_rm_timeout", "remote_rm_batch_size")),
+            (not asks_server, "no server is asked", ("remote_rm_timeout", "remote_rm_batch_size")),
             (not self.reward_models, "there is no reward_pretrain", ("reward_weights",)),
             (self.overlong_buffer_len is None, "overlong_buffer_len is not set", ("overlong_penalty_factor",)),
             (self.eps_clip_low_high, "eps_clip_low_high is set", ("eps_clip",)),

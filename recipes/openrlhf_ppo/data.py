@@ -6,6 +6,7 @@ from typing import Any
 
 from agents.loading import check_agent
 from components.data.rewards import check_reward
+from components.data.scorers import get_scorer, scorer_names
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
 from components.options import DataOptions, EvaluationOptions, ModelOptions, check_rows, check_template
@@ -65,9 +66,14 @@ def check_inputs(config: PPOConfig) -> None:
             _check_model(option, path, config.normalize_reward)
         if config.reward_code is not None:
             check_reward(config.reward_code)
+        if config.eval_scorer is not None:
+            check_reward(config.eval_scorer)
         if config.agent_func_path is not None:
             check_agent(config.agent_func_path)
         rows = check_rows(data_options(config), evaluation_options(config), config.reward_code, config.seed)
+        if config.eval_scorer in scorer_names():
+            label = evaluation_options(config).rows(data_options(config))[0]["label"]
+            get_scorer(config.eval_scorer)("", str(label))  # one that it cannot read is a wrong label_key
         _check_tokenizer(config, rows)
     except ValueError as error:
         raise ConfigError(str(error)) from error

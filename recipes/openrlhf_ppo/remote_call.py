@@ -66,11 +66,11 @@ def collect_samples(seconds: float) -> "Future[list[Collected]]":
     return RoleGroup(Role.ROLLOUT).call(collect_samples, seconds)
 
 
-def reward_forward(samples: "Batch") -> FutureSequence["Batch"]:
+def reward_forward(samples: "Batch", heldout: bool = False) -> FutureSequence["Batch"]:
     """`reward` (what is trained on), `score` (how right it was) and `reward_failed` (1 where there was none to be
-    had and the other two are 0), one of each per answer.
+    had and the other two are 0), one of each per answer; of held-out ones as `eval_scorer` says, where there is one.
     """
-    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples)
+    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples, heldout)
 
 
 def actor_forward(samples: "Batch", temperature: float) -> FutureSequence["Batch"]:

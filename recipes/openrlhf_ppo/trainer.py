@@ -10,6 +10,7 @@ from components.data.dynamic_filtering import PromptFilter
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
 from components.data.prompts import PromptSource
+from components.data.rewards import RewardError
 from components.data.rollouts import (
     check_rewarded,
     check_staleness,
@@ -57,12 +58,17 @@ class PPOTrainer(BaseTrainer):
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
         if not self.stop_requested:
             self.heldout.start(self.stream.step)
-        for samples in self.stream:
-            fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
-            experience = self.make_experience(fresh)
-            metrics = self.train(experience)
-            is_best = self.record(experience, metrics)
-            self.checkpoints.save_when_due(is_best)
+        try:
+            self.checkpoints.catch_up(self.judge)
+            for samples in self.stream:
+                fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+                experience = self.make_experience(fresh)
+                metrics = self.train(experience)
+                is_best = self.record(experience, metrics)
+                self.checkpoints.save_when_due(is_best)
+        except RewardError:
+            self.checkpoints.save_unfinished()
+            raise
         self.finish()
 
     # --- the stages
@@ -104,13 +110,13 @@ class PPOTrainer(BaseTrainer):
         with self.clock.phase("reward"):
             return self.reward(samples)
 
-    def reward(self, answers: Batch) -> Batch:
+    def reward(self, answers: Batch, heldout: bool = False) -> Batch:
         """The answers with `reward`, `score` and whatever else the reward role, or an agent's world, says of each."""
         if self.config.agent_func_path:
             check_rewarded(answers)
         if "reward" in answers:
             return answers
-        view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD)).result()
+        view: Batch = remote_call.reward_forward(answers.only(*READ_BY_REWARD), heldout).result()
         return answers.with_sequences(**view.per_sequence)
 
     def make_experience(self, samples: Batch) -> Batch:
@@ -127,9 +133,13 @@ class PPOTrainer(BaseTrainer):
                 views.append(remote_call.critic_forward(tokens))
             if self.config.needs_reference:
                 views.append(remote_call.reference_forward(tokens))
-            for view in views:
-                found: Batch = view.result()
-                samples = samples.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
+            try:
+                for view in views:
+                    found: Batch = view.result()
+                    samples = samples.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
+            except RewardError:
+                self.stream.put_back()  # where the answers wait until there are rewards again
+                raise
             return add_advantages(samples, self.config, self.kl.coef)
 
     def train(self, experience: Batch) -> dict[str, float]:
@@ -192,13 +202,18 @@ class PPOTrainer(BaseTrainer):
         self.told |= freed.keys()
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
-        """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
-        step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
+        """Say what the step was like, and judge it; returns whether the policy is the best so far."""
+        took = self.clock.take()
         self.progress.tokens += experience.num_tokens
         self.progress.seconds += took["timing_s/step"]
         metrics = describe(experience, self.config) | metrics | took | self.checkpoints.metrics
         metrics |= self.stream.metrics
         metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
+        return self.checkpoints.record(self.judge, experience, metrics)
+
+    def judge(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
+        step, is_last = self.stream.step, not len(self.stream)
         if self.evaluation.is_due(step, is_last):
             metrics |= self.heldout.at_step(is_last)
         is_best = self.heldout.is_best(metrics)
@@ -355,7 +370,7 @@ class PPOTrainer(BaseTrainer):
         """One scored answer to each. Evaluations always draw the same random numbers."""
         answers = self.draw(prompts, self.config.sampling(EVALUATION_STEP, temperature))
         check_staleness(answers, self.progress.version)
-        return main_branches(self.reward(answers))
+        return main_branches(self.reward(answers, heldout=True))
 
     def groups_in_flight(self) -> GroupsInFlight | None:
         """Prompts whose answers go on while weights change, where that is asked for."""

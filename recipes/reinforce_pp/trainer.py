@@ -8,7 +8,7 @@ from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
-from components.data.rewards import open_reward
+from components.data.rewards import RewardError, open_reward
 from components.data.rollouts import (
     check_staleness,
     for_samples,
@@ -49,14 +49,19 @@ class ReinforceTrainer(BaseTrainer):
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
         if not self.stop_requested:
             self.heldout.start(self.stream.step)
-        for samples in self.stream:
-            fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
-            experience = self.look_back(fresh)
-            experience = add_advantages(experience, self.config)
-            metrics = self.update(experience)
-            self.sync_weights(experience)
-            is_best = self.record(experience, metrics)
-            self.checkpoints.save_when_due(is_best)
+        try:
+            self.checkpoints.catch_up(self.judge)
+            for samples in self.stream:
+                fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+                experience = self.look_back(fresh)
+                experience = add_advantages(experience, self.config)
+                metrics = self.update(experience)
+                self.sync_weights(experience)
+                is_best = self.record(experience, metrics)
+                self.checkpoints.save_when_due(is_best)
+        except RewardError:
+            self.checkpoints.save_unfinished()
+            raise
         self.finish()
 
     # --- the stages
@@ -122,13 +127,18 @@ class ReinforceTrainer(BaseTrainer):
         self.say(f"weights verified: {check_greedy(answers, plain_N, cold_N, precision)}")
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
-        """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
-        step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
+        """Say what the step was like, and judge it; returns whether the policy is the best so far."""
+        took = self.clock.take()
         self.progress.tokens += experience.num_tokens
         self.progress.seconds += took["timing_s/step"]
         metrics |= rollout_metrics(experience, *self.config.algorithm.correction_range) | took
         metrics |= self.checkpoints.metrics | self.stream.metrics
         metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
+        return self.checkpoints.record(self.judge, experience, metrics)
+
+    def judge(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        """Evaluate when it is time, write the step down and show it; returns whether the policy is the best so far."""
+        step, is_last = self.stream.step, not len(self.stream)
         if self.config.evaluation.is_due(step, is_last):
             metrics |= self.heldout.at_step(is_last)
         record_step(self.tracker, step, metrics, experience, self.tokenizer, SHOWN, self.say)

@@ -12,6 +12,7 @@ from components.checkpoint import Checkpoints
 from components.data.dynamic_filtering import PromptFilter
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
+from components.data.rewards import RewardError
 from components.data.rollouts import check_staleness, for_samples, main_branches, record_step, with_status
 from components.data.stream import SampleStream
 from components.data.weight_check import COLD, check_greedy, greedy_prompts
@@ -56,13 +57,19 @@ class VerlPPOTrainer(BaseTrainer):
             self.validate()
         elif own.val_before_train and not self.stop_requested:
             self.heldout.start(self.stream.step)
-        for samples in self.stream if not own.val_only else ():
-            fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
-            experience, metrics = self.make_experience(fresh)
-            metrics |= self.update(experience)
-            self.update_weights(experience)
-            is_best = self.record(experience, metrics)
-            self.checkpoints.save_when_due(is_best)
+        try:
+            if not own.val_only:
+                self.checkpoints.catch_up(self.judge)
+            for samples in self.stream if not own.val_only else ():
+                fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+                experience, metrics = self.make_experience(fresh)
+                metrics |= self.update(experience)
+                self.update_weights(experience)
+                is_best = self.record(experience, metrics)
+                self.checkpoints.save_when_due(is_best)
+        except RewardError:
+            self.checkpoints.save_unfinished()
+            raise
         self.finish()
 
     def validate(self) -> None:
@@ -185,19 +192,23 @@ class VerlPPOTrainer(BaseTrainer):
         self.say(f"weights verified: {check_greedy(answers, plain_N, cold_N, self.config.dtype)}")
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
-        """Validate when it is time, write the step down and show it; returns whether the policy is the best so far."""
-        step, is_last, every = self.stream.step, not len(self.stream), self.config.trainer.test_freq
-        took = self.clock.take()
-        if is_last or (every > 0 and step % every == 0):
-            began = time.monotonic()
-            metrics |= self.heldout.at_step(is_last)
-            took["timing_s/testing"] = time.monotonic() - began
+        """Say what the step was like, and judge it; returns whether the policy is the best so far."""
+        step, took = self.stream.step, self.clock.take()
         self.progress.tokens += experience.num_tokens
         self.progress.seconds += took["timing_s/step"]
         saved = {name.replace("/checkpoint", "/save_checkpoint"): x for name, x in self.checkpoints.metrics.items()}
         metrics |= experience_metrics(experience, self.config) | took | saved | self.stream.metrics
         metrics |= performance(experience, took, len(self.actor_wg))
         metrics |= {"training/global_step": float(step), "training/epoch": float(self.prompts.epoch)}
+        return self.checkpoints.record(self.judge, experience, metrics)
+
+    def judge(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        """Validate when it is time, write the step down and show it; returns whether the policy is the best so far."""
+        step, is_last, every = self.stream.step, not len(self.stream), self.config.trainer.test_freq
+        if is_last or (every > 0 and step % every == 0):
+            began = time.monotonic()
+            metrics |= self.heldout.at_step(is_last)
+            metrics["timing_s/testing"] = time.monotonic() - began
         record_step(self.tracker, step, metrics, experience, self.tokenizer, SHOWN, self.say)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})

@@ -340,3 +340,73 @@ def test_a_run_may_begin_to_keep_prompts_under_way(tmp_path: Path) -> None:
     assert held.prompts is None
     Ahead(tmp_path / "two", groups=Held()).train(1)
     assert Ahead(tmp_path / "two").checkpoints.load("auto") is not None
+
+
+def put_back(box: Box, at: int) -> Box:
+    """Train up to this step, whose batch is put back, as where its rewards failed."""
+    for step in box.stream:
+        if step == at:
+            box.stream.put_back()
+            box.checkpoints.save_unfinished()
+            return box
+        box.progress.tokens += 10
+        box.checkpoints.save_when_due()
+    raise AssertionError(f"there is no step {at}")
+
+
+@pytest.mark.parametrize("every", [-1, 3])
+def test_a_run_that_lost_its_rewards_goes_on_with_the_batch_that_waits_for_them(tmp_path: Path, every: int) -> None:
+    box = put_back(Box(tmp_path, every=every), at=4)
+    assert names(box) == ["step_3"]
+    assert box.said == ["saved for when the rewards are back: step 3, and 1 batch of answers; the same command goes on"]
+    # The checkpoint that was due at step 3 did not hold the batch yet.
+    assert box.written == [".step_3.partial"] * (1 if every == -1 else 2)
+    resumed = Box(tmp_path)
+    resumed.checkpoints.load("auto")
+    assert (resumed.stream.step, resumed.stream.queued, resumed.progress.tokens) == (3, 1, 30)
+    assert list(resumed.stream) == [4, 5]
+
+
+def test_what_is_saved_already_or_was_never_trained_on_is_not_saved_for_rewards_that_failed(tmp_path: Path) -> None:
+    box = Box(tmp_path, every=1).train(2)
+    box.checkpoints.save_unfinished()
+    assert box.written == [".step_1.partial", ".step_2.partial"]
+    box = put_back(Box(tmp_path / "new"), at=1)
+    assert (names(box), box.said) == ([], [])
+
+
+def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+    box = Box(tmp_path).train(1)
+    box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    put_back(box, at=3)
+    (said,) = box.said
+    assert said.startswith("warning: checkpoint of step 2 could not be written")
+    assert said.endswith("; what was done since the checkpoint before is lost")
+
+
+def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_path: Path) -> None:
+    trained, found = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
+
+    def no_rewards(batch: Batch, metrics: dict[str, float]) -> bool:
+        raise ConnectionError
+
+    box = Box(tmp_path).train(2)
+    with pytest.raises(ConnectionError):
+        box.checkpoints.record(no_rewards, trained, found)
+    box.checkpoints.save_unfinished()
+    assert box.said == [
+        "saved for when the rewards are back: step 2, whose evaluation is still to be made; the same command goes on"
+    ]
+    resumed, seen = Box(tmp_path), list[Any]()
+    resumed.checkpoints.load("auto")
+    resumed.checkpoints.catch_up(lambda batch, metrics: bool(seen.append((batch, metrics))) or True)
+    ((batch, metrics),) = seen
+    assert batch.to_table().equals(trained.to_table())
+    assert metrics == {"loss": 0.3}
+    # What is the best step is saved without it, and nothing is caught up with twice.
+    assert (tmp_path / "best").read_text() == "step_2\n"
+    assert resumed.written == [".step_2.partial"]
+    again = Box(tmp_path)
+    again.checkpoints.load("auto")
+    again.checkpoints.catch_up(no_rewards)
+    assert list(again.stream) == [3, 4, 5]

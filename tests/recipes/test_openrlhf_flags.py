@@ -333,6 +333,11 @@ BASE = ["pretrain=./x", "prompt_data=y.jsonl", "remote_rm_url=r.py"]
         (["overlong_buffer_len=2000"], "overlong_buffer_len=2000; set 1 to generate_max_len=1024"),
         (["stop_properly_penalty_coef=1.5"], "stop_properly_penalty_coef=1.5; set it to at most 1"),
         (["eval_steps=5"], "eval_steps without eval_dataset"),
+        (["eval_scorer=sort"], "eval_scorer without eval_dataset"),
+        (
+            ["agent_func_path=a.py", "remote_rm_url=null", "eval_dataset=z", "eval_scorer=sort"],
+            "scores all of its episodes",
+        ),
         (["eval_dataset=z", "eval_temperature=0"], "eval_temperature=0 gives the same answer every time"),
         (["apply_chat_template=true", "input_template=Q {}"], "exclude each other"),
         (["input_template=Q"], "must hold {} once"),

@@ -23,7 +23,6 @@ class Reward(BaseWorkload):
     def init_model(self, tokenizer_path: str) -> None:
         """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
         config = self.config
-        self.source: RewardSource | None = None
         max_tokens, max_sequences = config.forward_limits
         self.models = [
             RewardModel(
@@ -37,14 +36,22 @@ class Reward(BaseWorkload):
             )
             for path in config.reward_models
         ]
-        if config.reward_code is not None:
+        if config.reward_code is not None or config.eval_scorer is not None:
             self.tokenizer = model_options(config).tokenizer(tokenizer_path)
-            self.source = open_reward(config.reward_code, config.reward_settings())
+        self.source, self.eval_source = self.opened(config.reward_code), self.opened(config.eval_scorer)
+
+    def opened(self, spec: str | None) -> RewardSource | None:
+        """Reward code or servers, where they are asked for."""
+        return None if spec is None else open_reward(spec, self.config.reward_settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
-    def forward(self, samples: Batch) -> Batch:
+    def forward(self, samples: Batch, heldout: bool = False) -> Batch:
         """`reward`, `score` and `reward_failed` per answer, and whatever else is logged."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source)
+        if heldout and self.eval_source is not None:
+            logged = {name: column for name, column in columns.items() if name.startswith("log_")}
+            judged = self.by_code(samples, self.eval_source)
+            columns = logged | judged | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
@@ -64,5 +71,6 @@ class Reward(BaseWorkload):
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes of reward code."""
-        if self.source is not None:
-            self.source.close()
+        for source in (self.source, self.eval_source):
+            if source is not None:
+                source.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.data.remote_reward import RemoteReward
+from components.data.remote_reward import RefusedError, RemoteReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
 from tests.components.data.reward_server import Answer, Handler, Request, RewardServer
 
@@ -225,3 +225,38 @@ def test_a_log_that_comes_in_some_answers_only_is_refused(start: Start) -> None:
     server = start(lambda request, number: (200, {"rewards": [1], "extra_logs": {"x": 1} if number == 1 else {}}, {}))
     with pytest.raises(ValueError, match=r"extra_logs\['x'\] came for some answers and not for answer 1"):
         ask([server.url], 2, url_batch_size=1)
+
+
+class TokenHandler(Handler):
+    """Answers whoever brings the token."""
+
+    def do_POST(self) -> None:
+        if self.headers["Authorization"] == "Bearer s3cret":
+            return super().do_POST()
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return None
+
+
+def test_a_server_that_wants_a_token_gets_that_of_the_environment_which_nobody_is_shown(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(right)
+    server.RequestHandlerClass = TokenHandler
+    refused = f"^reward server {server.url} answered with HTTP status 401: ''; set TROUPE_REWARD_TOKEN to the server's"
+    monkeypatch.delenv("TROUPE_REWARD_TOKEN", raising=False)
+    with pytest.raises(RefusedError, match=refused):
+        ask([server.url], 2)
+    monkeypatch.setenv("TROUPE_REWARD_TOKEN", "wrong")
+    with pytest.raises(RewardError, match=refused) as caught:
+        ask([server.url], 2)
+    assert "wrong" not in str(caught.value)
+    monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3cret\n")  # as a file holds it
+    assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
+    # What no header can hold would be shown by the library that refuses it.
+    monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3c\nret")
+    with pytest.raises(ValueError, match="TROUPE_REWARD_TOKEN holds characters that no HTTP header can") as shown:
+        ask([server.url], 2)
+    assert "s3c" not in str(shown.value) + caplog.text

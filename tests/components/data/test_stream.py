@@ -296,6 +296,43 @@ def test_a_state_holds_the_queue_and_where_the_prompts_were_before_the_batch_und
     assert [(batch, resumed.most_stale) for batch in resumed] == [([2, 3], 4), ([4, 5], 4), ([6, 7], 0), ([8, 9], 0)]
 
 
+@pytest.mark.parametrize("queue_size", [0, 2])
+def test_a_batch_that_was_put_back_comes_first_when_the_loop_goes_on_here_or_from_a_state(queue_size: int) -> None:
+    stream = ahead(Prompts(), 5, queue_size)
+    for _ in stream:
+        if stream.step == 3:
+            stream.put_back()
+            break
+    states = stream.states()
+    assert states["stream"]["step"] == 2
+    assert states["stream"]["queue"][0]["batch"] == [4, 5]
+    assert list(stream) == [[4, 5], [6, 7], [8, 9]]
+    resumed = ahead(later := Prompts(), 5, 0)
+    later.load_state_dict(states["prompts"])
+    resumed.load_state_dict(states["stream"])
+    assert list(resumed) == [[4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("queue_size", [0, 1])
+def test_a_state_after_a_failed_generation_is_that_before_it(queue_size: int) -> None:
+    prompts, rewards = Prompts(), threading.Event()
+
+    def generate(step: int) -> list[int]:
+        batch = prompts.generate(step)
+        if step == 3 and not rewards.is_set():
+            raise RuntimeError("no rewards")
+        return batch
+
+    stream = SampleStream(generate, 4, queue_size, sources={"prompts": prompts})
+    trained: list[list[int]] = []
+    with pytest.raises(RuntimeError, match="no rewards"):
+        trained.extend(stream)
+    assert trained == [[0, 1], [2, 3]]
+    assert stream.states() == {"stream": {"step": 2}, "prompts": {"taken": 4}}
+    rewards.set()
+    assert list(stream) == [[4, 5], [6, 7]]
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_wherever_a_run_is_killed_and_goes_on_every_prompt_is_trained_on_once_and_in_order(data: st.DataObject) -> None:
