@@ -12,14 +12,17 @@ from typing import get_args
 import pytest
 
 from core import options_of
+from recipes.dpo.config import DPOConfig
 from recipes.openrlhf_ppo import config
 from recipes.openrlhf_ppo.config import PPOConfig
+from recipes.reward_model.config import RewardModelConfig
 from recipes.verl_ppo import config as verl
 from recipes.verl_ppo.config import VerlPPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-MODULES = ("advantages", "aggregation", "correction", "kl", "policy_losses", "rewards", "supervised", "value_losses")
+LOSSES = ("policy_losses", "preference_losses", "supervised", "value_losses")
+MODULES = ("advantages", "aggregation", "correction", "kl", "rewards", *LOSSES)
 IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 
@@ -48,7 +51,8 @@ def test_what_the_page_calls_an_option_is_one() -> None:
     verls = [option.name.removeprefix("actor_rollout_ref.") for option in options_of(VerlPPOConfig)]
     dotted = {name for name in IN_CODE if re.fullmatch("(actor|critic|algorithm|reward_model)([.][a-z_]+)+", name)}
     assert dotted - {"algorithm.py", "algorithm.rollout_correction"} - set(verls) == set()
-    options = {option.name for option in options_of(PPOConfig)} | {"actor_rollout_ref", "low_high"}
+    schemas = (PPOConfig, RewardModelConfig, DPOConfig)
+    options = {option.name for schema in schemas for option in options_of(schema)} | {"actor_rollout_ref", "low_high"}
     options |= {name.rpartition(".")[2] for name in verls if name.startswith("algorithm.rollout_correction.")}
     named = {name for name in IN_CODE if re.fullmatch(r"[a-z]+(_[a-z]+)+", name)}
     functions = {name for module in (*MODULES, "masked") for name in public(module)}
