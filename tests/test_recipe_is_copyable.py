@@ -77,7 +77,7 @@ TRIALS = {
         "trainer.total_epochs=1",
     ),
 }
-MODEL = dict.fromkeys(("dpo", "openrlhf_ppo", "reward_model", "sft"), "pretrain")
+MODEL: dict[str, str] = dict.fromkeys(("dpo", "openrlhf_ppo", "reward_model", "sft"), "pretrain")
 MODEL["verl_ppo"] = "actor_rollout_ref.model.path"
 """The option that names the model, where it is not model.path."""
 

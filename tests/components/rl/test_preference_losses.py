@@ -88,7 +88,7 @@ def test_ipo_asks_for_a_gap_of_half_of_one_over_beta() -> None:
 
 def test_a_policy_that_is_its_reference_is_level_and_learns_half_of_beta() -> None:
     both = [torch.tensor([-1.0, -3.0], requires_grad=True) for _ in range(2)]
-    output = dpo_loss(*both, *(x_P.detach() for x_P in both), 2, beta=0.5)
+    output = dpo_loss(*both, *(x_P.detach() for x_P in both), total_pairs=2, beta=0.5)
     assert values(output) == {
         "loss": round(LN(2), 6),
         "accuracy": 0.5,
@@ -153,16 +153,16 @@ def test_bradley_terry_agrees_with_a_slow_loop(rows: Rows, total: int) -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_dpo_agrees_with_a_slow_loop(rows: Rows, total: int, beta: float, smoothing: float, ipo: bool) -> None:
-    found = values(dpo_loss(*columns(rows), total, beta=beta, label_smoothing=smoothing, ipo=ipo))
+    found = values(dpo_loss(*columns(rows), total_pairs=total, beta=beta, label_smoothing=smoothing, ipo=ipo))
     assert found == pytest.approx(slow_dpo(rows, total, beta, smoothing, ipo), rel=1e-5, abs=1e-5)
 
 
 LOSSES: dict[str, Callable[[list[Tensor], float], LossOutput]] = {
     "bradley_terry": lambda x, total: bradley_terry_loss(x[0], x[1], total),
     "with margin": lambda x, total: bradley_terry_loss(x[0], x[1], total, x[2].detach()),
-    "dpo": lambda x, total: dpo_loss(*x, total, beta=0.5),
-    "conservative": lambda x, total: dpo_loss(*x, total, beta=0.5, label_smoothing=0.2),
-    "ipo": lambda x, total: dpo_loss(*x, total, beta=0.5, ipo=True),
+    "dpo": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5),
+    "conservative": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5, label_smoothing=0.2),
+    "ipo": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5, ipo=True),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -200,14 +200,16 @@ def test_a_step_makes_the_chosen_answer_likelier_and_the_rejected_one_less_likel
 
 def test_ipo_pulls_back_a_gap_that_is_too_large() -> None:
     chosen_P = torch.tensor([3.0], requires_grad=True)
-    (gradient_P,) = torch.autograd.grad(dpo_loss(chosen_P, *[torch.zeros(1)] * 3, 1, beta=0.5, ipo=True).loss, chosen_P)
+    (gradient_P,) = torch.autograd.grad(
+        dpo_loss(chosen_P, *[torch.zeros(1)] * 3, total_pairs=1, beta=0.5, ipo=True).loss, chosen_P
+    )
     # 2 * (3 - 1 / (2 * 0.5))
     assert gradient_P.item() == 4.0
 
 
 def test_no_gradient_flows_into_the_reference() -> None:
     own = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0)])]
-    dpo_loss(*own, 1, beta=0.1).loss.backward()
+    dpo_loss(*own, total_pairs=1, beta=0.1).loss.backward()
     assert [x_P.grad is not None for x_P in own] == [True, True, False, False]
 
 
@@ -226,7 +228,7 @@ def test_extreme_values_give_finite_losses_and_gradients(name: str, far: float) 
 def test_losses_are_float32_whatever_the_scores_are() -> None:
     chosen_P, rejected_P = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.5], dtype=torch.bfloat16)
     assert bradley_terry_loss(chosen_P, rejected_P, 1).loss.dtype == torch.float32
-    assert dpo_loss(*[chosen_P, rejected_P] * 2, 1, beta=0.1).loss.dtype == torch.float32
+    assert dpo_loss(*[chosen_P, rejected_P] * 2, total_pairs=1, beta=0.1).loss.dtype == torch.float32
 
 
 ONE, TWO = torch.zeros(1), torch.zeros(2)
