@@ -413,16 +413,6 @@ def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(
     assert re.search(r"vllm_num_engines=5000, but this machine has no GPU and \d+ CPU cores", error)
 
 
-def test_a_model_in_the_home_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.openrlhf_ppo.layout import resolved
-
-    monkeypatch.setenv("HOME", "/home/me")
-    options = ["pretrain=~/policy", "prompt_data=x.jsonl", "reward_pretrain=~/a, ./b", "critic_pretrain=~/c"]
-    config = resolved(read_config(options))
-    assert (config.pretrain, config.critic_pretrain) == ("/home/me/policy", "/home/me/c")
-    assert config.reward_models == ["/home/me/a", "./b"]
-
-
 def test_flash_attention_on_a_machine_without_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

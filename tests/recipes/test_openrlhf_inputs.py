@@ -14,7 +14,8 @@ import torch
 from recipe_runs import Run
 from tiny_models import byte_tokenizer, write_policy, write_reward_model
 
-from recipes.openrlhf_ppo.main import main
+from recipes.openrlhf_ppo.layout import resolved
+from recipes.openrlhf_ppo.main import main, read_config
 from tests.gsm8k_rows import gsm8k_rows
 
 QUICK = [
@@ -385,3 +386,11 @@ def test_a_reward_model_without_mean_and_std_cannot_be_normalised(
     options = [f"pretrain={bytes_policy}", f"prompt_data={questions(tmp_path / 'q.jsonl')}", *QUICK]
     options += [f"reward_pretrain={model}", "--normalize_reward"]
     assert "has mean=None and std=None" in refused(options, tmp_path, capsys)
+
+
+def test_a_model_in_the_home_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    options = ["pretrain=~/policy", "prompt_data=x.jsonl", "reward_pretrain=~/a, ./b", "critic_pretrain=~/c"]
+    config = resolved(read_config(options))
+    assert (config.pretrain, config.critic_pretrain) == ("/home/me/policy", "/home/me/c")
+    assert config.reward_models == ["/home/me/a", "./b"]
