@@ -136,7 +136,9 @@ def encode_pairs(
         tokens += [ids for ids, _ in both]
         masks += [torch.arange(len(ids)) >= start for ids, start in both]
     if not kept:
-        raise ValueError(f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise max_tokens")
+        raise ValueError(
+            f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise max_len, or give others"
+        )
     chosen = [pairs[number] for number in kept]
     batch = Batch.from_rows(
         {"tokens": tokens} | ({"loss_mask": masks} if with_mask else {}),

@@ -3,11 +3,13 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from components.engines.config import TrainConfig
 from components.tracking import WandbConfig
 from core import ConfigError
+
+from . import flags
 
 RECIPE = Path(__file__).parent.name
 NEW_FROM_TEXT = "new:text"
@@ -16,6 +18,9 @@ NEW_FROM_TEXT = "new:text"
 @dataclass(kw_only=True)
 class RewardModelConfig:
     """Learn from pairs of answers which one is better."""
+
+    ALIASES: ClassVar = flags.ALIASES
+    REFUSED: ClassVar = flags.REFUSED
 
     # --- the run
     run_dir: str = field(default_factory=lambda: f"runs/{RECIPE}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -44,6 +49,8 @@ class RewardModelConfig:
     dataset: str = ""
     """Pairs: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, or `task:<name>` for a generated
     task's."""
+    dataset_split: str = "train"
+    """Which split of a hub name or folder; a file has only train."""
     prompt_key: str | None = None
     """Column of what both answers follow: text or chat messages. Default: what both answers begin with alike."""
     chosen_key: str = "chosen"
@@ -60,6 +67,8 @@ class RewardModelConfig:
     """Pairs with a longer answer (in tokens, with its prompt) are left out, and counted."""
     eval_dataset: str | None = None
     """Pairs that are only judged. Default: `eval_samples` of the dataset's."""
+    eval_split: str = "train"
+    """Which split of eval_dataset."""
     eval_samples: int = 256
     """Hold out at least so many pairs of the dataset, such that no conversation is on both sides; 0: none."""
     eval_steps: int = -1
@@ -99,7 +108,7 @@ class RewardModelConfig:
     adam_offload: bool = False
     """Keep Adam's state in host memory."""
     packing_samples: bool = False
-    """Lay answers end to end instead of padding them. Changes memory and speed, never the result."""
+    """Lay answers end to end instead of padding them. Changes no results but for rounding."""
     max_tokens_per_gpu: int = 16192
     """Token budget of a micro-batch on one rank. Changes memory and speed, never the result."""
 
@@ -131,6 +140,14 @@ class RewardModelConfig:
     """Show every so many steps in the terminal; the files have all."""
     use_wandb: str | None = None
     """Log to W&B: an API key, or `true` to use WANDB_API_KEY. Without a key it stays offline, in the run folder."""
+    wandb_org: str | None = None
+    """W&B user or team that owns the project. Default: the key's."""
+    wandb_project: str = "troupe"
+    """W&B project."""
+    wandb_group: str | None = None
+    """W&B group."""
+    wandb_run_name: str | None = None
+    """W&B run. Default: the run folder's name."""
     use_tensorboard: str | None = None
     """Write TensorBoard's files: a folder, or `true` for run_dir/tensorboard."""
 
@@ -149,6 +166,20 @@ class RewardModelConfig:
         for name in ("save_steps", "eval_steps"):
             if getattr(self, name) == 0 or getattr(self, name) < -1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set 1 or more, or -1")
+        if (self.eval_dataset or "").startswith("task:"):
+            raise ConfigError(
+                f"eval_dataset={self.eval_dataset}: a task draws the pairs of its dataset again; set eval_samples"
+            )
+        if self.input_template is not None:
+            if "{}" not in self.input_template:
+                raise ConfigError(
+                    f"input_template={self.input_template!r} has no place for the prompt; write {{}} there"
+                )
+            if self.prompt_key is None or self.apply_chat_template:
+                raise ConfigError(
+                    "input_template goes around a prompt of its own column that is no chat message; set prompt_key and "
+                    "leave apply_chat_template out, or leave input_template out"
+                )
         if self.eval_steps > 0 and not (self.eval_dataset or self.eval_samples):
             raise ConfigError("eval_steps without held-out pairs; set eval_dataset or eval_samples, or leave it out")
         if self.train_batch_size < self.ranks:
@@ -175,7 +206,13 @@ class RewardModelConfig:
         """Where W&B shows the run; None when it is off."""
         if self.use_wandb is None or self.use_wandb.lower() == "false":
             return None
-        return WandbConfig(key=None if self.use_wandb.lower() == "true" else self.use_wandb)
+        return WandbConfig(
+            key=None if self.use_wandb.lower() == "true" else self.use_wandb,
+            org=self.wandb_org,
+            project=self.wandb_project,
+            group=self.wandb_group,
+            run_name=self.wandb_run_name,
+        )
 
     def engine(self, total_steps: int, has_gpu: bool) -> TrainConfig:
         """The training engine."""

@@ -10,18 +10,9 @@ import torch
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
-from components.data.preferences import (
-    PairFormat,
-    PreferenceData,
-    encode_pairs,
-    hold_out,
-    load_pairs,
-    read_pairs,
-    select_pairs,
-)
+from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer, pad_apart_from_end
-from components.data.tiny_model import learnt_tokenizer, tiny_model
 from components.progress import PhaseClock, Progress, RunCheckpoints
 from components.tracking import Tracker, console_line, redact
 from core import BaseTrainer, replicate
@@ -29,7 +20,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR
 from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
-from .data import Accuracy, Pairs
+from .data import Accuracy, Pairs, pair_format, write_new_model
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 JUDGED_FOR_STATISTICS = 1024
@@ -75,7 +66,7 @@ class RewardModelTrainer(BaseTrainer):
         pairs = self.heldout if self.heldout is not None else self.sample
         score_P2 = self.RG_REWARD.score(pairs.only("tokens"))["score"].view(-1, PAIR)
         gap_P = score_P2[:, 0] - score_P2[:, 1]
-        accuracy = float((gap_P.sign() + 1).mean() / 2)
+        accuracy = float((gap_P.sign().double() + 1).mean() / 2)  # a tie is half right
         self.mean, self.std, self.judged_step = float(score_P2.mean()), float(score_P2.std()), self.stream.step
         if self.heldout is not None:
             self.accuracy.add(accuracy)
@@ -115,7 +106,7 @@ class RewardModelTrainer(BaseTrainer):
         self.clock, self.progress = PhaseClock(), Progress()
         self.accuracy, self.judged_step = Accuracy(), -1
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
-            rows = load_pairs(config.dataset, max_rows=config.max_samples, seed=config.seed)
+            rows = load_pairs(config.dataset, split=config.dataset_split, max_rows=config.max_samples, seed=config.seed)
             model_path = self.model_path(rows, scratch)
             self.tokenizer = load_tokenizer(model_path, chat_template=config.tokenizer_chat_template, pad_with_end=True)
             if token := pad_apart_from_end(self.tokenizer):
@@ -152,44 +143,34 @@ class RewardModelTrainer(BaseTrainer):
 
     def model_path(self, rows: list[dict[str, Any]], scratch: str) -> str:
         """The model to load: the user's, or a new one written into `scratch`."""
-        config = self.config
-        if config.pretrain != NEW_FROM_TEXT:
-            return config.pretrain
-        texts = (row[key] for row in rows for key in (config.chosen_key, config.rejected_key))
-        tokenizer = learnt_tokenizer((text for text in texts if isinstance(text, str)), size=2048)
-        tiny_model(tokenizer, config.seed, max_positions=config.max_len).save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        if self.config.pretrain != NEW_FROM_TEXT:
+            return self.config.pretrain
+        write_new_model(rows, pair_format(self.config, self.config.dataset), self.config, scratch)
         return scratch
 
     def pairs(self, rows: list[dict[str, Any]]) -> Pairs:
         """The pairs to train on; sets those that are held out."""
         config = self.config
-        found, index_P = self.encoded(rows), None
-        self.heldout: Batch | None = None
+        found = self.encoded(rows, config.dataset)
+        train, self.heldout = found.batch, None
         if config.eval_dataset:
-            self.heldout = self.encoded(load_pairs(config.eval_dataset, seed=config.seed)).batch
+            held = load_pairs(config.eval_dataset, split=config.eval_split)
+            self.heldout = self.encoded(held, config.eval_dataset).batch
         elif config.eval_samples:
             index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
-            self.heldout = select_pairs(found.batch, held_P)
-        data = Pairs(found.batch if index_P is None else select_pairs(found.batch, index_P), config)
-        self.sample = data.batch.select(slice(0, PAIR * JUDGED_FOR_STATISTICS))
-        held = 0 if self.heldout is None else len(self.heldout) // PAIR
-        self.say(f"{len(data.batch) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
+            train, self.heldout = select_pairs(found.batch, index_P), select_pairs(found.batch, held_P)
+        data = Pairs(train, config)
+        self.sample = train.select(slice(0, PAIR * JUDGED_FOR_STATISTICS))
+        count = 0 if self.heldout is None else len(self.heldout) // PAIR
+        self.say(f"{len(train) // PAIR} pairs to train on, {count} held out; {data.steps} optimizer steps")
         return data
 
-    def encoded(self, rows: list[dict[str, Any]]) -> PreferenceData:
+    def encoded(self, rows: list[dict[str, Any]], source: str) -> PreferenceData:
         """Pairs as token ids; what cannot be used is left out, counted and said."""
-        config = self.config
-        form = PairFormat(
-            prompt_key="prompt" if config.dataset.startswith("task:") else config.prompt_key,
-            chosen_key=config.chosen_key,
-            rejected_key=config.rejected_key,
-            apply_chat_template=config.apply_chat_template,
-            input_template=config.input_template,
-        )
-        found = encode_pairs(read_pairs(rows, form, self.tokenizer), self.tokenizer, max_tokens=config.max_len)
-        counts = f"left out: {found.dropped}; repeated: {found.repeated}"
-        self.say(f"{len(found)} of {len(rows)} pairs can be used ({counts})")
+        pairs = read_pairs(rows, pair_format(self.config, source), self.tokenizer)
+        found = encode_pairs(pairs, self.tokenizer, max_tokens=self.config.max_len)
+        left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
+        self.say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
         return found
 
     # --- checkpoints

@@ -198,7 +198,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
     assert data.batch["margin"].tolist() == [0, 0, 0.5, 0.5, 1, 1, 0, 0]
     assert data.batch.lengths.tolist() == [6, 4, 4, 4, 6, 4, 4, 6]
     assert data.openings == ["ab"] * 4
-    with pytest.raises(ValueError, match=r"none of the 6 pairs .*'too_long': 5, 'identical': 1.*; raise max_tokens"):
+    with pytest.raises(ValueError, match=r"none of the 6 pairs .*'too_long': 5, 'identical': 1.*; raise max_len"):
         encode_pairs(pairs, letters, max_tokens=3)
 
 

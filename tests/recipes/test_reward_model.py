@@ -1,0 +1,313 @@
+"""recipes/reward_model as its users meet it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from local_runs import run_locally
+from recipe_runs import ROOT, Run, RunFolder
+from safetensors.torch import load_file
+from tiny_models import byte_tokenizer, write_policy
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from components.batch import Batch
+from components.data.preferences import scored_tokens
+from components.data.text import TextEncoder
+from components.engines.reward_model import RewardModel
+from components.warm_start import WARM_START_PREFIX, resolve_model
+from recipes.reward_model.main import main
+
+MARKS = [chr(code) for code in range(ord("!"), ord("A"))]  # each the prompt of two pairs, and nowhere else
+SHORT = [
+    *("train_batch_size=16", "max_epochs=2", "eval_samples=12", "seed=3"),
+    *("learning_rate=1e-3", "lr_warmup_ratio=0", "zero_stage=0"),
+]
+GUIDE = """--save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 256 --micro_train_batch_size 4 --bf16
+    --max_epochs 1 --max_len 8192 --zero_stage 3 --learning_rate 9e-6 --apply_chat_template --chosen_key chosen
+    --rejected_key rejected --packing_samples --gradient_checkpointing --use_wandb true"""
+"""The options of the published command, without model, data, folder and the attention, which needs a GPU."""
+SAME = {
+    "packed": "packing_samples=true max_tokens_per_gpu=100",
+    "three pairs at a time": "micro_train_batch_size=3",
+    "recomputed": "gradient_checkpointing=true",
+    "deepspeed 1": "zero_stage=1",
+    "deepspeed 2": "zero_stage=2",
+    "deepspeed 3": "zero_stage=3",
+    "fsdp 3": "train_engine=fsdp zero_stage=3 packing_samples=true",
+}
+"""Ways to train that change nothing."""
+
+
+class Runs(NamedTuple):
+    """What was run, and on what."""
+
+    folders: dict[str, RunFolder]
+    rows: list[dict[str, Any]]
+    policy: Path
+    text: Path
+
+    def exported(self, name: str) -> Path:
+        """The trained model of a run."""
+        run = self.folders[name]
+        return run.run_dir / "checkpoints" / f"step_{run.summary['steps']}" / "hf"
+
+
+def rows_of_pairs() -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    letters = [mark * 3 for mark in MARKS for _ in range(2)]
+    answers = [{"chosen": "y" * rng.randint(1, 9), "rejected": "n" * rng.randint(1, 9)} for _ in letters]
+    return [{"prompt": prompt, "margin": 1.5} | pair for prompt, pair in zip(letters, answers, strict=True)]
+
+
+def as_chat(row: dict[str, Any]) -> dict[str, Any]:
+    """The same pair as two conversations."""
+    user = {"role": "user", "content": row["prompt"]}
+    return {key: [user, {"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")}
+
+
+def as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """The same pair with what the template writes after an answer."""
+    return row | {key: row[key] + "\n" for key in ("chosen", "rejected")}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Small runs in one process, and a larger one."""
+    resolve_model(f"{WARM_START_PREFIX}sort")
+    folder, rows = tmp_path_factory.mktemp("runs"), rows_of_pairs()
+    policy = write_policy(folder / "policy")
+    ends_in_padding = write_policy(folder / "ends_in_padding", byte_tokenizer(pad_token="<eos>"))
+    text = write_rows(folder / "text.jsonl", rows)
+    chat = write_rows(folder / "chat.jsonl", [as_chat(row) for row in rows])
+    written = write_rows(folder / "written.jsonl", [as_written(row) for row in rows])
+    plain = [f"pretrain={policy}", f"dataset={text}", "prompt_key=prompt", *SHORT]
+    chats = [f"pretrain={policy}", *SHORT]
+    options = {
+        "plain": [*plain, "save_steps=3"],
+        "resumed": [*plain, f"resume={folder}/plain/checkpoints/step_3"],
+        **{name: [*plain, *given.split()] for name, given in SAME.items()},
+        "with margins": [*plain, "margin_loss=true"],
+        "padded with the end": [*plain, f"pretrain={ends_in_padding}"],
+        "messages": [*chats, f"dataset={chat}"],
+        "prompts of users": [*chats, f"dataset={text}", "prompt_key=prompt", "apply_chat_template=true"],
+        "by hand": [*chats, f"dataset={written}", "prompt_key=prompt", "input_template=<user>{}\n<assistant>"],
+        "all judged": [*plain, "eval_samples=0", f"eval_dataset={text}"],
+        "none judged": [*plain, "eval_samples=0"],
+        "guide": [
+            *GUIDE.split(),
+            "--pretrain",
+            str(policy),
+            "--dataset",
+            str(chat),
+            f"--save_path={folder}/rm",
+            "eval_samples=8",
+        ],
+        "sort": ["seed=1", "max_samples=4000", "eval_samples=500"],  # and tiny.yaml
+        "new": ["pretrain=new:text", f"dataset={chat}", *SHORT],
+    }
+    return Runs(run_locally("reward_model", folder, options), rows, policy, text)
+
+
+def seen_in_training(runs: Runs, name: str) -> set[str]:
+    """Marks whose embedding has moved: those that the run has trained on."""
+    vocabulary = byte_tokenizer().get_vocab()
+    before, after = (
+        next(x for tensor, x in load_file(folder / "model.safetensors").items() if "embed_tokens" in tensor)
+        for folder in (runs.policy, runs.exported(name))
+    )
+    moved_V = (before != after).any(1)
+    return {mark for mark in MARKS if moved_V[vocabulary[mark]]}
+
+
+def logged(run: RunFolder) -> torch.Tensor:
+    """[steps, metrics] what training said, held-out pairs included."""
+    names = ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm", "eval/loss", "eval/reward_std")
+    return torch.tensor([[float(line.get(name, 0)) for name in names] for line in run.metrics])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_how_it_is_computed_changes_nothing(runs: Runs, name: str) -> None:
+    expected = logged(runs.folders["plain"])
+    assert expected.shape == (1 + 2 * 4, 6)  # before training, and two epochs of 52 pairs in 16s
+    torch.testing.assert_close(logged(runs.folders[name]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_train_as_one_does(runs: Runs, ray_address: str, tmp_path: Path) -> None:
+    options = [f"pretrain={runs.policy}", f"dataset={runs.text}", "prompt_key=prompt", *SHORT]
+    run = Run("reward_model", ray_address, tmp_path / "run", *options, "zero_stage=3", "num_gpus_per_node=2").wait()
+    assert run.code == 0, run.err
+    torch.testing.assert_close(logged(run), logged(runs.folders["plain"]), rtol=1e-4, atol=1e-4)
+    assert "accuracy on 12 held-out pairs" in run.out
+
+
+def test_held_out_conversations_are_never_trained_on(runs: Runs) -> None:
+    trained = seen_in_training(runs, "plain")
+    heldout = runs.folders["plain"].summary["score"]["examples"]
+    assert heldout == 12
+    assert len(trained) == (64 - 12) // 2  # of 32 prompts with two pairs each, six are on the other side
+    assert seen_in_training(runs, "none judged") == set(MARKS)
+
+
+def test_an_evaluation_file_leaves_the_whole_data_set_to_training(runs: Runs) -> None:
+    assert seen_in_training(runs, "all judged") == set(MARKS)
+    assert runs.folders["all judged"].summary["score"]["examples"] == 64
+
+
+@pytest.mark.parametrize("name", ["plain", "padded with the end", "new"])
+def test_transformers_gives_the_scores_of_the_recipe_wherever_the_padding_is(runs: Runs, name: str) -> None:
+    folder = runs.exported(name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token != tokenizer.eos_token
+    encoder = TextEncoder(tokenizer)
+    texts = [row["prompt"] * n + row[key] for n, row in enumerate(runs.rows[:20]) for key in ("chosen", "rejected")]
+    tokens = [scored_tokens(text, encoder) for text in texts]
+    expected_B = RewardModel(folder).score(Batch.from_rows({"tokens": tokens}))
+    assert expected_B.std() > 0.01
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    for side in ("left", "right"):
+        inputs = tokenizer.pad({"input_ids": tokens}, padding_side=side, return_tensors="pt")
+        assert (inputs["input_ids"][:, 0 if side == "left" else -1] == tokenizer.pad_token_id).any()
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits[:, 0], expected_B, rtol=1e-5, atol=1e-5)
+
+
+def test_mean_and_deviation_of_the_last_evaluation_normalise_the_scores(runs: Runs) -> None:
+    folder = runs.exported("all judged")  # where the judged pairs are all of the file
+    last = runs.folders["all judged"].metrics[-1]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["mean"], config["std"]) == (last["eval/reward_mean"], last["eval/reward_std"])
+    encoder = TextEncoder(byte_tokenizer())
+    texts = [row["prompt"] + row[key] for row in runs.rows for key in ("chosen", "rejected")]
+    batch = Batch.from_rows({"tokens": [scored_tokens(text, encoder) for text in texts]})
+    score_B, normal_B = (RewardModel(folder, normalize=normalize).score(batch) for normalize in (False, True))
+    # The model in training gave these scores.
+    assert float(score_B.mean()) == pytest.approx(config["mean"], abs=1e-5)
+    assert float(score_B.std()) == pytest.approx(config["std"], abs=1e-5)
+    assert float(normal_B.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(normal_B.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(runs: Runs) -> None:
+    assert runs.folders["resumed"].learnt() == runs.folders["plain"].learnt()[-5:]
+    ends = [load_file(runs.exported(name) / "model.safetensors") for name in ("plain", "resumed")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_margin_asks_for_more(runs: Runs) -> None:
+    plain, margin = (runs.folders[name].metrics[1] for name in ("plain", "with margins"))
+    assert margin["reward/accuracy"] == plain["reward/accuracy"]
+    # Scores begin near 0, where -log sigmoid(0) = 0.693 and -log sigmoid(0 - 1.5) = 1.701.
+    assert plain["reward/loss"] == pytest.approx(0.693, abs=0.1)
+    assert margin["reward/loss"] == pytest.approx(1.701, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["prompts of users", "by hand"])
+def test_messages_and_the_same_texts_train_alike(runs: Runs, name: str) -> None:
+    assert runs.folders[name].learnt() == runs.folders["messages"].learnt()
+
+
+def test_the_published_command_runs(runs: Runs) -> None:
+    run = runs.folders["guide"]
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 1)
+    config = yaml.safe_load((run.run_dir / "config.yaml").read_text())
+    assert (config["bf16"], config["zero_stage"], config["packing_samples"]) == (True, 3, True)
+    saved: Any = AutoModelForSequenceClassification.from_pretrained(run.run_dir.parent / "rm", num_labels=1)
+    assert saved.dtype == torch.bfloat16
+    assert list((run.run_dir / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["dataset=nowhere.jsonl"], "dataset=nowhere.jsonl: data file 'nowhere.jsonl' does not exist"),
+        (["chosen_key=better"], "row 0: column 'better' must hold text"),
+        (["apply_chat_template=true"], "set prompt_key, or give lists of chat messages"),
+        (["input_template={}!"], "set prompt_key"),
+        (["input_template=!", "prompt_key=prompt"], "has no place for the prompt"),
+        (["dataset_split=test"], "has one split, 'train'"),
+        (["eval_dataset=task:sort"], "set eval_samples"),
+        (["dataset=task:guess"], "take task:sort or task:word"),
+        (["pretrain=nobody/has-this"], "pretrain=nobody/has-this: it is no folder here"),
+        (["learning_rte=1"], "did you mean 'learning_rate'"),
+        (["--attn_implementation", "flash_attention_2"], "needs a GPU, and this machine shows none; leave it out"),
+        (["train_engine=fsdp", "zero_stage=1"], "use 2 or 3"),
+        (["--ds.lora.rank", "8"], "all weights are trained, as the head is new; leave it out"),
+        (["--loss", "logexp", "--use_ms"], "loss: there is one, -log sigmoid of the difference; use_ms: models and"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
+    capsys.readouterr()
+    assert main([f"pretrain={policy}", f"dataset={text}", f"run_dir={tmp_path}/run", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["max_len=3", "prompt_key=prompt"], "none of the 64 pairs can be used"),
+        (["eval_samples=64", "prompt_key=prompt"], "64 of 64 pairs are to be held out, of 32 conversations"),
+    ],
+)
+def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
+    capsys.readouterr()
+    files = [f"pretrain={policy}", f"dataset={text}", f"run_dir={tmp_path}/run"]
+    assert main([*files, *options, "backend=local"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert RunFolder(tmp_path / "run").summary["status"] == "failed"
+
+
+def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    newer = """--model.model_name_or_path m --data.dataset d.jsonl --value_prefix_head v --ds.zero_stage 1
+        --adam.lr 1e-4 --model.margin_loss_enable --model.loss_type sigmoid --model.aux_loss_coef 0 --ckpt.load_enable
+        --zpg 1 --logger.wandb.project p --data.dataset_split test"""
+    assert main([*newer.split(), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    taken = {
+        "pretrain": "m",
+        "dataset": "d.jsonl",
+        "value_head_prefix": "v",
+        "zero_stage": 1,
+        "learning_rate": 1e-4,
+        "margin_loss": True,
+        "wandb_project": "p",
+        "dataset_split": "test",
+    }
+    assert {name: printed[name] for name in taken} == taken
+
+
+def test_the_text_preset_needs_only_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = ROOT / "recipes" / "reward_model" / "hh.yaml"
+    assert main(["--config", str(preset), "dataset=pairs.jsonl.gz", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["pretrain"] == "new:text"
+
+
+def test_it_learns_to_tell_right_answers_from_wrong_ones(runs: Runs) -> None:
+    score = runs.folders["sort"].summary["score"]
+    assert score["examples"] >= 500
+    assert score["end"] > 0.9  # measured: .942
