@@ -153,3 +153,10 @@ def test_groups_of_one_are_cut_as_before_there_were_groups() -> None:
     for plan, share in zip(_plan(batch, 2, config), batch.balanced_shares(2), strict=True):
         cuts = Batch(batch.lengths[share], {}).micro_batch_indices(10, 2)
         assert [index.tolist() for index in plan] == [share[cut].tolist() for cut in cuts]
+
+
+def test_ranks_get_about_as_many_tokens_of_whole_groups() -> None:
+    # Pairs of 20, 20, 3 and 9 tokens: a long one for each rank, whatever their first sequences are.
+    batch = Batch(torch.tensor([1, 19, 9, 11, 2, 1, 8, 1]), {})
+    plans = _plan(batch, 2, TrainConfig(max_tokens=1000), 2)
+    assert sorted(sum(int(batch.lengths[index].sum()) for index in plan) for plan in plans) == [23, 29]
