@@ -49,7 +49,8 @@ What is different on purpose:
   alone.
 - **dr_grpo** divides by `generate_max_len`, as its paper does; there it is the group's mean alone.
 - **Reward servers** get batches of `remote_rm_batch_size` answers, spread over all URLs; a request that fails is
-  tried again with growing pauses, and after five times the run stops and names the server.
+  tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
+  server is back, the same command goes on from there.
 - **Reward code** runs in processes of its own, with a deadline. An answer whose reward cannot be computed is named,
   counted (`reward/failed`) and gets 0; above a tenth of a batch (and two answers) the run stops.
 - **Contradictions are errors**, not corrections: a discount with `rloo`, a critic's option without a critic, one answer

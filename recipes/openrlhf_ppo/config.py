@@ -132,7 +132,8 @@ class PPOConfig:
     """Reward model: a sequence classifier with one label and the policy's vocabulary; several with commas between."""
     remote_rm_url: str | None = None
     """Reward server's URL, several with commas between, or a Python file with
-    `reward_func(queries, prompts, labels, **kwargs)`."""
+    `reward_func(queries, prompts, labels, **kwargs)`. Servers that want a bearer token are sent TROUPE_REWARD_TOKEN of
+    the environment."""
     scorer: str | None = None
     """Built-in scorer: `gsm8k` (the answer after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
     math-verify), `exact_match`, or a task's own."""
