@@ -41,25 +41,29 @@ def minibatches() -> list[Batch]:
     return found
 
 
-def main(model_folder: str, output: Path) -> None:
-    torch.set_num_threads(1)
-    record: dict[str, Any] = {}
-    for case, changes in CASES.items():
-        model = load_value_model(model_folder, packing=changes.get("packing", False))
-        engine = open_engine(model, config(**changes))
-        passes: list[list[int]] = []
+def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of the model, and which pairs each pass has seen; at last, part of a pair."""
+    model = load_value_model(model_folder, packing=changes.get("packing", False))
+    engine = open_engine(model, config(**changes))
+    passes: list[list[int]] = []
+    refused = "no error"
 
-        def loss(model: nn.Module, micro: Batch, totals: Totals, seen: list[list[int]] = passes) -> LossOutput:
-            seen.append(micro["pair"].tolist())
-            score_P2 = state_values(model, micro)[micro.offsets[1:] - 1].view(-1, 2)
-            return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / 2)
+    def loss(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        passes.append(micro["pair"].tolist())
+        score_P2 = state_values(model, micro)[micro.offsets[1:] - 1].view(-1, 2)
+        return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / 2)
 
-        metrics = [engine.train_step(minibatch, loss, group_size=2) for minibatch in minibatches()]
-        record[case] = {"metrics": metrics, "weights": weights(engine), "passes": passes}
+    metrics = [engine.train_step(minibatch, loss, group_size=2) for minibatch in minibatches()]
     try:
         engine.train_step(minibatches()[0].select(slice(0, 5)), loss, group_size=2)
     except ValueError as error:
-        record["odd"] = str(error)
+        refused = str(error)
+    return {"metrics": metrics, "weights": weights(engine), "passes": passes, "refused": refused}
+
+
+def main(model_folder: str, output: Path) -> None:
+    torch.set_num_threads(1)
+    record = {case: trained(model_folder, changes) for case, changes in CASES.items()}
     torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
 
 
