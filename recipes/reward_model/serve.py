@@ -57,8 +57,9 @@ class ServeConfig:
     """Bearer token that requests have to bring. Default: TROUPE_REWARD_TOKEN of the environment; without both none."""
     normalize_reward: bool = False
     """Shift and scale scores by the mean and std in the model's config.json."""
-    max_len: int = 2048
-    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted and said."""
+    max_len: int | None = None
+    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted and said. Default:
+    2048, or the model's positions where these are fewer."""
     batch_size: int = 0
     """Texts in one pass, at most; 0 sets no limit."""
     max_tokens: int = 16384
@@ -80,8 +81,8 @@ class ServeConfig:
         if not self.reward_pretrain:
             raise ConfigError("reward_pretrain is empty; set it to the folder of a reward model")
         for name in ("max_len", "max_tokens", "queue_size", "grace_s"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value}; set it to at least 1")
         if not 0 <= self.port < 2**16 or self.batch_size < 0 or not self.max_request_mb > 0:
             raise ConfigError(
                 f"port={self.port}, batch_size={self.batch_size}, max_request_mb={self.max_request_mb}; set a port up "
@@ -109,8 +110,9 @@ def load_service(config: ServeConfig) -> ScoringService:
     path = config.reward_pretrain
     try:
         positions = getattr(find_model(path).get_text_config(), "max_position_embeddings", None) or math.inf
-        if config.max_len > positions:
-            raise ValueError(f"max_len={config.max_len} is more than its {positions} positions; set it to them or less")
+        max_len = config.max_len or min(2048, positions)
+        if max_len > positions:
+            raise ValueError(f"max_len={max_len} is more than its {positions} positions; set it to them or less")
         bf16 = torch.cuda.is_available() if config.bf16 is None else config.bf16
         model = RewardModel(
             path,
@@ -125,7 +127,7 @@ def load_service(config: ServeConfig) -> ScoringService:
     except ValueError as error:
         raise ConfigError(f"reward_pretrain={path}: {error}") from error
     return ScoringService(
-        model, tokenizer, max_len=config.max_len, max_tokens=config.max_tokens, queue_size=config.queue_size
+        model, tokenizer, max_len=int(max_len), max_tokens=config.max_tokens, queue_size=config.queue_size
     )
 
 

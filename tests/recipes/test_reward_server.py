@@ -238,10 +238,10 @@ def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expe
             await until(lambda: waiting_in(service) == 8)
             model.gate.release(10)
             scores = [await first, *[await other for other in others]]
-            sums = service.metrics.together.collect()[0].samples
-            found = {sample.labels.get("le"): sample.value for sample in sums if sample.name.endswith("_bucket")}
+            registry, name = service.metrics.registry, "troupe_reward_pass_texts_bucket"
+            passes = [registry.get_sample_value(name, {"le": up_to}) for up_to in ("1.0", "4.0", "8.0")]
             # Of 60 tokens: one text alone, then 5 texts, then 3.
-            assert (found["1.0"], found["4.0"], found["8.0"]) == (1, 2, 3)
+            assert passes == [1, 2, 3]
             return [score[0].reward for score in scores]
 
     assert asyncio.run(play()) == pytest.approx([expected[text] for text in texts], abs=1e-5)
