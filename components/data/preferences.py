@@ -40,6 +40,8 @@ class PairFormat:
     """Take prompt and answer as a user's and an assistant's message. Chat messages always go through the template."""
     input_template: str | None = None
     """Text with one `{}` for a prompt that does not go through the chat template."""
+    with_margin: bool = False
+    """Read the column `margin`, a number; otherwise margins are 0."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,9 @@ def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
 def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:
     chosen, rejected = _column(row, form.chosen_key, "chosen_key"), _column(row, form.rejected_key, "rejected_key")
     prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
-    margin = row.get("margin", 0.0)
+    margin = row.get("margin") if form.with_margin else 0.0
     if not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ValueError(f"its margin is {margin!r}; give a finite number, or leave the column out")
+        raise ValueError(f"its column 'margin' holds {margin!r}; give a finite number, or leave margin_loss out")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(
             f"{form.chosen_key!r} is {kind_of(chosen)} and {form.rejected_key!r} {kind_of(rejected)}; give strings in "
@@ -265,7 +267,7 @@ def _from_messages(
 def _pair(
     prompt: str, chosen: str, rejected: str, margin: float, tokenizer: PreTrainedTokenizerBase, opening: str = ""
 ) -> Pair:
-    opening = opening or prompt.partition(ANSWER_MARK)[0] or chosen
+    opening = opening or prompt.partition(ANSWER_MARK)[0] or prompt.strip() or chosen
     end = str(tokenizer.eos_token)
     return Pair(prompt, _without_end(chosen, end), _without_end(rejected, end), float(margin), opening)
 

@@ -180,10 +180,19 @@ class RemoteReward:
         return httpx.Response(response.status_code, headers=headers, content=b"".join(parts))
 
 
-def _authorization() -> dict[str, str]:
-    token = os.environ.get(TOKEN, "").strip()
+def reward_token(given: str | None = None) -> str | None:
+    """The bearer token of reward servers: the one given, or the environment's; None where there is none.
+
+    Raises ValueError for one that no header can hold.
+    """
+    token = (given or os.environ.get(TOKEN, "")).strip()
     if not (token.isascii() and token.isprintable()):  # what the HTTP library would say of it shows it
         raise ValueError(f"{TOKEN} holds characters that no HTTP header can; set it to the server's token")
+    return token or None
+
+
+def _authorization() -> dict[str, str]:
+    token = reward_token()
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

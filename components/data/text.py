@@ -185,17 +185,24 @@ def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """See that the token for padding is not the end token, with which a sequence may rightly end.
 
     transformers' classifiers find the end of a row by its last token that is no padding. The place is taken by a
-    special token that is there for something else, or else by the tokenizer's first token.
+    special token that is there for something else, or else by the last piece with a sign for the blank before it: as a
+    special token it is looked for in texts as it is written, with that sign, and no text has that.
 
     Returns:
         The token that was chosen; None where the tokenizer's own will do.
+
+    Raises:
+        ValueError: there is no such token.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return None
     spare = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
-    first = tokenizer.convert_ids_to_tokens(0 if tokenizer.eos_token_id != 0 else 1)
-    tokenizer.pad_token = spare[0] if spare else first
-    return cast(str, tokenizer.pad_token)
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: -piece[1])
+    spare += [piece for piece, _ in pieces if len(piece) > 1 and piece[0] in "Ġ▁"][:1]
+    if not spare:
+        raise ValueError("the tokenizer has no token for padding but its end token; set another in its pad_token")
+    tokenizer.pad_token = spare[0]
+    return spare[0]
 
 
 def _read_template(chat_template: str) -> str:

@@ -26,13 +26,16 @@ VOCABULARY = 2048
 def pair_format(config: RewardModelConfig, source: str) -> PairFormat:
     """Where the rows of a source have their pairs; a task's have it where they always do."""
     if source.startswith("task:"):
-        return PairFormat(prompt_key="prompt", apply_chat_template=config.apply_chat_template)
+        return PairFormat(
+            prompt_key="prompt", apply_chat_template=config.apply_chat_template, with_margin=config.margin_loss
+        )
     return PairFormat(
         prompt_key=config.prompt_key,
         chosen_key=config.chosen_key,
         rejected_key=config.rejected_key,
         apply_chat_template=config.apply_chat_template,
         input_template=config.input_template,
+        with_margin=config.margin_loss,
     )
 
 
@@ -70,6 +73,21 @@ def _texts(rows: list[dict[str, Any]], form: PairFormat) -> Iterator[str]:
             # What is wrong with a row is said when it is read as a pair.
             if isinstance(row.get(column), str | list):
                 yield from (str(message.get("content")) for message in as_messages(row[column]))
+
+
+def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
+    """See that every rank gets an answer of a batch that is split over the ranks.
+
+    Raises:
+        ValueError: there are too few; the message says what to set.
+    """
+    ways = {"train on": (train, "give more"), "judge": (heldout, "set eval_samples higher, give a longer eval_dataset")}
+    for use, (batch, mend) in ways.items():
+        if batch is not None and len(batch) < ranks:
+            raise ValueError(
+                f"{len(batch) // PAIR} pairs to {use} are {len(batch)} answers, too few for {ranks} ranks that take at "
+                f"least one each; {mend}, or set num_gpus_per_node lower"
+            )
 
 
 class Pairs:

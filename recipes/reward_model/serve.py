@@ -9,10 +9,10 @@ A query is a prompt with its answer. 401: no or another token; 413: the request 
 with the reason; 503 with Retry-After: too many texts wait. Ctrl-C or SIGTERM answers what was asked, and ends.
 """
 
+import asyncio
 import hmac
 import json
 import math
-import os
 import signal
 import socket
 import sys
@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from components.data.remote_reward import TOKEN, reward_token
 from components.data.text import load_tokenizer
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
@@ -33,14 +34,17 @@ try:
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from pydantic import BaseModel, ValidationError
     from starlette.exceptions import HTTPException as AnyHTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse
 
-    from .service import QueueFull, ScoringService
+    from .service import QueueFull, Scored, ScoringService
 except ModuleNotFoundError as error:
     sys.exit(f"serve: {error.name} is missing; run: bash scripts/setup.sh recipes serve")
 
-TOKEN_VARIABLE = "TROUPE_REWARD_TOKEN"
-UNAUTHORIZED, TOO_LARGE, INVALID, FAILED, FULL = 401, 413, 422, 500, 503
+UNAUTHORIZED, TOO_SLOW, TOO_LARGE, INVALID, GONE, FAILED, BUSY = 401, 408, 413, 422, 499, 500, 503
+
+BACKLOG = 1024
+"""Connections that may wait to be taken."""
 
 
 @dataclass(kw_only=True)
@@ -68,14 +72,14 @@ class ServeConfig:
     """Texts that may wait; beyond that requests get status 503."""
     max_request_mb: float = 64.0
     """Size of a request's body."""
-    bf16: bool | None = None
-    """Compute in bfloat16. Default: where there is a GPU. Scores are float32."""
+    bf16: bool = False
+    """Compute in bfloat16, which is faster on a GPU. A score then depends a little on what shares its pass."""
     attn_implementation: str | None = None
     """Attention kernels, as transformers names them. Default: its own choice."""
     value_head_prefix: str = "score"
     """Name of the head's weights."""
     grace_s: int = 60
-    """Seconds in which requests under way are answered when the server is stopped."""
+    """Seconds in which requests under way are answered when the server is stopped, and in which a body has to come."""
 
     def __post_init__(self) -> None:
         if not self.reward_pretrain:
@@ -88,7 +92,7 @@ class ServeConfig:
                 f"port={self.port}, batch_size={self.batch_size}, max_request_mb={self.max_request_mb}; set a port up "
                 "to 65535, 0 or more texts, and a size above 0"
             )
-        self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
+        self.token = reward_token(self.token)
 
 
 class Query(BaseModel):
@@ -105,18 +109,15 @@ def load_service(config: ServeConfig) -> ScoringService:
     Raises:
         ConfigError: there is no such model, or it cannot be used as asked.
     """
-    import torch
-
     path = config.reward_pretrain
     try:
         positions = getattr(find_model(path).get_text_config(), "max_position_embeddings", None) or math.inf
         max_len = config.max_len or min(2048, positions)
         if max_len > positions:
             raise ValueError(f"max_len={max_len} is more than its {positions} positions; set it to them or less")
-        bf16 = torch.cuda.is_available() if config.bf16 is None else config.bf16
         model = RewardModel(
             path,
-            dtype="bfloat16" if bf16 else "float32",
+            dtype="bfloat16" if config.bf16 else "float32",
             normalize=config.normalize_reward,
             value_head_prefix=config.value_head_prefix,
             attn_implementation=config.attn_implementation,
@@ -146,12 +147,8 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
         began = time.monotonic()
         check_token(request, config.token)
         asked = await read_query(request, config, service.queue_size)
-        try:
-            found = await service.score(asked.query)
-        except QueueFull as error:
-            raise HTTPException(FULL, str(error), {"Retry-After": "1"}) from error
-        except ValueError as error:
-            raise HTTPException(INVALID, str(error)) from error
+        with service.metrics.under_way.track_inprogress():
+            found = await scored_for(request, service, asked.query)
         rewards = [one.reward for one in found]
         odd = next((number for number, reward in enumerate(rewards) if not math.isfinite(reward)), None)
         if odd is not None:
@@ -163,6 +160,8 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
+        if not service.is_alive:
+            raise HTTPException(BUSY, "nothing is scored any more; start the server again")
         return {"status": "ok", "model": config.reward_pretrain}
 
     @app.get("/metrics")
@@ -187,16 +186,48 @@ def check_token(request: Request, token: str | None) -> None:
     """Refuse who does not bring the token; how long that takes says nothing about it."""
     given = request.headers.get("Authorization", "")
     if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-        raise HTTPException(UNAUTHORIZED, f"send the header Authorization: Bearer <{TOKEN_VARIABLE}>")
+        raise HTTPException(UNAUTHORIZED, f"send the header Authorization: Bearer <{TOKEN}>")
+
+
+async def scored_for(request: Request, service: ScoringService, texts: list[str]) -> list[Scored]:
+    """Score texts for as long as their caller waits."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    scoring, leaving = asyncio.create_task(service.score(texts)), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({scoring, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not scoring.done():
+            raise HTTPException(GONE, "the caller has gone")
+        return scoring.result()
+    except QueueFull as error:
+        raise HTTPException(BUSY, str(error), {"Retry-After": "1"}) from error
+    except ValueError as error:
+        raise HTTPException(INVALID, str(error)) from error
+    except asyncio.CancelledError as error:
+        raise HTTPException(BUSY, "the server stops, and its time for that is over") from error
+    finally:
+        scoring.cancel()
+        leaving.cancel()
 
 
 async def read_query(request: Request, config: ServeConfig, most_texts: int) -> Query:
     """The body of a request, read no further than it may be long."""
     body, limit = bytearray(), int(config.max_request_mb * 1e6)
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise HTTPException(TOO_LARGE, f"the body is larger than {config.max_request_mb:g} MB; send fewer texts")
+    try:
+        async with asyncio.timeout(config.grace_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise HTTPException(
+                        TOO_LARGE, f"the body is larger than {config.max_request_mb:g} MB; send fewer texts"
+                    )
+    except TimeoutError as error:
+        raise HTTPException(TOO_SLOW, f"the body has not come in {config.grace_s} s") from error
+    except ClientDisconnect as error:
+        raise HTTPException(GONE, "the caller has gone") from error
     try:
         asked = Query.model_validate(json.loads(body))
     except ValidationError as error:
@@ -236,30 +267,38 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         OSError: somebody else has the address, or there is none.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = None
     try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        listener.close()
-        raise OSError(f"host={host} port={port} cannot be taken ({error.strerror}); set another port") from error
+        if listener is not None:
+            listener.close()
+        raise OSError(f"host={host} port={port} cannot be taken ({error.strerror}); set another") from error
     return listener
 
 
 def serve(listener: socket.socket, service: ScoringService, config: ServeConfig) -> None:
-    """Answer requests until a signal comes."""
+    """Answer requests until a signal comes.
+
+    Raises:
+        OSError: another server has begun to listen at the same address.
+    """
+    listener.listen(BACKLOG)
     options = uvicorn.Config(
         make_app(service, config),
         log_level="warning",
         access_log=False,
-        backlog=1024,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=config.grace_s,
     )
     # uvicorn answers what is under way, and then raises the signal again, to whoever handled it before: nobody.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
     access = "with a token" if config.token else "to everybody who can reach it"
     print(f"serve: {config.reward_pretrain} at http://{host}:{port}/get_reward, {access}", flush=True)
     uvicorn.Server(options).run(sockets=[listener])
@@ -267,4 +306,7 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # while the model is loaded
+        sys.exit(130)

@@ -46,6 +46,7 @@ class Metrics:
         self.texts = Counter(f"{name}texts", "Texts scored", registry=self.registry)
         self.truncated = Counter(f"{name}truncated", "Texts whose beginning was cut", registry=self.registry)
         self.tokens = Counter(f"{name}tokens", "Tokens scored", registry=self.registry)
+        self.under_way = Gauge(f"{name}under_way", "Requests whose texts are not all scored", registry=self.registry)
         self.waiting = Gauge(f"{name}waiting", "Texts that wait for a pass", registry=self.registry)
         sizes = [2**power for power in range(11)]
         self.together = Histogram(f"{name}pass_texts", "Texts of one pass", buckets=sizes, registry=self.registry)
@@ -93,6 +94,11 @@ class ScoringService:
         self._scorer.shutdown()
         self._tokenizer.shutdown()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether passes are made."""
+        return self._passes is not None and not self._passes.done()
+
     async def score(self, texts: Sequence[str]) -> list[Scored]:
         """Score texts, each a prompt with its answer.
 
@@ -108,7 +114,11 @@ class ScoringService:
         self._queue += waiting
         self.metrics.waiting.set(len(self._queue))
         self._arrived.set()
-        scores = await asyncio.gather(*(one.score for one in waiting))
+        try:
+            scores = await asyncio.gather(*(one.score for one in waiting))
+        except asyncio.CancelledError:  # nobody waits for them any more
+            self._queue = deque(one for one in self._queue if not one.score.cancelled())
+            raise
         self.metrics.truncated.inc(sum(one.truncated for one in waiting))
         return [Scored(score, one.truncated) for score, one in zip(scores, waiting)]
 
@@ -120,6 +130,7 @@ class ScoringService:
         rows = []
         for number, text in enumerate(texts):
             try:
+                text.encode()  # JSON can write halves of a character, which no tokenizer reads
                 rows.append(scored_tokens(text, self._encoder))
             except ValueError as error:
                 raise ValueError(f"query {number}: {error}") from error

@@ -91,7 +91,9 @@ def test_without_a_prompt_strings_have_one_up_to_the_last_mark_or_blank_in_commo
 
 def test_a_prompt_column_of_text_stands_before_both_answers(letters: PreTrainedTokenizerFast) -> None:
     row = {"ask": "who?", "good": "me", "bad": "you", "margin": 2}
-    keys = {"prompt_key": "ask", "chosen_key": "good", "rejected_key": "bad"}
+    keys: dict[str, Any] = {"prompt_key": "ask", "chosen_key": "good", "rejected_key": "bad"}
+    assert read(row, letters, **keys).margin == 0.0
+    keys["with_margin"] = True
     assert read(row, letters, **keys) == Pair("who?", "me", "you", 2.0, "who?")
     assert read(row, letters, **keys, input_template="Human: {}\n") == Pair("Human: who?\n", "me", "you", 2.0, "who?")
     # The template's end token is taken off, as encoding writes one.
@@ -191,7 +193,8 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
         {"prompt": "ab", "chosen": "cde", "rejected": "c", "margin": 1},  # the first one again
         {"prompt": "ab", "chosen": "c", "rejected": "cde"},  # the other way round it is another
     ]
-    pairs = read_pairs(rows, PairFormat(prompt_key="prompt"), letters)
+    form = PairFormat(prompt_key="prompt", with_margin=True)
+    pairs = read_pairs([{"margin": 0} | row for row in rows], form, letters)
     data = encode_pairs(pairs, letters, max_tokens=6)
     assert (len(data), data.dropped, data.repeated) == (4, {"too_long": 1, "identical": 1}, 1)
     assert data.batch["row"].tolist() == [0, 0, 3, 3, 4, 4, 5, 5]
@@ -219,7 +222,11 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
             "who says what; set prompt_key, or give lists",
         ),
         *(
-            ({"chosen": "a", "rejected": "b", "margin": margin}, {}, "its margin is .*; give a finite number, or leave")
+            (
+                {"chosen": "a", "rejected": "b", "margin": margin},
+                {"with_margin": True},
+                "its column 'margin' holds .*; give a finite number, or leave margin_loss out",
+            )
             for margin in (float("nan"), float("inf"), "1", None, [1])
         ),
     ],
@@ -227,7 +234,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
 def test_a_row_that_is_no_pair_is_refused_with_its_number_and_what_to_set(
     letters: PreTrainedTokenizerFast, row: dict[str, Any], form: dict[str, Any], message: str
 ) -> None:
-    good = {"ask": "", "chosen": [assistant("a")], "rejected": [assistant("b")]}
+    good = {"ask": "", "margin": 1, "chosen": [assistant("a")], "rejected": [assistant("b")]}
     with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
         read_pairs([good, row], PairFormat(**form), letters)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from components.data.prompts import PromptSource
@@ -145,9 +145,6 @@ def test_a_conversation_is_written_out_with_its_answers_and_nothing_that_asks_fo
         ({"pad_token": "</s>"}, "<s>"),
         ({}, "<s>"),
         ({"bos_token": "</s>"}, "<unk>"),
-        # Nothing else is special: the first token, or the second where the first one is the end.
-        ({"bos_token": "</s>", "unk_token": "</s>"}, "<unk>"),
-        ({"bos_token": "<unk>", "unk_token": "<unk>", "eos_token": "<unk>"}, "<s>"),
     ],
 )
 def test_padding_is_no_end(special: dict[str, str], chosen: str | None) -> None:
@@ -160,10 +157,32 @@ def test_padding_is_no_end(special: dict[str, str], chosen: str | None) -> None:
     assert len(tokenizer) == 5  # none was added, for which the model would have no embedding
 
 
+def test_where_only_the_end_is_special_padding_is_a_piece_that_no_text_is_read_by(tmp_path: Path) -> None:
+    texts = ["wow!!! the end", "the the end Ø ö", "an end  of  it"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learning = trainers.BpeTrainer(vocab_size=280, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, learning)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    before = tokenizer(texts)["input_ids"]
+    chosen = pad_apart_from_end(tokenizer)
+    assert chosen is not None and chosen[0] == "Ġ"
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.pad_token == chosen
+    assert again(texts)["input_ids"] == before
+
+
+def test_where_no_token_is_left_for_padding_that_is_said() -> None:
+    with pytest.raises(ValueError, match="no token for padding but its end token; set another in its pad_token"):
+        pad_apart_from_end(word_tokenizer(bos_token="</s>", unk_token="</s>"))
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system turn') }}", "{{ messages[0]['content'] + 1 }}"])
 def test_a_template_that_raises_is_an_error_with_its_reason(template: str) -> None:
     tokenizer = word_tokenizer(template=template)
-    with pytest.raises(ValueError, match=r"the chat template refuses the messages 'no yes' \((no system|can only)"):
+    with pytest.raises(ValueError, match=r"the chat template refuses the messages .*'no yes'.* \((no system|can only)"):
         render_prompt("no yes", tokenizer, apply_chat_template=True)
 
 
