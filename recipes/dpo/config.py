@@ -164,6 +164,9 @@ class DPOConfig:
     """Write TensorBoard's files: a folder, or `true` for run_dir/tensorboard."""
 
     def __post_init__(self) -> None:
+        for name in ("pretrain", "ref_pretrain", "dataset", "eval_dataset", "save_path"):
+            if (getattr(self, name) or "").startswith("~"):
+                setattr(self, name, str(Path(getattr(self, name)).expanduser()))
         if not self.pretrain:
             raise ConfigError("pretrain is empty; set pretrain=FOLDER, or pretrain=warm_start:sort for a tiny model")
         if not self.dataset:

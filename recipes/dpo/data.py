@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from components.batch import Batch
@@ -14,6 +15,8 @@ from .config import DPOConfig
 
 FIRST_ROWS = 100
 """So many are looked at before any process starts."""
+PAIRS_PER_CALL = 1024
+"""That a rank is asked about at once, at most."""
 
 
 def pair_format(config: DPOConfig, source: str) -> PairFormat:
@@ -51,6 +54,28 @@ def check_rows(config: DPOConfig) -> None:
                 read_pairs(rows, pair_format(config, source), tokenizer)
     except ValueError as error:
         raise ConfigError(f"{option}={getattr(config, option)}: {error}") from error
+
+
+def in_calls(batch: Batch, ranks: int) -> list[Batch]:
+    """A batch in equal parts, none so large that stall_timeout could take a rank that works on it for hung."""
+    count = -(-len(batch) // (PAIR * PAIRS_PER_CALL * ranks))
+    edges = [len(batch) * part // count for part in range(count + 1)]
+    return [batch[start:end] for start, end in pairwise(edges)]
+
+
+def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
+    """See that every rank gets an answer of a batch that is split over the ranks.
+
+    Raises:
+        ValueError: there are too few; the message says what to set.
+    """
+    ways = {"train on": (train, "give more"), "judge": (heldout, "set eval_samples higher, give a longer eval_dataset")}
+    for use, (batch, mend) in ways.items():
+        if batch is not None and len(batch) < ranks:
+            raise ValueError(
+                f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
+                f"{mend}, or set num_gpus_per_node lower"
+            )
 
 
 class Pairs:

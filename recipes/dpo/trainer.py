@@ -2,8 +2,11 @@
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
@@ -17,7 +20,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR, preference_loss
 from .config import RECIPE, DPOConfig
-from .data import Accuracy, Pairs, pair_format
+from .data import Accuracy, Pairs, check_shares, in_calls, pair_format
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 
@@ -60,12 +63,19 @@ class DPOTrainer(BaseTrainer):
         """How the policy tells the held-out pairs apart by its implicit rewards, and its loss on them."""
         assert self.heldout is not None
         count = len(self.heldout) // PAIR
-        logprob_B = self.RG_ACTOR.logprobs(self.heldout.only("tokens", "loss_mask"))["logprob"]
+        logprob_B = self.asked(self.RG_ACTOR.logprobs, self.heldout)
         output = preference_loss(logprob_B, self.heldout, count, self.config)
         found = {name: round(float(value), 6) for name, value in {"loss": output.loss, **output.metrics}.items()}
         self.accuracy.add(found["accuracy"])
         found["accuracy_standard_error"] = math.sqrt(found["accuracy"] * (1 - found["accuracy"]) / count)
         return {f"eval/{name}": value for name, value in found.items()}
+
+    def asked(self, ask: Callable[[Batch], Batch], batch: Batch) -> Tensor:
+        """[B] log-probability of each answer. Policy and reference are asked in the same calls, and so in the same
+        micro-batches, as rounding depends on these: else it would tell apart pairs that are ties.
+        """
+        parts = in_calls(batch.only("tokens", "loss_mask"), self.config.ranks)
+        return torch.cat([ask(part)["logprob"] for part in parts])
 
     def finish(self) -> None:
         """Save what is not yet saved, sum up, and say where the model is."""
@@ -128,7 +138,7 @@ class DPOTrainer(BaseTrainer):
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
     def pairs(self) -> Pairs:
-        """The pairs to train on; sets those that are held out."""
+        """The pairs to train on; sets those that are held out. Both have `reference_logprob` of each answer."""
         config = self.config
         found = self.encoded(config.dataset, config.dataset_split, config.max_samples)
         train, self.heldout = found.batch, None
@@ -137,22 +147,30 @@ class DPOTrainer(BaseTrainer):
         elif config.eval_samples:
             index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
             train, self.heldout = select_pairs(found.batch, index_P), select_pairs(found.batch, held_P)
+        check_shares(config.ranks, train, self.heldout)
+        self.RG_ACTOR.load_reference(config.ref_pretrain or config.pretrain)
+        train = self.with_reference(train)
+        if self.heldout is not None:
+            self.heldout = self.with_reference(self.heldout)
+        self.RG_ACTOR.drop_reference()
         data = Pairs(train, config)
         held = 0 if self.heldout is None else len(self.heldout) // PAIR
         self.say(f"{len(train) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
         return data
 
     def encoded(self, source: str, split: str, max_rows: int | None = None) -> PreferenceData:
-        """Pairs as token ids, with `reference_logprob` of each answer; what is left out is counted and said."""
+        """Pairs as token ids; what cannot be used is left out, counted and said."""
         config = self.config
         rows = load_pairs(source, split=split, max_rows=max_rows, seed=config.seed)
         pairs = read_pairs(rows, pair_format(config, source), self.tokenizer)
         found = encode_pairs(pairs, self.tokenizer, max_tokens=config.max_len, with_mask=True)
         left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
         self.say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
-        answers = found.batch.only("tokens", "loss_mask")
-        logprob_B = self.RG_ACTOR.reference_logprobs(config.ref_pretrain or config.pretrain, answers)["logprob"]
-        return replace(found, batch=found.batch.with_sequences(reference_logprob=logprob_B))
+        return found
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch, with what the reference says of it."""
+        return batch.with_sequences(reference_logprob=self.asked(self.RG_ACTOR.reference_logprobs, batch))
 
     # --- checkpoints
 

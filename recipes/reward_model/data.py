@@ -85,8 +85,8 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
     for use, (batch, mend) in ways.items():
         if batch is not None and len(batch) < ranks:
             raise ValueError(
-                f"{len(batch) // PAIR} pairs to {use} are {len(batch)} answers, too few for {ranks} ranks that take at "
-                f"least one each; {mend}, or set num_gpus_per_node lower"
+                f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
+                f"{mend}, or set num_gpus_per_node lower"
             )
 
 

@@ -20,7 +20,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR
 from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
-from .data import Accuracy, Pairs, pair_format, write_new_model
+from .data import Accuracy, Pairs, check_shares, pair_format, write_new_model
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 JUDGED_FOR_STATISTICS = 1024
@@ -79,6 +79,11 @@ class RewardModelTrainer(BaseTrainer):
             "eval/reward_std": self.std,
         }
 
+    def judge_if_needed(self) -> None:
+        """Judge unless this step was: by a run that goes on after its last step, for one."""
+        if self.judged_step != self.stream.step:
+            self.judge()
+
     def finish(self) -> None:
         """Save what is not yet saved, sum up, and say where the model is."""
         self.checkpoints.save()
@@ -89,6 +94,8 @@ class RewardModelTrainer(BaseTrainer):
         else:
             if self.config.save_path:
                 self.export(Path(self.config.save_path))
+            if self.heldout is not None:
+                self.judge_if_needed()
             score = None if self.heldout is None else self.accuracy.of | {"examples": len(self.heldout) // PAIR}
             self.tracker.update_summary(score=score, tokens_per_second=self.progress.tokens / max(seconds, 1e-9))
             if score is not None:
@@ -159,6 +166,7 @@ class RewardModelTrainer(BaseTrainer):
         elif config.eval_samples:
             index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
             train, self.heldout = select_pairs(found.batch, index_P), select_pairs(found.batch, held_P)
+        check_shares(config.ranks, train, self.heldout)
         data = Pairs(train, config)
         self.sample = train.select(slice(0, PAIR * JUDGED_FOR_STATISTICS))
         count = 0 if self.heldout is None else len(self.heldout) // PAIR
@@ -182,7 +190,6 @@ class RewardModelTrainer(BaseTrainer):
 
     def export(self, folder: Path) -> None:
         """Write model and tokenizer as a folder that from_pretrained loads."""
-        if self.judged_step != self.stream.step:
-            self.judge()
+        self.judge_if_needed()
         self.RG_REWARD.save(str(folder), self.mean, self.std)
         self.tokenizer.save_pretrained(folder)

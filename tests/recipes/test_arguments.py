@@ -18,7 +18,7 @@ from recipe_runs import ROOT
         ("multi_turn", 14),
         ("verl_ppo", 19),
         ("reward_model", 6),
-        ("dpo", 7),
+        ("dpo", 9),
     ],
 )
 def test_no_method_of_a_role_changes_its_arguments(recipe: str, methods: int, policy: Path, tmp_path: Path) -> None:

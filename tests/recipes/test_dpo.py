@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -27,6 +28,7 @@ from components.rl.aggregation import Totals
 from components.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss
 from recipes.dpo.config import DPOConfig
+from recipes.dpo.data import check_shares, in_calls
 from recipes.dpo.main import main, read_config
 
 ROWS = [
@@ -145,6 +147,12 @@ VARIANTS = {
     "resumed": [],
     "adapters": ["lora_rank=4", "lora_alpha=8", "learning_rate=1e-2"],
 }
+TIES = {
+    "level": "",
+    "level, bf16": "bf16=true",
+    "level, packed": "packing_samples=true train_engine=fsdp",
+    "level, adapters": "lora_rank=4",
+}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +163,13 @@ def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempP
     options["resumed"].append(f"resume={folder}/plain/checkpoints/step_2")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     own = [f"dataset={folder}/rows.jsonl", "prompt_key=prompt", f"eval_dataset={folder}/rows.jsonl", "beta=0.7"]
+    rng = random.Random(0)
+    lengths = [[rng.randint(0, 150) for _ in range(3)] for _ in range(300)]
+    rows = [{"prompt": "p" * p, "chosen": "c" * (c + 1), "rejected": "r" * (r + 1)} for p, c, r in lengths]
+    (folder / "lengths.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ties = [f"pretrain={models[0]}", f"dataset={folder}/lengths.jsonl", "prompt_key=prompt", "eval_samples=150"]
+    ties += ["max_tokens_per_gpu=2000", "train_batch_size=256"]
+    options |= {name: [*ties, *given.split()] for name, given in TIES.items()}
     options["two models"] = [f"pretrain={models[0]}", f"ref_pretrain={models[1]}", *own]
     return run_locally("dpo", folder, options)
 
@@ -175,6 +190,43 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(runs: dict[str, RunFolder]) -
     # What was there at the start is known to the end.
     assert runs["plain"].summary["score"] == runs["resumed"].summary["score"]
     assert runs["plain"].summary["score"]["start"] == 0.5  # the policy is its own reference: all pairs are ties
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_policy_that_is_its_own_reference_begins_with_ties_whatever_the_lengths(
+    runs: dict[str, RunFolder], name: str
+) -> None:
+    start = runs[name].metrics[0]
+    assert start["step"] == 0
+    assert (start["eval/accuracy"], start["eval/margin"]) == (0.5, 0)
+
+
+@pytest.mark.parametrize(("ranks", "count", "calls"), [(1, 1024, 1), (1, 1025, 2), (3, 3 * 1024 + 1, 2), (3, 2, 1)])
+def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_nothing(
+    ranks: int, count: int, calls: int
+) -> None:
+    batch = Batch.from_rows({"tokens": [[number] for number in range(2 * count)]})
+    parts = in_calls(batch, ranks)
+    assert len(parts) == calls
+    assert all(ranks <= len(part) <= 2 * 1024 * ranks for part in parts)
+    assert Batch.concat(parts)["tokens"].equal(batch["tokens"])
+
+
+def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
+    pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
+    check_shares(3, pairs[2], None)
+    check_shares(2, pairs[1], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to judge are too few for 3 ranks.* set eval_samples higher"):
+        check_shares(3, pairs[3], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to train on are too few for 3 ranks.* give more"):
+        check_shares(3, pairs[1], None)
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("pretrain", "ref_pretrain", "dataset", "eval_dataset", "save_path")
+    config = read_config([f"{name}=~/{name}" for name in names])
+    assert {name: getattr(config, name) for name in names} == {name: f"{tmp_path}/{name}" for name in names}
 
 
 @pytest.mark.parametrize("other", ["packed", "fine", "fsdp"])
@@ -222,6 +274,8 @@ def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "max_samples=2760", "eval_samples=200"]})["run"]
     assert run.summary["steps"] == 40
+    # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own answers.
+    assert run.metrics[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
     end = run.run_dir / "checkpoints" / "step_40" / "hf"
     # Measured: greedy .04 -> .94, sampled .19 -> .75.
     assert truth(end, 0) > truth(start, 0) + 0.6

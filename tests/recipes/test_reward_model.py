@@ -19,7 +19,10 @@ from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
 from components.engines.reward_model import RewardModel
 from components.warm_start import WARM_START_PREFIX, resolve_model
+from recipes.reward_model.data import check_shares
 from recipes.reward_model.main import main
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the runs
 
 MARKS = [chr(code) for code in range(ord("!"), ord("A"))]  # each the prompt of two pairs, and nowhere else
 SHORT = [
@@ -95,6 +98,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "plain": [*plain, "save_steps=3"],
         "resumed": [*plain, f"resume={folder}/plain/checkpoints/step_3"],
         **{name: [*plain, *given.split()] for name, given in SAME.items()},
+        "finished twice": plain,
+        "finished": [*plain, f"run_dir={folder}/finished twice"],
         "with margins": [*plain, "margin_loss=true"],
         "padded with the end": [*plain, f"pretrain={ends_in_padding}"],
         "messages": [*chats, f"dataset={chat}"],
@@ -203,6 +208,13 @@ def test_a_resumed_run_ends_with_the_same_weights(runs: Runs) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_a_finished_run_started_again_says_what_it_said(runs: Runs) -> None:
+    once, twice = runs.folders["plain"], runs.folders["finished twice"]
+    assert twice.summary["resumed_from"] == twice.summary["steps"] == 8
+    assert (twice.summary["status"], twice.summary["score"]) == ("finished", once.summary["score"])
+    assert twice.learnt() == once.learnt()
+
+
 def test_a_margin_asks_for_more(runs: Runs) -> None:
     plain, margin = (runs.folders[name].metrics[1] for name in ("plain", "with margins"))
     assert margin["reward/accuracy"] == plain["reward/accuracy"]
@@ -299,6 +311,26 @@ def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsy
         "dataset_split": "test",
     }
     assert {name: printed[name] for name in taken} == taken
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("pretrain", "dataset", "eval_dataset", "save_path")
+    assert main([*(f"{name}=~/{name}" for name in names), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert {name: printed[name] for name in names} == {name: f"{tmp_path}/{name}" for name in names}
+
+
+def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
+    pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
+    check_shares(3, pairs[2], None)
+    check_shares(2, pairs[1], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to judge are too few for 3 ranks.* set eval_samples higher"):
+        check_shares(3, pairs[3], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to train on are too few for 3 ranks.* give more"):
+        check_shares(3, pairs[1], None)
 
 
 def test_the_text_preset_needs_only_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,22 +25,29 @@ class Actor(BaseWorkload):
         """Meet the other ranks before any library can make a process group of its own."""
         self.setup_process_group(init_process_group)
 
-    @trainer_invocation(post_func=Batch.concat)
-    def reference_logprobs(self, model_path: str, answers: Batch) -> Batch:
-        """`logprob` of each answer under a frozen model, which leaves again; the batch is split over the ranks."""
-        own, device = self.config, "cuda" if torch.cuda.is_available() else "cpu"
-        engine = own.engine(1, device == "cuda")
-        dtype = "bfloat16" if engine.precision == "bf16" else "float32"
+    @trainer_invocation
+    def load_reference(self, model_path: str) -> None:
+        """Load a frozen model."""
+        own, has_gpu = self.config, torch.cuda.is_available()
+        dtype = "bfloat16" if own.engine(1, has_gpu).precision == "bf16" else "float32"
         model: Any = load_policy(
             model_path, dtype, attn_implementation=own.attn_implementation, packing=own.packing_samples
         )
-        compute = partial(_logprobs, model.to(device).eval())
-        logprob_N = evaluate(
-            answers.only("tokens"), engine.max_tokens, device, compute, engine.max_sequences, engine.packing
-        )
-        del model, compute
-        torch.cuda.empty_cache()
+        self.reference = model.to("cuda" if has_gpu else "cpu").eval()
+
+    @trainer_invocation(post_func=Batch.concat)
+    def reference_logprobs(self, answers: Batch) -> Batch:
+        """`logprob` of each answer under the frozen model; the batch is split over the ranks."""
+        own, device = self.config.engine(1, torch.cuda.is_available()), self.reference.device
+        compute = partial(_logprobs, self.reference)
+        logprob_N = evaluate(answers.only("tokens"), own.max_tokens, device, compute, own.max_sequences, own.packing)
         return Batch(answers.lengths, {}, {"logprob": answer_logprobs(logprob_N, answers)})
+
+    @trainer_invocation
+    def drop_reference(self) -> None:
+        """Let the frozen model leave; its memory is the policy's."""
+        del self.reference
+        torch.cuda.empty_cache()
 
     @trainer_invocation
     def load(self, model_path: str, total_steps: int) -> None:
