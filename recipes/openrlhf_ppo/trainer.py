@@ -239,7 +239,7 @@ class PPOTrainer(BaseTrainer):
     def sum_up(self) -> None:
         """Compare the policy with what it was at the start."""
         if self.config.save_path:
-            self.export(Path(self.config.save_path))
+            self.export(Path(self.config.save_path).expanduser())
         score, seconds = self.heldout.finish(self.stream.step), self.progress.seconds
         if self.heldout.is_best(self.heldout.scores.get("end", {})):  # it was not known that this step is the last
             self.checkpoints.store.mark_best(self.stream.step)

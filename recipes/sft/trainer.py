@@ -73,7 +73,7 @@ class SFTTrainer(BaseTrainer):
             self.say(f"stopped after step {step} of {self.stream.steps}; run_dir={self.config.run_dir} goes on")
         else:
             if self.config.save_path:
-                self.export(Path(self.config.save_path))
+                self.export(Path(self.config.save_path).expanduser())
             self.tracker.update_summary(tokens_per_second=self.progress.tokens / max(seconds, 1e-9))
             self.say(f"trained model: {self.checkpoints.store.latest()}/hf")
         self.tracker.close()
