@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,17 +20,29 @@ from typing import Any, ClassVar
 ROOT = Path(__file__).parents[2]
 
 
+def held_port() -> socket.socket:
+    """A port that is nobody else's while this is open. It does not listen: without a `Server` there, a call is refused
+    as where nothing runs.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 class Server:
     """Gives answers the share of the label's letters that they have in their places."""
 
-    def __init__(self, port: int = 0, fails: str = "never", at: int = 0) -> None:
-        """`fails`: it `dies`, or `hangs`, at request number `at`, and from then on; a new try has the number of the
-        first.
+    def __init__(self, held: socket.socket, fails: str = "never", at: int = 0) -> None:
+        """At a `held_port`.
+
+        `fails`: it `dies`, or `hangs`, at request number `at`, and from then on; a new try has the number of the first.
         """
-        command = [sys.executable, __file__, "serve", str(port), fails, str(at)]
+        self.port = held.getsockname()[1]
+        command = [sys.executable, __file__, "serve", str(self.port), fails, str(at)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
+        assert self.process.stdout.readline() == "serves\n"
 
     @property
     def url(self) -> str:
@@ -71,11 +84,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(port: int, fails: str, at: int) -> None:
-    """Print the port, and serve until killed."""
+    """Say that it serves, and do so until killed."""
     Handler.fails, Handler.at = fails, at
-    ThreadingHTTPServer.allow_reuse_address = True
+    ThreadingHTTPServer.allow_reuse_port = True
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    print(server.server_port, flush=True)
+    print("serves", flush=True)
     server.serve_forever()
 
 
@@ -101,11 +114,10 @@ def meet(recipe: str, folder: Path, option: str, options: Sequence[str], outages
 
 
 def _meet(recipe: str, folder: Path, option: str, options: list[str], outages: list[tuple[str, int]]) -> None:
-    main, port = import_module(f"recipes.{recipe}.main").main, 0
+    main, held = import_module(f"recipes.{recipe}.main").main, held_port()
     starts: list[tuple[int, str]] = []
     for name, fails, at in [("undisturbed", "never", 0), *(("disturbed", *outage) for outage in outages)]:
-        server, error = Server(port, fails, at), io.StringIO()
-        port = server.port
+        server, error = Server(held, fails, at), io.StringIO()
         with contextlib.redirect_stderr(error):
             code = main([f"run_dir={folder / name}", f"{option}={server.url}", *options, "backend=local"])
         starts.append((code, error.getvalue()))

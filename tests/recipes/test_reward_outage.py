@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outage import Server, meet
+from outage import Server, held_port, meet
 from recipe_runs import Run, RunFolder
 
 from components.batch import Batch
 
 PPO = """prompt_data=task:sort max_samples=48 rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16
     use_dynamic_batch=true generate_max_len=8 actor_learning_rate=3e-4 critic_learning_rate=1e-3 save_steps=-1
-    remote_rm_timeout=1"""
+    remote_rm_timeout=4"""
 JUDGED = """eval_dataset=task:sort eval_scorer=sort eval_steps=2 max_eval_samples=32 eval_n_samples_per_prompt=1
     best_eval_metric_key=none"""
 GRPO = """data.path=task:sort data.max_rows=32 prompts_per_step=8 samples_per_prompt=4 minibatches=2
@@ -84,7 +84,8 @@ def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, t
 def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, policy: Path, tmp_path: Path) -> None:
     given = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
     options = [*given.split(), f"pretrain={policy}"]
-    server = Server(fails="dies", at=3)
+    held = held_port()
+    server = Server(held, fails="dies", at=3)
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()
     server.close()
     checked_failure((run.code, run.err), "ConnectError")
@@ -92,9 +93,10 @@ def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, poli
     assert len(saved["stream"]["queue"]) >= 1
     assert "saved for when the rewards are back: step 2, and " in run.out
 
-    server = Server(server.port)
+    server = Server(held)
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()
     server.close()
+    held.close()
     assert run.code == 0, run.err
     trained = [prompt for step in range(1, 5) for prompt in prompts_of(run, step)]
     assert len(trained) == len(set(trained)) == 32
