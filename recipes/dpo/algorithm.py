@@ -1,10 +1,8 @@
-"""What makes this DPO: the log-probability of an answer, the loss of a pair, and the order of the pairs.
+"""What makes this DPO: the log-probability of an answer, and the loss of a pair.
 
 P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
 """
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
@@ -50,9 +48,3 @@ def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> L
     # Per token of its answer, so that long answers do not count for more (Pang et al. 2024, arXiv 2404.19733).
     nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / total_pairs
     return LossOutput(output.loss + config.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})
-
-
-def minibatches(count: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
-    """Indices of each optimizer step's pairs in one epoch. The last step may be smaller; nothing is dropped."""
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    return list(torch.from_numpy(order).split(batch_size))

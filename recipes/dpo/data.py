@@ -1,16 +1,15 @@
 """Where rows have their pairs, and the pairs of each optimizer step, in an order that a resumed run goes on with."""
 
-import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from components.batch import Batch
-from components.data.preferences import PairFormat, load_pairs, read_pairs, select_pairs
+from components.data.preferences import PairFormat, load_pairs, read_pairs
 from components.data.text import load_tokenizer, same_vocabulary
 from core import ConfigError
 
-from .algorithm import PAIR, minibatches
+from .algorithm import PAIR
 from .config import DPOConfig
 
 FIRST_ROWS = 100
@@ -75,39 +74,6 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
             raise ValueError(
                 f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
                 f"{mend}, or set num_gpus_per_node lower"
-            )
-
-
-class Pairs:
-    """Hands out minibatches: each epoch is every pair once, in an order of its own."""
-
-    def __init__(self, batch: Batch, config: DPOConfig) -> None:
-        self.batch = batch
-        self._count, self._size, self._seed = len(batch) // PAIR, config.train_batch_size, config.seed
-        self._steps_per_epoch = -(-self._count // self._size)
-        self.steps = config.max_epochs * self._steps_per_epoch
-        """Of the whole run."""
-
-    def minibatch(self, step: int) -> Batch:
-        """The pairs of one optimizer step; the first is 1."""
-        epoch, position = divmod(step - 1, self._steps_per_epoch)
-        return select_pairs(self.batch, minibatches(self._count, self._size, self._seed, epoch)[position])
-
-    def state_dict(self) -> dict[str, Any]:
-        """What decides which pairs a step has; the step itself is the stream's."""
-        tokens = hashlib.blake2b(self.batch["tokens"].numpy().tobytes(), digest_size=8)
-        return {"tokens": tokens.hexdigest(), "train_batch_size": self._size, "seed": self._seed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See that they are those of before.
-
-        Raises:
-            ValueError: they are others, or in another order.
-        """
-        if state != self.state_dict():
-            raise ValueError(
-                "the checkpoint was written with other pairs, or in another order; resume with the same dataset, "
-                "eval_samples, seed and train_batch_size, or set resume=none and another run_dir"
             )
 
 

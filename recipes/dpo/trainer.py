@@ -10,6 +10,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
+from components.data.epochs import Epochs
 from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer
@@ -20,7 +21,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR, preference_loss
 from .config import RECIPE, DPOConfig
-from .data import Accuracy, Pairs, check_shares, in_calls, pair_format
+from .data import Accuracy, check_shares, in_calls, pair_format
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 
@@ -137,7 +138,7 @@ class DPOTrainer(BaseTrainer):
             self.say(f"not exactly as before: {line}")
         self.tracker.update_summary(seconds={"setup": time.time() - self.began})
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> Epochs:
         """The pairs to train on; sets those that are held out. Both have `reference_logprob` of each answer."""
         config = self.config
         found = self.encoded(config.dataset, config.dataset_split, config.max_samples)
@@ -153,7 +154,13 @@ class DPOTrainer(BaseTrainer):
         if self.heldout is not None:
             self.heldout = self.with_reference(self.heldout)
         self.RG_ACTOR.drop_reference()
-        data = Pairs(train, config)
+        data = Epochs(
+            train,
+            train_batch_size=config.train_batch_size,
+            epochs=config.max_epochs,
+            seed=config.seed,
+            group_size=PAIR,
+        )
         held = 0 if self.heldout is None else len(self.heldout) // PAIR
         self.say(f"{len(train) // PAIR} pairs to train on, {held} held out; {data.steps} optimizer steps")
         return data

@@ -1,10 +1,8 @@
-"""What makes this a reward model: where a score is read, the loss of a pair, and the order of the pairs.
+"""What makes this a reward model: where a score is read, and the loss of a pair.
 
 P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
 """
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
@@ -26,9 +24,3 @@ def loss(model: nn.Module, micro: Batch, totals: Totals, with_margin: bool = Fal
     score_P2 = at_the_end(state_values(model, micro), micro).view(-1, PAIR)
     margin_P = micro["margin"][::PAIR] if with_margin else None
     return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / PAIR, margin_P)
-
-
-def minibatches(count: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
-    """Indices of each optimizer step's pairs in one epoch. The last step may be smaller; nothing is dropped."""
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    return list(torch.from_numpy(order).split(batch_size))

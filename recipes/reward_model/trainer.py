@@ -10,6 +10,7 @@ import torch
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
+from components.data.epochs import Epochs
 from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer, pad_apart_from_end
@@ -20,7 +21,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR
 from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
-from .data import Accuracy, Pairs, check_shares, pair_format, write_new_model
+from .data import Accuracy, check_shares, pair_format, write_new_model
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 JUDGED_FOR_STATISTICS = 1024
@@ -155,7 +156,7 @@ class RewardModelTrainer(BaseTrainer):
         write_new_model(rows, pair_format(self.config, self.config.dataset), self.config, scratch)
         return scratch
 
-    def pairs(self, rows: list[dict[str, Any]]) -> Pairs:
+    def pairs(self, rows: list[dict[str, Any]]) -> Epochs:
         """The pairs to train on; sets those that are held out."""
         config = self.config
         found = self.encoded(rows, config.dataset)
@@ -167,7 +168,13 @@ class RewardModelTrainer(BaseTrainer):
             index_P, held_P = hold_out(found.openings, config.eval_samples, config.seed)
             train, self.heldout = select_pairs(found.batch, index_P), select_pairs(found.batch, held_P)
         check_shares(config.ranks, train, self.heldout)
-        data = Pairs(train, config)
+        data = Epochs(
+            train,
+            train_batch_size=config.train_batch_size,
+            epochs=config.max_epochs,
+            seed=config.seed,
+            group_size=PAIR,
+        )
         self.sample = train.select(slice(0, PAIR * JUDGED_FOR_STATISTICS))
         count = 0 if self.heldout is None else len(self.heldout) // PAIR
         self.say(f"{len(train) // PAIR} pairs to train on, {count} held out; {data.steps} optimizer steps")

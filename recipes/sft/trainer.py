@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from components.batch import Batch
 from components.checkpoint import Checkpoints
+from components.data.epochs import Epochs
 from components.data.stream import SampleStream
 from components.data.supervised import SupervisedData, encode_demonstrations, load_demonstrations
 from components.data.tasks import get_task
@@ -19,7 +20,6 @@ from core import BaseTrainer, replicate
 
 from . import remote_call
 from .config import RECIPE, SFTConfig
-from .data import Demonstrations
 
 
 class SFTTrainer(BaseTrainer):
@@ -91,7 +91,12 @@ class SFTTrainer(BaseTrainer):
             found = self.demonstrations()
             count, held = len(found.batch), config.eval_samples
             self.eval_data = found.batch.select(slice(count - held, None)) if held else None
-            data = Demonstrations(found.batch.select(slice(0, count - held)), config)
+            data = Epochs(
+                found.batch.select(slice(0, count - held)),
+                train_batch_size=config.train_batch_size,
+                epochs=config.max_epochs,
+                seed=config.seed,
+            )
             self.stream = SampleStream(data.minibatch, data.steps, stopped=lambda: self.stop_requested)
             self.say(f"{found.kept} demonstrations (left out: {found.dropped}), {data.steps} optimizer steps")
             self.checkpoints = RunCheckpoints(
