@@ -484,7 +484,7 @@ def test_a_reward_that_raises_or_hangs_ends_its_own_episode(rig: Rig) -> None:
             time.sleep(3600)
         return {"rewards": [float(labels[0])]}
 
-    player = rig.player(SingleTurnAgentExecutor(reward_func), step_timeout_s=0.2, max_failed_share=0.7)
+    player = rig.player(SingleTurnAgentExecutor(reward_func), step_timeout_s=5, max_failed_share=0.7)
     batch = player.play(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
     assert batch["status"][1:3] == ["error", "error"]
     assert batch["reward"].tolist() == [1.0, 0.0, 0.0, 3.0]

@@ -73,8 +73,8 @@ def test_a_program_that_ignores_the_first_signal_gets_one_it_cannot_ignore() -> 
 
 
 def test_a_program_that_sleeps_is_ended_at_its_seconds_on_the_clock() -> None:
-    result = run_python("print('on', flush=True)\nimport time\ntime.sleep(99)", limits=Limits(timeout_s=2))
-    assert (result.stdout, result.exit, result.reason) == ("on\n", -9, "ended: it took more than 2 s")
+    result = run_python("print('on', flush=True)\nimport time\ntime.sleep(99)", limits=Limits(timeout_s=6))
+    assert (result.stdout, result.exit, result.reason) == ("on\n", -9, "ended: it took more than 6 s")
 
 
 def test_a_program_may_end_itself_and_all_around_it() -> None:
@@ -168,10 +168,10 @@ def test_many_programs_run_at_the_same_time() -> None:
 
 def test_programs_wait_for_a_place_and_their_time_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents.sandbox, "_places", threading.BoundedSemaphore(1))
-    program = "import time\nprint(time.monotonic())\ntime.sleep(0.7)\nprint(time.monotonic())"
+    program = "import time\nprint(time.monotonic())\ntime.sleep(2)\nprint(time.monotonic())"
 
     def run() -> list[float]:
-        result = run_python(program, limits=Limits(timeout_s=2))
+        result = run_python(program, limits=Limits(timeout_s=7))
         assert result.reason == ""
         return [float(line) for line in result.stdout.split()]
 

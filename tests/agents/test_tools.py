@@ -4,6 +4,7 @@ import asyncio
 import enum
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -74,7 +75,7 @@ class Agent(ToolAgentInstance):
     tools: ClassVar = (look_up, add, fail, wait_long, long_text, nap, block)
     max_result_chars = 40
     max_calls = 3
-    tool_timeout_s = 0.2
+    tool_timeout_s = 60
 
     async def score(self, answer: str, label: Any) -> float:
         return float(answer == label)
@@ -164,15 +165,14 @@ def test_arguments_that_do_not_fit_are_named_one_by_one() -> None:
 def test_plain_functions_run_at_the_same_time_as_others() -> None:
     def rest() -> str:
         """Sleep."""
-        time.sleep(0.3)
+        together.wait(60)
         return ""
 
-    async def both() -> None:
-        await asyncio.gather(*(Tool.of(rest).run({}) for _ in range(20)))
+    async def both() -> list[str]:
+        return await asyncio.gather(*(Tool.of(rest).run({}) for _ in range(20)))
 
-    start = time.monotonic()
-    asyncio.run(both())
-    assert time.monotonic() - start < 2  # one after the other: 6 s
+    together = threading.Barrier(20)  # one after the other, none would come past it
+    assert asyncio.run(both()) == [""] * 20
 
 
 ONE, TWO = {"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}
@@ -292,17 +292,17 @@ def test_whatever_goes_wrong_is_an_error_that_the_policy_reads_and_is_counted() 
     assert answers(agent, call("fail", kind="lookup")) == ["error: KeyError: 'k'"]
     assert answers(agent, call("fail", kind="exit")) == ["error: RuntimeError: SystemExit: bye"]
     assert answers(agent, call("fail", kind="stop")) == ["error: RuntimeError: StopIteration:"]
+    agent.tool_timeout_s = 0.2  # pyright: ignore[reportAttributeAccessIssue]
     assert answers(agent, call("wait_long")) == ["error: wait_long gave no result in 0.2 s"]
     assert answers(agent, "<tool_call>{")[0].startswith("error: the call is no valid JSON")
     assert agent._logs == {"tool_calls": 6, "tool_errors": 6}
 
 
 def test_all_calls_of_a_turn_have_one_time_together() -> None:
-    agent, start = Agent(), time.monotonic()
+    agent = Agent()
     agent.tool_timeout_s = 0.6  # pyright: ignore[reportAttributeAccessIssue]
     found = answers(agent, call("nap", seconds=0.4) * 2 + call("add", a=1, b=2))
     assert found == ["", "error: nap gave no result in 0.6 s", "error: add gave no result in 0.6 s"]
-    assert time.monotonic() - start < 5
     assert agent._logs == {"tool_calls": 3, "tool_errors": 2}
 
 
@@ -321,9 +321,10 @@ def test_a_result_that_came_while_the_loop_stood_still_is_not_late() -> None:
 
 
 def test_an_async_tool_that_blocks_is_interrupted() -> None:
-    start = time.monotonic()
-    assert answers(Agent(), call("block")) == ["error: block gave no result in 0.2 s"]
-    assert time.monotonic() - start < 5
+    agent, start = Agent(), time.monotonic()
+    agent.tool_timeout_s = 0.2  # pyright: ignore[reportAttributeAccessIssue]
+    assert answers(agent, call("block")) == ["error: block gave no result in 0.2 s"]
+    assert time.monotonic() - start < 20  # it blocks for 30
 
 
 def test_results_in_the_users_role_are_one_message() -> None:

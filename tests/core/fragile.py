@@ -65,12 +65,12 @@ class Fragile(BaseWorkload):
         strike(self.folder, "once", self)
         return items
 
-    @trainer_invocation(idempotent=True, is_async=True, timeout=1.0)
+    @trainer_invocation(idempotent=True, is_async=True, timeout=5.0)
     def quick(self) -> int:
         strike(self.folder, "quick", self)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=1.0)
+    @trainer_invocation(is_async=True, timeout=5.0)
     def quick_once(self) -> int:
         strike(self.folder, "quick_once", self)
         return self.rank

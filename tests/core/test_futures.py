@@ -45,15 +45,13 @@ def test_a_future_sequence_is_the_sequence_of_its_items(
 
 @ON_RAY
 def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup) -> None:
-    sequence = actors.call_batch("sleep_each", 3, [0.0, 0.0, 2.0])
-    began = time.monotonic()
+    sequence = actors.call_batch("sleep_each", 3, [0.0, 0.0, 6.0])
     items = iter(sequence)
     assert (next(items), next(items)) == (0.0, 0.0)
-    assert time.monotonic() - began < 1.5
     assert not sequence.done()
     with pytest.raises(TimeoutError, match=r"after 0.1 s from ACTOR.sleep_each on rank 2"):
         sequence.wait(0.1)
-    assert next(items) == 2.0
+    assert next(items) == 6.0
 
 
 def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGroup) -> None:
@@ -64,7 +62,7 @@ def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGr
 
 @ON_RAY
 def test_as_completed_gives_futures_in_the_order_in_which_they_end(echoes: None) -> None:
-    slow, quick, failing = RoleGroup("two").slow(1.5), RoleGroup("actor").slow(0.1), RoleGroup("solo").call("fail", 0)
+    slow, quick, failing = RoleGroup("two").slow(6), RoleGroup("actor").slow(0.1), RoleGroup("solo").call("fail", 0)
     found = [*as_completed([slow, quick, failing])]
     assert found[-1] is slow
     assert set(found[:2]) == {quick, failing}
@@ -83,7 +81,7 @@ def test_as_completed_gives_each_future_once_whoever_is_first(echoes: None) -> N
 
 @ON_RAY
 def test_as_completed_has_a_time_limit(actors: RoleGroup) -> None:
-    future = actors.slow(0.5)
+    future = actors.slow(5)
     with pytest.raises(TimeoutError, match=r"1 of the futures have not come to an end after 0.1 s"):
         list(as_completed([future], timeout=0.1))
     future.result()
@@ -104,11 +102,11 @@ def test_a_callback_is_called_once_with_the_future_also_when_it_fails(actors: Ro
 @ON_RAY
 def test_a_callback_does_not_hold_up_a_wait_with_a_limit(actors: RoleGroup) -> None:
     told: queue.Queue[object] = queue.Queue()
-    future, began = actors.slow(2.0), time.monotonic()
+    future = actors.slow(5.0)
     future.add_done_callback(told.put)
     with pytest.raises(TimeoutError, match=r"no answer after 0.1 s"):
         future.result(0.1)
-    assert time.monotonic() - began < 1.5
+    assert told.empty()
     assert told.get(timeout=30) is future
 
 

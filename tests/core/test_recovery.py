@@ -263,7 +263,7 @@ def test_who_does_not_answer_in_time_is_named_with_its_place_and_replaced(
     assert case.result == ([0, 1], [0, 1], [1, 1, 2, 2])
     hung, _ = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
     assert hung.process == "TOOL-1"
-    assert "no answer after 1 s from TOOL.quick on rank 1" in hung.text
+    assert "no answer after 5 s from TOOL.quick on rank 1" in hung.text
     assert "fragile.py" in hung.text
     assert "in strike" in hung.text
     assert "TOOL-1 hangs, here:\n" in capsys.readouterr().out

@@ -103,9 +103,9 @@ class Echo(BaseWorkload):
         time.sleep(seconds)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=0.5)
+    @trainer_invocation(is_async=True, timeout=4)
     def slow_on_rank1(self) -> int:
-        time.sleep(0.9 if self.rank == 1 else 0.0)
+        time.sleep(6 if self.rank == 1 else 0.0)
         return self.rank
 
     @trainer_invocation(is_async=True, timeout=60)

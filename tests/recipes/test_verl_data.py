@@ -398,10 +398,10 @@ def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_p
 
 
 def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> None:
-    body = "    time.sleep(0.6)\n    return [1.0] * len(data_sources)\n"
+    body = "    time.sleep(3)\n    return [1.0] * len(data_sources)\n"
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
-    with ScoreWorkers(code, RewardSettings(timeout_s=0.4, max_failed_share=0.0)) as workers:
+    with ScoreWorkers(code, RewardSettings(timeout_s=2, max_failed_share=0.0)) as workers:
         assert workers(*[["a"] * 4] * 4, extras=[None] * 4).reward_B.tolist() == [1.0] * 4
 
 

@@ -79,7 +79,7 @@ def test_requests_hold_a_batch_size_each_and_rewards_keep_their_order(start: Sta
 
 def test_a_slow_server_gets_fewer_requests(start: Start) -> None:
     def slow(request: Request, number: int) -> Answer:
-        time.sleep(0.3)
+        time.sleep(1)
         return right(request, number)
 
     slow_one, quick_one = start(slow), start(right)
@@ -139,7 +139,7 @@ def test_a_server_that_hangs_or_trickles_is_given_up_after_its_time(start: Start
     ended = threading.Event()
 
     def hang(request: Request, number: int) -> Answer:
-        ended.wait(0 if trickle else 20)
+        ended.wait(0 if trickle else 60)
         return 200, b"", {"Content-Length": "1000000"}
 
     server = start(hang)
@@ -149,7 +149,7 @@ def test_a_server_that_hangs_or_trickles_is_given_up_after_its_time(start: Start
     began = time.monotonic()
     with pytest.raises(RewardError, match="the last: ReadTimeout: "):
         ask([server.url], 1, url_tries=2, url_timeout_s=0.4)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     ended.set()
 
 
@@ -191,13 +191,13 @@ def test_the_first_error_ends_a_batch_that_others_still_work_at(start: Start) ->
     ended = threading.Event()
 
     def hang(request: Request, number: int) -> Answer:
-        ended.wait(20)
+        ended.wait(60)
         return right(request, number)
 
     began = time.monotonic()
     with pytest.raises(ValueError, match="HTTP status 404"):
         ask([start(hang).url, start(failing_first(99, 404)).url], 20, url_batch_size=1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     ended.set()
 
 

@@ -135,12 +135,12 @@ def test_a_registered_scorer_runs_in_a_child_and_one_that_cannot_go_there_is_ref
 
 
 def test_mathematics_without_end_is_given_up_at_the_deadline_and_counted() -> None:
-    with open_reward("math", RewardSettings(timeout_s=5, max_failed_share=0.5)) as reward:
+    with open_reward("math", RewardSettings(timeout_s=8, max_failed_share=0.5)) as reward:
         responses = ["\\boxed{9^{9^{9^9}}}", "\\boxed{\\frac{2}{4}}", "\\boxed{2}"]
         output = reward([""] * 3, [""] * 3, ["1/2", "1/2", "1/2"], responses=responses)
     assert output.reward_B.tolist() == [0.0, 1.0, 0.0]
     assert list(output.failures) == [0]
-    assert output.failures[0].startswith("no result after 5 s")
+    assert output.failures[0].startswith("no result after 8 s")
 
 
 def test_two_files_of_the_same_name_are_two_functions(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_loaded_is_refused_with_its_traceback(tmp_path: Pa
         ("return 'well done'", "ValueError: returned a str; return a dict with 'rewards'"),
         ("os._exit(3)", "the process that ran it ended: exit code 3"),
         ("os.kill(os.getpid(), 11)", "the process that ran it ended: signal SIGSEGV"),
-        ("time.sleep(600)", "no result after 0.5 s"),
+        ("time.sleep(600)", "no result after 5 s"),
     ],
 )
 def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed: str, reason: str) -> None:
@@ -192,7 +192,7 @@ def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed
         f"if '7' in labels:\n    {misdeed}\n"
         "return {'rewards': [1.0] * len(labels), 'extra_logs': {'x': [2.0] * len(labels)}}"
     )
-    output = rewarded(reward_file(tmp_path, body), 20, workers=2, timeout_s=0.5)
+    output = rewarded(reward_file(tmp_path, body), 20, workers=2, timeout_s=5)
     expected = [0.0 if place == 7 else 1.0 for place in range(20)]
     assert output.reward_B.tolist() == output.score_B.tolist() == expected
     assert output.logs["x"].tolist() == [2 * reward for reward in expected]
@@ -241,9 +241,9 @@ def test_a_function_that_always_fails_is_given_up_soon(tmp_path: Path) -> None:
 def test_after_a_batch_that_was_given_up_the_next_one_is_rewarded(tmp_path: Path) -> None:
     body = "if len(prompts[0]) == 3: time.sleep(600)\nreturn {'rewards': [1.0] * len(labels)}"
     with WorkerReward(
-        reward_file(tmp_path, body), RewardSettings(workers=2, timeout_s=0.3, max_failed_share=0)
+        reward_file(tmp_path, body), RewardSettings(workers=2, timeout_s=4, max_failed_share=0)
     ) as reward:
-        with pytest.raises(RewardError, match=r"no result after 0\.3 s"):
+        with pytest.raises(RewardError, match="no result after 4 s"):
             ask(reward, 20)
         for _ in range(3):
             assert ask(reward, 10).reward_B.sum() == 10

@@ -147,7 +147,7 @@ def test_a_publisher_that_hangs_or_is_gone_is_an_error_within_the_timeout(tmp_pa
             began = time.monotonic()
             with pytest.raises(ConnectionError, match="did not answer within 1 s"):
                 next(read_weights(handle, timeout_seconds=1))
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20
         finally:
             process.kill()
     with pytest.raises(ConnectionError, match=r"stopped coming .*ask again"):
