@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from tests.processes import wait_until_gone
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS_IN = ("loop", "thread", "process")
-LIMIT_S = 0.4
-SLACK_S = 3.0
+LIMIT_S = 2.0
+SLACK_S = 12.0
 """For a busy machine."""
 
 AGENT = """
@@ -222,7 +223,7 @@ def test_a_hanging_step_ends_its_own_episode(
 
     worlds = opened(tmp_path, runs_in)
     error, fine, seconds = played(worlds, play)
-    assert (error.kind, str(error)) == ("hung", "step gave no answer within 0.4 s (agent.step_timeout_s)")
+    assert (error.kind, str(error)) == ("hung", "step gave no answer within 2 s (agent.step_timeout_s)")
     assert float(fine["rewards"]) == 2.0
     # What goes on nevertheless has 0.3 s to clean up. "swallow" is interrupted for a second time after one.
     assert LIMIT_S <= seconds < LIMIT_S + SLACK_S
@@ -237,10 +238,10 @@ def test_a_world_that_blocks_the_loop_is_named_once_and_others_keep_their_time(
         return await asyncio.gather(*(episode(worlds, "nap") for _ in range(3)), episode(worlds, *["go on"] * 5))
 
     with caplog.at_level(logging.WARNING):
-        answers = played(opened(tmp_path, "loop", 2.0), play)
+        answers = played(opened(tmp_path, "loop", 8.0), play)
     assert [float(answer["rewards"]) for answer in answers] == [1.0, 1.0, 1.0, 5.0]
     (message,) = (record.getMessage() for record in caplog.records if record.name == "agents.worlds")
-    assert "step of AgentInstance kept all other episodes waiting for 1.2 s" in message
+    assert re.search(r"step of AgentInstance kept all other episodes waiting for \d+\.\d s", message)
     assert "agent.runs_in=thread" in message
 
 
