@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
-from tests.processes import is_alive, wait_until_gone
+from tests.processes import wait_until_gone
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(90)]
 
@@ -68,9 +68,10 @@ class Case:
             if f"in run {run_id}" in line
         ]
         assert len(pids) >= 4
-        # A process that is gone holds no port and has no children: Linux ends both with it.
-        found = [f"process {pid}" for pid in pids if is_alive(int(pid))]
-        found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
+        # A process that is gone holds no port and has no children: Linux ends both with it. One whose connection has
+        # ended may be on its last few steps still.
+        wait_until_gone(*map(int, pids))
+        found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
         found += [actor["name"] for actor in actors if run_id in actor["name"]]
         groups = placement_group_table().values()

@@ -1,5 +1,6 @@
 """Starting a recipe as a user does, and looking at what it left."""
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from tests.processes import is_alive
+from tests.processes import wait_until_gone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,10 +91,10 @@ class Run(RunFolder):
         from ray.util import placement_group_table
 
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
-        found = [name for name, pids in self.starts().items() if any(map(is_alive, pids))]
+        wait_until_gone(*itertools.chain.from_iterable(self.starts().values()))
         # Reward code runs in children of the reward role, whose process id stands at the end of their command.
-        found += [f"reward code in {pid}" for pid in running("reward_workers", self.pids().get("reward-0"))]
-        found += [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
+        wait_until_gone(*running("reward_workers", self.pids().get("reward-0")))
+        found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
         found += [actor["name"] for actor in actors if run_id in actor["name"]]
         groups = placement_group_table().values()
