@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
+from components.data.rewards import RewardError
 from components.data.stream import SampleStream
 
 if TYPE_CHECKING:
@@ -217,6 +218,15 @@ class RunCheckpoints:
         """
         if self._stream.step != self._saved_step:
             self._save()
+
+    @contextmanager
+    def kept_if_rewards_fail(self) -> Iterator[None]:
+        """Around the loop: rewards that fail (RewardError) end it, after `save_unfinished`."""
+        try:
+            yield
+        except RewardError:
+            self.save_unfinished()
+            raise
 
     def save_unfinished(self) -> None:
         """Write a checkpoint from which nothing has to be done again, where a run ends because rewards have failed.

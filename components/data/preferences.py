@@ -24,6 +24,8 @@ from components.data.text import TextEncoder, as_messages, render_conversation, 
 
 ANSWER_MARK = "\n\nAssistant:"
 """Before each answer of dialogues that are one string, as in hh-rlhf."""
+FIRST_ROWS = 100
+"""So many are looked at before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,14 @@ class PairFormat:
     """Text with one `{}` for a prompt that does not go through the chat template."""
     with_margin: bool = False
     """Read the column `margin`, a number; otherwise margins are 0."""
+
+    def of(self, source: str) -> PairFormat:
+        """The format of a source's rows: a task's have it where they always do."""
+        if not source.startswith("task:"):
+            return self
+        return PairFormat(
+            prompt_key="prompt", apply_chat_template=self.apply_chat_template, with_margin=self.with_margin
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,24 @@ def load_pairs(
     if kind == "task":
         return list(get_task(task).pairs(max_rows or 10_000, seed))
     return read_records(source, split=split)[:max_rows]
+
+
+def first_rows(sources: Mapping[str, tuple[str, str]]) -> dict[str, list[dict[str, Any]]]:
+    """Read a few rows of each source, for a look at them before anything starts.
+
+    Args:
+        sources: source and split, by the option that names them.
+
+    Raises:
+        ValueError: a source cannot be read; the message begins with its option.
+    """
+    found = {}
+    for option, (source, split) in sources.items():
+        try:
+            found[option] = load_pairs(source, split=split, max_rows=FIRST_ROWS)
+        except ValueError as error:
+            raise ValueError(f"{option}={source}: {error}") from error
+    return found
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
@@ -189,6 +217,41 @@ def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Te
 def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
     """The pairs at these positions, both sequences of each."""
     return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
+
+
+def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
+    """See that every rank gets an answer of a batch that is split over the ranks.
+
+    Raises:
+        ValueError: there are too few; the message says what to set.
+    """
+    ways = {"train on": (train, "give more"), "judge": (heldout, "set eval_samples higher, give a longer eval_dataset")}
+    for use, (batch, mend) in ways.items():
+        if batch is not None and len(batch) < ranks:
+            raise ValueError(
+                f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
+                f"{mend}, or set num_gpus_per_node lower"
+            )
+
+
+class Accuracy:
+    """Share of the held-out pairs that are told right, before training and last; a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, float] = {}
+        """By "start" and "end"."""
+
+    def add(self, accuracy: float) -> None:
+        """Note the newest one."""
+        self.of = {"start": accuracy} | self.of | {"end": accuracy}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was noted."""
+        return dict(self.of)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was noted before."""
+        self.of = dict(state)
 
 
 def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:

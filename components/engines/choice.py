@@ -1,4 +1,4 @@
-"""Which engine generates where the user leaves it open. Nothing here needs torch or vLLM."""
+"""Which engine generates, and with which attention, where the user leaves it open. Nothing here needs torch or vLLM."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
     if nbytes >= LARGE_BYTES:
         return "vllm", f"the model has {nbytes / 1e6:,.0f} MB of weights"
     return "hf", "faster for a small model on a CPU"
+
+
+def choose_attention(asked: str | None, gpus: int) -> str | None:
+    """The attention kernels to load models with: those asked for; of `auto` flash attention where it can run, else
+    transformers' own choice, which is None.
+
+    Raises:
+        ValueError: this machine has not what is asked for.
+    """
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if asked == "auto":
+        return "flash_attention_2" if gpus and has_flash else None
+    if asked and asked.startswith("flash_attention") and not gpus:
+        raise ValueError(f"attn_implementation={asked} needs a GPU, and this machine shows none; leave it out")
+    if asked == "flash_attention_2" and not has_flash:
+        raise ValueError(f"attn_implementation={asked} needs the package flash_attn; install it, or set sdpa")
+    return asked
 
 
 def _fault(gpus: int, model: Path, temperatures: tuple[float, ...]) -> str:

@@ -38,6 +38,12 @@ class WandbConfig:
     finish_timeout: float = 60.0
     """Seconds that W&B may take at the end to send what is left; after that it stays on disk, for `wandb sync`."""
 
+    @classmethod
+    def asked(cls, use_wandb: str | None, **others: Any) -> WandbConfig | None:
+        """What an option means that is a key, or `true` for one from elsewhere; None and `false` are without W&B."""
+        switch = (use_wandb or "false").lower()
+        return None if switch == "false" else cls(key=None if switch == "true" else use_wandb, **others)
+
 
 class Wandb:
     """One run of W&B, or its continuation."""

@@ -11,7 +11,16 @@ from torch import Tensor
 from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.epochs import Epochs
-from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
+from components.data.preferences import (
+    Accuracy,
+    PreferenceData,
+    check_shares,
+    encode_pairs,
+    hold_out,
+    load_pairs,
+    read_pairs,
+    select_pairs,
+)
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer
 from components.progress import PhaseClock, Progress, RunCheckpoints
@@ -21,7 +30,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR, preference_loss
 from .config import RECIPE, DPOConfig
-from .data import Accuracy, check_shares, in_calls, pair_format
+from .data import in_calls, pair_format
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 
@@ -169,7 +178,7 @@ class DPOTrainer(BaseTrainer):
         """Pairs as token ids; what cannot be used is left out, counted and said."""
         config = self.config
         rows = load_pairs(source, split=split, max_rows=max_rows, seed=config.seed)
-        pairs = read_pairs(rows, pair_format(config, source), self.tokenizer)
+        pairs = read_pairs(rows, pair_format(config).of(source), self.tokenizer)
         found = encode_pairs(pairs, self.tokenizer, max_tokens=config.max_len, with_mask=True)
         left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
         self.say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")

@@ -8,7 +8,6 @@ from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
-from components.data.rewards import RewardError
 from components.data.rollouts import (
     check_staleness,
     for_samples,
@@ -48,7 +47,7 @@ class MultiTurnTrainer(BaseTrainer):
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
         if not self.stop_requested:
             self.heldout.start(self.stream.step)
-        try:
+        with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self.judge)
             for samples in self.stream:
                 fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
@@ -58,9 +57,6 @@ class MultiTurnTrainer(BaseTrainer):
                 self.sync_weights(experience)
                 is_best = self.record(experience, metrics)
                 self.checkpoints.save_when_due(is_best)
-        except RewardError:
-            self.checkpoints.save_unfinished()
-            raise
         self.finish()
 
     # --- the stages

@@ -114,10 +114,8 @@ def _check_tokenizer(config: PPOConfig, rows: list[dict[str, Any]]) -> None:
 
 def wandb_options(config: PPOConfig) -> WandbConfig | None:
     """Where W&B shows the run; None when it is off."""
-    if config.use_wandb is None or config.use_wandb.lower() == "false":
-        return None
-    return WandbConfig(
-        key=None if config.use_wandb.lower() == "true" else config.use_wandb,
+    return WandbConfig.asked(
+        config.use_wandb,
         org=config.wandb_org,
         project=config.wandb_project,
         group=config.wandb_group,

@@ -1,12 +1,12 @@
 """What `auto` means on this machine: how many workers each role has, in which precision, with which attention."""
 
-import importlib.util
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from components.engines.choice import choose_attention
 from core import ConfigError
 from core.placement import detect_devices
 
@@ -20,14 +20,6 @@ def resolved(config: PPOConfig) -> PPOConfig:
         ConfigError: it asks for what this machine does not have.
     """
     gpus = detect_devices()
-    attention = config.attn_implementation
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    if attention == "auto":
-        attention = "flash_attention_2" if gpus and has_flash else None
-    elif attention and attention.startswith("flash_attention") and not gpus:
-        raise ConfigError(f"attn_implementation={attention} needs a GPU, and this machine shows none; leave it out")
-    elif attention == "flash_attention_2" and not has_flash:
-        raise ConfigError(f"attn_implementation={attention} needs the package flash_attn; install it, or set sdpa")
     engine, devices = engine_of(config).partition(" ")[0], config.vllm_tensor_parallel_size
     if gpus and devices > 1 and config.colocate_all_models:
         raise ConfigError(
@@ -45,7 +37,7 @@ def resolved(config: PPOConfig) -> PPOConfig:
     return replace(
         config,
         bf16=gpus > 0 if config.bf16 is None else config.bf16,
-        attn_implementation=attention,
+        attn_implementation=choose_attention(config.attn_implementation, gpus),
         pretrain=_at_home(config.pretrain),
         critic_pretrain=config.critic_pretrain and _at_home(config.critic_pretrain),
         reward_pretrain=",".join(map(_at_home, config.reward_models)) or None,

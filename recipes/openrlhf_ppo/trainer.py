@@ -58,7 +58,7 @@ class PPOTrainer(BaseTrainer):
         """Train for as many steps as there are prompts, and leave the result in the run folder."""
         if not self.stop_requested:
             self.heldout.start(self.stream.step)
-        try:
+        with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self.judge)
             for samples in self.stream:
                 fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
@@ -66,9 +66,6 @@ class PPOTrainer(BaseTrainer):
                 metrics = self.train(experience)
                 is_best = self.record(experience, metrics)
                 self.checkpoints.save_when_due(is_best)
-        except RewardError:
-            self.checkpoints.save_unfinished()
-            raise
         self.finish()
 
     # --- the stages

@@ -200,6 +200,12 @@ class RewardModelConfig:
         return self.num_nodes * (self.num_gpus_per_node or 1)
 
     @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Where pairs come from, and of which split, by option."""
+        heldout = {"eval_dataset": (self.eval_dataset, self.eval_split)} if self.eval_dataset else {}
+        return {"dataset": (self.dataset, self.dataset_split)} | heldout
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Where the step folders are."""
         return Path(self.ckpt_path).expanduser() if self.ckpt_path else Path(self.run_dir) / "checkpoints"
@@ -207,10 +213,8 @@ class RewardModelConfig:
     @property
     def wandb(self) -> WandbConfig | None:
         """Where W&B shows the run; None when it is off."""
-        if self.use_wandb is None or self.use_wandb.lower() == "false":
-            return None
-        return WandbConfig(
-            key=None if self.use_wandb.lower() == "true" else self.use_wandb,
+        return WandbConfig.asked(
+            self.use_wandb,
             org=self.wandb_org,
             project=self.wandb_project,
             group=self.wandb_group,

@@ -1,12 +1,13 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
-import importlib.util
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from components.data.tasks import get_task
+from components.engines.choice import choose_attention
 from components.hub import find_model
 from components.launch import STOP_GRACE_S, open_run, printed, run_job
 from components.tracking import redact
@@ -36,11 +37,7 @@ def build_job(config: RewardModelConfig) -> Job:
 
 def check_model(config: RewardModelConfig) -> None:
     """See that the model can be there, and its attention, before any process starts."""
-    attention = config.attn_implementation or ""
-    if attention.startswith("flash_attention") and not detect_devices():
-        raise ConfigError(f"attn_implementation={attention} needs a GPU, and this machine shows none; leave it out")
-    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise ConfigError(f"attn_implementation={attention} needs the package flash_attn; install it, or set sdpa")
+    choose_attention(config.attn_implementation, detect_devices())
     try:
         if config.pretrain != NEW_FROM_TEXT and not config.pretrain.startswith(WARM_START_PREFIX):
             find_model(config.pretrain)
@@ -48,8 +45,10 @@ def check_model(config: RewardModelConfig) -> None:
         raise ConfigError(f"pretrain={config.pretrain}: {error}") from error
 
 
-def check_pairs(config: RewardModelConfig, model_path: str) -> None:
-    """See that pairs are there and that the model, by now a folder or hub name, can read them."""
+def look_at_pairs(config: RewardModelConfig) -> dict[str, list[dict[str, Any]]]:
+    """The first rows of the pairs, by option, before a model is made that is to read them; none where the model is made
+    for these very pairs.
+    """
     kind, _, task = config.dataset.partition(":")
     if kind == "task":
         try:
@@ -57,10 +56,10 @@ def check_pairs(config: RewardModelConfig, model_path: str) -> None:
         except ValueError as error:
             raise ConfigError(f"dataset={config.dataset}: {error}") from error
         if config.pretrain in (NEW_FROM_TEXT, f"{WARM_START_PREFIX}{task}") and not config.eval_dataset:
-            return  # made for these pairs; a tokenizer takes seconds to import
-    from .data import check_rows
+            return {}  # a tokenizer takes seconds to import
+    from components.data.preferences import first_rows
 
-    check_rows(config, model_path)
+    return first_rows(config.sources)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,8 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(printed(config, given_options(RewardModelConfig, arguments)) if config.print_config else plan)
             return 0
         check_model(config)
+        rows = look_at_pairs(config)
         model_path = resolve_model(config.pretrain)
-        check_pairs(config, model_path)
+        if rows:
+            from .data import check_rows
+
+            check_rows(config, model_path, rows)
         run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)

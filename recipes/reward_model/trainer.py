@@ -11,7 +11,16 @@ import torch
 from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.epochs import Epochs
-from components.data.preferences import PreferenceData, encode_pairs, hold_out, load_pairs, read_pairs, select_pairs
+from components.data.preferences import (
+    Accuracy,
+    PreferenceData,
+    check_shares,
+    encode_pairs,
+    hold_out,
+    load_pairs,
+    read_pairs,
+    select_pairs,
+)
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer, pad_apart_from_end
 from components.progress import PhaseClock, Progress, RunCheckpoints
@@ -21,7 +30,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .algorithm import PAIR
 from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
-from .data import Accuracy, check_shares, pair_format, write_new_model
+from .data import pair_format, write_new_model
 
 SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
 JUDGED_FOR_STATISTICS = 1024
@@ -153,7 +162,7 @@ class RewardModelTrainer(BaseTrainer):
         """The model to load: the user's, or a new one written into `scratch`."""
         if self.config.pretrain != NEW_FROM_TEXT:
             return self.config.pretrain
-        write_new_model(rows, pair_format(self.config, self.config.dataset), self.config, scratch)
+        write_new_model(rows, pair_format(self.config).of(self.config.dataset), self.config, scratch)
         return scratch
 
     def pairs(self, rows: list[dict[str, Any]]) -> Epochs:
@@ -182,7 +191,7 @@ class RewardModelTrainer(BaseTrainer):
 
     def encoded(self, rows: list[dict[str, Any]], source: str) -> PreferenceData:
         """Pairs as token ids; what cannot be used is left out, counted and said."""
-        pairs = read_pairs(rows, pair_format(self.config, source), self.tokenizer)
+        pairs = read_pairs(rows, pair_format(self.config).of(source), self.tokenizer)
         found = encode_pairs(pairs, self.tokenizer, max_tokens=self.config.max_len)
         left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
         self.say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")

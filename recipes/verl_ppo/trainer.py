@@ -12,7 +12,6 @@ from components.checkpoint import Checkpoints
 from components.data.dynamic_filtering import PromptFilter
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
-from components.data.rewards import RewardError
 from components.data.rollouts import check_staleness, for_samples, main_branches, record_step, with_status
 from components.data.stream import SampleStream
 from components.data.weight_check import COLD, check_greedy, greedy_prompts
@@ -57,19 +56,16 @@ class VerlPPOTrainer(BaseTrainer):
             self.validate()
         elif own.val_before_train and not self.stop_requested:
             self.heldout.start(self.stream.step)
-        try:
-            if not own.val_only:
+        if not own.val_only:
+            with self.checkpoints.kept_if_rewards_fail():
                 self.checkpoints.catch_up(self.judge)
-            for samples in self.stream if not own.val_only else ():
-                fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
-                experience, metrics = self.make_experience(fresh)
-                metrics |= self.update(experience)
-                self.update_weights(experience)
-                is_best = self.record(experience, metrics)
-                self.checkpoints.save_when_due(is_best)
-        except RewardError:
-            self.checkpoints.save_unfinished()
-            raise
+                for samples in self.stream:
+                    fresh = check_staleness(samples, self.progress.version, self.stream.most_stale)
+                    experience, metrics = self.make_experience(fresh)
+                    metrics |= self.update(experience)
+                    self.update_weights(experience)
+                    is_best = self.record(experience, metrics)
+                    self.checkpoints.save_when_due(is_best)
         self.finish()
 
     def validate(self) -> None:

@@ -86,6 +86,12 @@ def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog:
     assert config["environment"]["packages"]["torch"] == torch.__version__
 
 
+def test_an_option_is_a_key_or_says_whether_one_is_looked_for() -> None:
+    assert [WandbConfig.asked(option) for option in (None, "", "false", "False")] == [None] * 4
+    assert WandbConfig.asked("True", group="g") == WandbConfig(group="g")
+    assert WandbConfig.asked("0123", org="o") == WandbConfig(key="0123", org="o")
+
+
 def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ from components.rl.aggregation import Totals
 from components.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss
 from recipes.dpo.config import DPOConfig
-from recipes.dpo.data import check_shares, in_calls
+from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 
 ROWS = [
@@ -212,14 +212,14 @@ def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_noth
     assert Batch.concat(parts)["tokens"].equal(batch["tokens"])
 
 
-def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
-    pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
-    check_shares(3, pairs[2], None)
-    check_shares(2, pairs[1], pairs[1])
-    with pytest.raises(ValueError, match=r"2 answers to judge are too few for 3 ranks.* set eval_samples higher"):
-        check_shares(3, pairs[3], pairs[1])
-    with pytest.raises(ValueError, match=r"2 answers to train on are too few for 3 ranks.* give more"):
-        check_shares(3, pairs[1], None)
+@pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
+def test_a_file_that_is_missing_is_told_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
+    assert main([f"{option}={tmp_path}/none.jsonl", f"run_dir={tmp_path}/run"]) == 2
+    assert f"{option}={tmp_path}/none.jsonl: data file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

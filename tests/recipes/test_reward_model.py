@@ -19,7 +19,6 @@ from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
 from components.engines.reward_model import RewardModel
 from components.warm_start import WARM_START_PREFIX, resolve_model
-from recipes.reward_model.data import check_shares
 from recipes.reward_model.main import main
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the runs
@@ -313,6 +312,16 @@ def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsy
     assert {name: printed[name] for name in taken} == taken
 
 
+@pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
+def test_a_file_that_is_missing_is_told_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
+    assert main([f"{option}={tmp_path}/none.jsonl", f"run_dir={tmp_path}/run"]) == 2
+    assert f"{option}={tmp_path}/none.jsonl: data file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,16 +330,6 @@ def test_the_home_folder_may_be_written_as_a_tilde(
     assert main([*(f"{name}=~/{name}" for name in names), "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert {name: printed[name] for name in names} == {name: f"{tmp_path}/{name}" for name in names}
-
-
-def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
-    pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
-    check_shares(3, pairs[2], None)
-    check_shares(2, pairs[1], pairs[1])
-    with pytest.raises(ValueError, match=r"2 answers to judge are too few for 3 ranks.* set eval_samples higher"):
-        check_shares(3, pairs[3], pairs[1])
-    with pytest.raises(ValueError, match=r"2 answers to train on are too few for 3 ranks.* give more"):
-        check_shares(3, pairs[1], None)
 
 
 def test_the_text_preset_needs_only_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from components.batch import Batch
 from components.data.preferences import (
     ANSWER_MARK,
     Pair,
     PairFormat,
+    check_shares,
     encode_pairs,
+    first_rows,
     hold_out,
     load_pairs,
     read_pairs,
@@ -263,6 +266,20 @@ def test_the_pairs_of_a_task_and_of_a_file_are_loaded_up_to_a_number(tmp_path: P
     assert [len(load_pairs(f"{tmp_path}/pairs.jsonl", max_rows=most)) for most in (2, None)] == [2, 3]
 
 
+def test_the_first_rows_of_each_source_are_looked_at_and_a_source_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 150)
+    found = first_rows({"dataset": ("task:sort", "train"), "eval_dataset": (f"{tmp_path}/pairs.jsonl", "train")})
+    assert {option: len(rows) for option, rows in found.items()} == {"dataset": 100, "eval_dataset": 100}
+    with pytest.raises(ValueError, match=r"^eval_dataset=none\.jsonl: data file 'none\.jsonl' does not exist"):
+        first_rows({"dataset": ("task:sort", "train"), "eval_dataset": ("none.jsonl", "train")})
+
+
+def test_a_task_has_its_pairs_where_it_always_has_them() -> None:
+    form = PairFormat(prompt_key="ask", chosen_key="good", apply_chat_template=True, with_margin=True)
+    assert form.of("pairs.jsonl") is form
+    assert form.of("task:sort") == PairFormat(prompt_key="prompt", apply_chat_template=True, with_margin=True)
+
+
 SPELLINGS = ("{}", " {} ", "{}\n\n", "\t{}")
 
 
@@ -318,6 +335,16 @@ def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokeni
     found = select_pairs(batch, torch.tensor([2, 0]))
     assert [letters.decode(ids[1:2]) for ids in found.lists("tokens")] == ["d", "D", "b", "B"]
     assert len(select_pairs(batch, torch.tensor([], dtype=torch.int64))) == 0
+
+
+def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
+    pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
+    check_shares(3, pairs[2], None)
+    check_shares(2, pairs[1], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to judge are too few for 3 ranks.* set eval_samples higher"):
+        check_shares(3, pairs[3], pairs[1])
+    with pytest.raises(ValueError, match=r"2 answers to train on are too few for 3 ranks.* give more"):
+        check_shares(3, pairs[1], None)
 
 
 def test_hh_rlhf_is_read_as_it_is(tmp_path: Path) -> None:
