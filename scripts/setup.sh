@@ -6,7 +6,8 @@
 # EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, tensorboard, recipes, math,
 #         tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), vllm (1 GB; on a machine without a
 #         GPU its build for CPUs), lora, games (for env:textarena and env:gymnasium), endpoint (for agents that are
-#         OpenAI clients), serve (a reward model over HTTP), dev, all.
+#         OpenAI clients), serve (a reward model over HTTP), cluster (Ray's job server, for scripts/cluster), docs (the
+#         site of the documentation), dev, all.
 #         Without any: recipes and dev. What was installed before stays.
 # --quiet       print nothing when there is nothing to do
 # --python PATH the Python 3.11 or 3.12 to build on; without it the first one found
