@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.checkpoint import check_resume
+from components.report import reporting
 from components.tracking import EventLog, config_text, finish_summary, open_run_folder, redact
+from components.tracking.terminal import Terminal
 
 STOP_GRACE_S = 600.0
 """Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
@@ -112,20 +114,22 @@ def run_job(
     for line in (f"run folder {run_dir}", *lines):
         print(f"{recipe}: {line}", flush=True)
     events = EventLog(run_dir / "events.jsonl")
-    result: Result = job.submit(
-        job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events]
-    )
-    events.close()
-    finish_summary(
-        run_dir,
-        result.status,
-        result.error or None,
-        recipe=recipe,
-        seed=seed,
-        peak_memory_bytes=result.peak_memory_bytes,
-        seconds=dict(seconds or {}),
-        attempts=result.attempt,
-    )
+    with reporting(run_dir):
+        with Terminal() as terminal:
+            result: Result = job.submit(
+                job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events, terminal]
+            )
+        events.close()
+        finish_summary(
+            run_dir,
+            result.status,
+            result.error or None,
+            recipe=recipe,
+            seed=seed,
+            peak_memory_bytes=result.peak_memory_bytes,
+            seconds=dict(seconds or {}),
+            attempts=result.attempt,
+        )
     if result.output and result.status == "failed":
         print(result.output, file=sys.stderr)
     if result.status != "finished":

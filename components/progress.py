@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from components.data.rewards import RewardError
 from components.data.stream import SampleStream
+from components.tracking.told import PhaseEvent
 
 if TYPE_CHECKING:
     from components.batch import Batch
@@ -67,19 +68,27 @@ class Progress:
 class PhaseClock:
     """How long the phases of a step take. Each thread has phases of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Any], object] = lambda _: None) -> None:
+        """
+        Args:
+            tell: takes a PhaseEvent when a phase begins and when it ends; a workload's `tell` brings it to the driver.
+        """
+        self._tell = tell
         self._seconds = threading.local()
         self._added: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what happens inside to the phase `name`; phases may come again, and do not nest."""
-        began = time.monotonic()
+        began, event = time.monotonic(), PhaseEvent(name, time.time())
+        self._tell(event)
         try:
             yield
         finally:
+            seconds = time.monotonic() - began
             own: dict[str, float] = vars(self._seconds)
-            own[name] = own.get(name, 0.0) + time.monotonic() - began
+            own[name] = own.get(name, 0.0) + seconds
+            self._tell(replace(event, seconds=seconds))
 
     def hand_over(self) -> dict[str, float]:
         """Seconds of each phase of this thread since the last call."""

@@ -135,6 +135,8 @@ class WorkloadContext:
     tell: Callable[[str, Any], None] = lambda *_: None
     """Sends the master a message: its kind, and what it says."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
+    job_memory: Callable[[], int] = lambda: 0
+    """Bytes that the processes of the job take together."""
 
 
 _current: ContextVar[WorkloadContext | None] = ContextVar("troupe_workload", default=None)

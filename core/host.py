@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from core.context import Directory, Identity, Transport, WorkloadContext, entered
+from core.control import memory_bytes
 from core.invocation import Export, exports_of
 from core.observers import CallEvent
 from core.parts import resolved
@@ -154,12 +155,17 @@ class Host:
                 recovery=self._recovery,
                 tell=tell,
                 stop_requested=self._stop_requested,
+                job_memory=self.job_memory,
             )
             self._workers[role, worker.identity.rank] = _Worker(context)
 
     def at_work(self) -> AbstractContextManager[None]:
         """What is around everything that it does."""
         return nullcontext()
+
+    def job_memory(self) -> int:
+        """Bytes that the job takes, whose workloads are all in this process."""
+        return memory_bytes()
 
     def request_stop(self) -> None:
         """Let the workloads see that the user has asked for the end."""

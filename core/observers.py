@@ -1,4 +1,6 @@
-"""Observers hear, in the driver, when each call to a workload begins and ends, and what happens to the job."""
+"""Observers hear, in the driver, when each call to a workload begins and ends, what happens to the job, and whatever
+workloads tell them with `BaseWorkload.tell`.
+"""
 
 import logging
 from collections.abc import Callable
@@ -47,7 +49,7 @@ class Observers:
     def __init__(self, observers: list[Observer]) -> None:
         self._observers = observers
 
-    def tell(self, event: CallEvent | JobEvent) -> None:
+    def tell(self, event: Any) -> None:
         """Pass an event to all observers."""
         for observer in list(self._observers):
             try:

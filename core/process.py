@@ -25,8 +25,9 @@ class HostProcess(Host):
         _prepare(spec)
         config = pickle.loads(spec.config)
         super().__init__(spec, config, ip, transport, self._to_master)
+        self._job_memory = 0
         answer: dict[str, Callable[..., Any]] = {
-            "status": lambda: Status(*self.doing(), memory_bytes()),
+            "status": self._status,
             "stack": self._stack,
             "stop": self.request_stop,
             "lost": self._recovery.lose,
@@ -40,6 +41,14 @@ class HostProcess(Host):
 
     def _to_master(self, kind: str, payload: Any) -> None:
         self._control.send(kind, payload)
+
+    def _status(self, job_memory: int) -> Status:
+        self._job_memory = job_memory
+        return Status(*self.doing(), memory_bytes())
+
+    def job_memory(self) -> int:
+        """Bytes that all processes of the job take, as the master has told."""
+        return self._job_memory
 
     def prepare(self) -> HostReport:
         """As `Host.prepare`, with the address of the side thread."""

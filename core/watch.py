@@ -96,7 +96,7 @@ class Watch:
             self.peak_memory = max(self.peak_memory, total)
             for link in links:
                 if link.alive:
-                    link.send("status")
+                    link.send("status", total)
 
     def hear(self, kind: str, payload: Any) -> None:
         """Take a message of a workload in this process, which no poll will bring."""

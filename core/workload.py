@@ -131,6 +131,17 @@ class BaseWorkload:
         """Show a line to the person at the terminal where the job was started."""
         self._context.say(text)
 
+    def tell(self, event: Any) -> None:
+        """Pass an event, an instance of a dataclass that the driver can import, to the job's observers."""
+        self._context.tell("event", event)
+
+    @property
+    def job_memory_bytes(self) -> int:
+        """Proportional set sizes of all processes of the job together, as the driver counted them last, about every two
+        seconds; 0 before the first time.
+        """
+        return self._context.job_memory()
+
     def register_mesh(self, mesh: str, dp_rank: int, is_collect: bool = True) -> None:
         """Tell worker groups which data-parallel rank I am of a mesh, and whether my answer is taken for it.
 

@@ -73,8 +73,11 @@ class SwitchedTracker(Tracker):
     def wants_samples(self) -> bool:
         return self.on and self.tracker.wants_samples
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._do(lambda: self.tracker.log(step, metrics))
+    def log(self, step: int, metrics: Mapping[str, Any], **told: Any) -> None:
+        self._do(lambda: self.tracker.log(step, metrics, **told))
+
+    def keep_tokenizer(self, tokenizer: Any) -> None:
+        self._do(lambda: self.tracker.keep_tokenizer(tokenizer))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._do(lambda: self.tracker.samples(step, rows))

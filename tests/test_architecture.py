@@ -39,7 +39,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-FLOOR_LINES = {"core": 3300, "components": 10700, "agents": 2400}
+FLOOR_LINES = {"core": 3350, "components": 12200, "agents": 2400}
 RECIPE_LINES = 900
 LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "reward_model": 1000, "verl_ppo": 2000}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""

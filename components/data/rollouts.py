@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from components.rl.advantages import group_std
 from components.rl.correction import importance_weights, mismatch_metrics
-from components.tracking import Tracker, console_line
+from components.tracking import Tracker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,28 +105,26 @@ def with_status(samples: Batch) -> Batch:
 def record_step(
     tracker: Tracker,
     step: int,
+    steps: int,
     metrics: dict[str, float],
     samples: Batch,
     tokenizer: PreTrainedTokenizerBase,
-    shown: Mapping[str, str],
-    say: Callable[[str], None],
 ) -> None:
-    """Write one step down, and show it.
+    """Write one step down, and tell those who watch.
 
     Args:
         tracker: of the run.
         step: its number.
+        steps: how many the run is to have.
         metrics: of the step.
         samples: what it was trained on, scored, with `status`.
-        tokenizer: turns a few of them into text, now and then, for whoever shows samples.
-        shown: which metrics a person sees, and under which name.
-        say: shows a line to the user.
+        tokenizer: turns one of them into text, and now and then a few, for whoever shows samples.
     """
-    tracker.log(step, metrics)
+    tracker.log(step, metrics, steps=steps, sample=readable(samples, tokenizer, 1)[0])
     tracker.rollouts(step, samples)
+    tracker.keep_tokenizer(tokenizer)
     if tracker.wants_samples and step % SHOW_SAMPLES_EVERY == 1:
         tracker.samples(step, readable(samples, tokenizer, SHOWN_SAMPLES))
-    say(console_line(step, {label: metrics[name] for name, label in shown.items() if name in metrics}))
     tracker.update_summary(steps=step)
 
 

@@ -4,7 +4,7 @@ Nothing here may stop a training run: a sink that fails is switched off with one
 torch.
 
 <run_dir>/config.yaml  environment.json  metrics.jsonl  events.jsonl  summary.json  rollouts/step_000012.parquet
-          tensorboard/  wandb/  .lock
+          tokenizer/  tensorboard/  wandb/  .lock
 """
 
 from components.tracking.environment import write_environment
@@ -12,12 +12,16 @@ from components.tracking.events import EventLog
 from components.tracking.redaction import redact
 from components.tracking.run_folder import open_run_folder
 from components.tracking.summary import Status, empty_summary, finish_summary, read_summary
+from components.tracking.told import AlarmEvent, PhaseEvent, StepEvent
 from components.tracking.tracker import Tracker, config_text, console_line, write_config
 from components.tracking.wandb_sink import WandbConfig
 
 __all__ = [
+    "AlarmEvent",
     "EventLog",
+    "PhaseEvent",
     "Status",
+    "StepEvent",
     "Tracker",
     "WandbConfig",
     "config_text",

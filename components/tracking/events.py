@@ -36,13 +36,15 @@ class EventLog:
         """Write one event, an instance of any dataclass: its fields, and `event`, the name of its class.
 
         `CallEvent` is written as "call", `JobLost` as "job_lost". One whose `seconds` are None has only begun, and is
-        left out.
+        left out; so is a field whose metadata say `logged: False`.
         """
         # The end of a call tells its beginning too.
         if self._lines is None or getattr(event, "seconds", 0.0) is None:
             return
         try:
-            self._lines.add(json_line({"event": _event_name(type(event)), **plain(dataclasses.asdict(event))}))
+            logged = {part.name for part in dataclasses.fields(event) if part.metadata.get("logged", True)}
+            record = {name: value for name, value in dataclasses.asdict(event).items() if name in logged}
+            self._lines.add(json_line({"event": _event_name(type(event)), **plain(record)}))
         # A full disk, a value that cannot be read: the run goes on whatever it is.
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)

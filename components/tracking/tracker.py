@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,12 @@ from components.tracking.plain import plain, write_whole
 from components.tracking.redaction import hide_in_text, redact
 from components.tracking.sinks import JsonLines, SampleSink, Sink, TensorBoard, tensorboard_folder
 from components.tracking.summary import begin_summary, check_fields, merge_summary
+from components.tracking.told import StepEvent
 from components.tracking.wandb_sink import Wandb, WandbConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from components.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,8 @@ class Tracker:
         resume_step: int = 0,
         state: Mapping[str, Any] | None = None,
         code: Path | None = None,
+        tell: Callable[[Any], object] = lambda _: None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Open the run's files; write its config and environment.
 
@@ -55,8 +61,12 @@ class Tracker:
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
             state: `state_dict()` of the tracker that the checkpoint was written with: W&B goes on in the same run.
             code: the recipe's folder; W&B keeps its Python files.
+            tell: takes a StepEvent for every line of metrics; a workload's `tell` brings it to the driver.
+            shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
+                all of that group.
         """
         self.run_dir = Path(run_dir)
+        self._announce, self._shown = tell, tuple(shown)
         self._sinks: dict[str, Sink] = {}
         self._off: set[str] = set()
         self._wandb_id: str | None = (state or {}).get(WANDB_ID) if wandb is not None else None
@@ -74,8 +84,8 @@ class Tracker:
             purge_step = resume_step + 1 if own or resume_step else None
             self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
         if wandb is not None:
-            shown = {**hidden, "environment": environment} if isinstance(hidden, Mapping) else hidden
-            self._open_sink("W&B", lambda: self._start_wandb(shown, wandb, code))
+            described = {**hidden, "environment": environment} if isinstance(hidden, Mapping) else hidden
+            self._open_sink("W&B", lambda: self._start_wandb(described, wandb, code))
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,11 +97,30 @@ class Tracker:
         """Whether anybody reads what `samples` is given; without, no text need be decoded for it."""
         return any(isinstance(sink, SampleSink) for sink in self._sinks.values())
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of one step: numbers, text, or tensors and arrays; mappings and lists of them too."""
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        steps: int = 0,
+        sample: Mapping[str, Any] | None = None,
+        show: bool = True,
+    ) -> None:
+        """Record the metrics of one step.
+
+        Args:
+            step: its number.
+            metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
+            steps: how many the run is to have; 0: not known.
+            sample: one answer of the step, for who watches.
+            show: whether a person is to see a line of it, where lines are what they see.
+        """
         values: dict[str, Any] = {}
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._tell(lambda sink: sink.log(step, values))
+            shown = tuple(name for wanted in self._shown for name in values if show and _is(name, wanted))
+            event = StepEvent(step, steps, time.time(), values, shown, sample and plain(sample))
+            self._guard("what is told of steps", lambda: self._announce(event))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard.
@@ -120,6 +149,12 @@ class Tracker:
                 )
 
         self._guard("rollouts", save)
+
+    def keep_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write `tokenizer/`, once: by it the token ids of the rollouts can be read."""
+        folder = self.run_dir / "tokenizer"
+        if not folder.exists():
+            self._guard("tokenizer", lambda: tokenizer.save_pretrained(folder))
 
     def update_summary(self, **fields: Any) -> None:
         """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""
@@ -163,6 +198,10 @@ class Tracker:
             logger.warning("%s of %s is switched off: %s", name, self.run_dir, what)
             return False
         return True
+
+
+def _is(name: str, wanted: str) -> bool:
+    return name.startswith(wanted) if wanted.endswith("/") else name == wanted
 
 
 def console_line(step: int, metrics: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from components.data.preferences import (
 from components.data.stream import SampleStream
 from components.data.text import load_tokenizer
 from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, console_line, redact
+from components.tracking import Tracker, redact
 from core import BaseTrainer, replicate
 
 from . import remote_call
@@ -32,7 +32,8 @@ from .algorithm import PAIR, preference_loss
 from .config import RECIPE, DPOConfig
 from .data import in_calls, pair_format
 
-SHOWN = ("loss", "accuracy", "margin", "grad_norm", "learning_rate")
+SHOWN = ("actor/loss", "actor/accuracy", "actor/margin", "actor/grad_norm", "actor/learning_rate", "eval/")
+"""What a person sees of a step."""
 
 
 class DPOTrainer(BaseTrainer):
@@ -43,9 +44,7 @@ class DPOTrainer(BaseTrainer):
     def fit(self) -> None:
         """Train, and leave the result in the run folder."""
         if self.heldout is not None and not self.accuracy.of:
-            metrics = self.judge()
-            self.tracker.log(self.stream.step, metrics)
-            self.say(f"before training: {console_line(self.stream.step, metrics)}")
+            self.tracker.log(self.stream.step, self.judge(), steps=self.stream.steps)
         for minibatch in self.stream:
             with self.clock.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
@@ -54,7 +53,7 @@ class DPOTrainer(BaseTrainer):
         self.finish()
 
     def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
-        """Judge the held-out pairs when it is time, write the step down, and show it now and then."""
+        """Judge the held-out pairs when it is time, and write the step down."""
         step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
         self.progress.tokens += minibatch.num_tokens
         self.progress.seconds += took["timing_s/step"]
@@ -62,12 +61,13 @@ class DPOTrainer(BaseTrainer):
         is_due = is_last or (self.config.eval_steps > 0 and step % self.config.eval_steps == 0)
         judged = self.judge() if is_due and self.heldout is not None else {}
         logged = {f"actor/{name}": value for name, value in metrics.items()}
-        self.tracker.log(step, logged | judged | took | speed | self.checkpoints.metrics)
+        logged |= judged | took | speed | self.checkpoints.metrics
+        is_shown = bool(judged) or step == 1 or step % self.config.logging_steps == 0
+        self.tracker.log(step, logged, steps=self.stream.steps, show=is_shown)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
-        if judged or step == 1 or step % self.config.logging_steps == 0:
+        if is_shown:
             self.tracker.update_summary(steps=step, seconds={"training": self.progress.seconds})
-            self.say(console_line(step, {name: metrics[name] for name in SHOWN} | judged))
 
     def judge(self) -> dict[str, float]:
         """How the policy tells the held-out pairs apart by its implicit rewards, and its loss on them."""
@@ -112,7 +112,7 @@ class DPOTrainer(BaseTrainer):
         checkpoint if there is one.
         """
         config = self.config
-        self.clock, self.progress = PhaseClock(), Progress()
+        self.clock, self.progress = PhaseClock(self.tell), Progress()
         self.accuracy = Accuracy()
         self.tokenizer = load_tokenizer(
             config.pretrain, chat_template=config.tokenizer_chat_template, pad_with_end=True
@@ -140,6 +140,8 @@ class DPOTrainer(BaseTrainer):
             resume_step=self.stream.step,
             state=resumed[1]["tracker"] if resumed else None,
             code=Path(__file__).parent,
+            tell=self.tell,
+            shown=SHOWN,
         )
         self.checkpoints.parts["tracker"] = self.tracker
         self.RG_ACTOR.load(config.pretrain, data.steps)

@@ -37,16 +37,16 @@ from .data import data_options, evaluation_options, model_options, wandb_options
 READ_BY_REWARD = ("tokens", "prompt_length", "prompt", "label")
 """Columns that the reward role looks at."""
 
-SHOWN = {
-    "reward/score": "score",
-    "eval/score": "heldout_score",
-    "rollout/response_length": "length",
-    "actor/approx_kl": "kl",
-    "actor/entropy": "entropy",
-    "critic/loss": "value_loss",
-    "timing_s/step": "seconds",
-}
-"""What the console line of a step shows, and under which name."""
+SHOWN = (
+    "reward/score",
+    "eval/score",
+    "rollout/response_length",
+    "actor/approx_kl",
+    "actor/entropy",
+    "critic/loss",
+    "timing_s/step",
+)
+"""What a person sees of a step."""
 
 
 class PPOTrainer(BaseTrainer):
@@ -217,7 +217,7 @@ class PPOTrainer(BaseTrainer):
         if is_best and self.heldout.best and self.evaluation.every > 0:
             name, value = self.heldout.best
             self.say(f"step {step} is the best so far: {name} {value:.3f}")
-        record_step(self.tracker, step, metrics, experience, self.tokenizer, SHOWN, self.say)
+        record_step(self.tracker, step, self.stream.steps, metrics, experience, self.tokenizer)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
         return is_best
@@ -249,7 +249,7 @@ class PPOTrainer(BaseTrainer):
     def init(self) -> None:
         """Prepare the data, let every role load its model at the same time, and go on from a checkpoint if there is."""
         config = self.config
-        self.clock, self.progress, self.kl = PhaseClock(), Progress(), AdaptedKL(config)
+        self.clock, self.progress, self.kl = PhaseClock(self.tell), Progress(), AdaptedKL(config)
         self.evaluation, self.told = evaluation_options(config), set[str]()
         self.tokenizer = model_options(config).tokenizer()
         self.prompts = self.read_prompts(data_options(config).rows(config.seed))
@@ -295,6 +295,8 @@ class PPOTrainer(BaseTrainer):
             resume_step=self.stream.step,
             state=resumed[1]["tracker"] if resumed else None,
             code=Path(__file__).parent,
+            tell=self.tell,
+            shown=SHOWN,
         )
         self.checkpoints.parts["tracker"] = self.tracker
         self.load_roles(resumed[0] if resumed else None)

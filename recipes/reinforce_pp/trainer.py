@@ -29,15 +29,15 @@ from . import remote_call
 from .algorithm import add_advantages
 from .config import RECIPE, ReinforceConfig
 
-SHOWN = {
-    "reward/score": "score",
-    "eval/score": "heldout_score",
-    "rollout/response_length": "length",
-    "actor/approx_kl": "kl",
-    "actor/entropy": "entropy",
-    "timing_s/step": "seconds",
-}
-"""What the console line of a step shows, and under which name."""
+SHOWN = (
+    "reward/score",
+    "eval/score",
+    "rollout/response_length",
+    "actor/approx_kl",
+    "actor/entropy",
+    "timing_s/step",
+)
+"""What a person sees of a step."""
 
 
 class ReinforceTrainer(BaseTrainer):
@@ -138,7 +138,7 @@ class ReinforceTrainer(BaseTrainer):
         step, is_last = self.stream.step, not len(self.stream)
         if self.config.evaluation.is_due(step, is_last):
             metrics |= self.heldout.at_step(is_last)
-        record_step(self.tracker, step, metrics, experience, self.tokenizer, SHOWN, self.say)
+        record_step(self.tracker, step, self.stream.steps, metrics, experience, self.tokenizer)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
         return self.heldout.is_best(metrics)
@@ -172,7 +172,7 @@ class ReinforceTrainer(BaseTrainer):
     def init(self) -> None:
         """Read the prompts, let every role load its model at the same time, and go on from a checkpoint if there is."""
         config = self.config
-        self.clock, self.progress = PhaseClock(), Progress()
+        self.clock, self.progress = PhaseClock(self.tell), Progress()
         self.tokenizer = config.model.tokenizer()
         self.prompts = read_prompts(
             config.data, config.data.rows(config.seed), self.tokenizer, config.seed, say=self.say
@@ -213,6 +213,7 @@ class ReinforceTrainer(BaseTrainer):
         resumed = self.checkpoints.load(config.resume, self.steps_left)
         state: dict[str, Any] = resumed[1]["tracker"] if resumed else {}
         own = {"resume_step": self.stream.step, "state": state, "code": Path(__file__).parent}
+        own |= {"tell": self.tell, "shown": SHOWN}
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, **config.log.sinks(), **own)
         self.checkpoints.parts["tracker"] = self.tracker
         self.load_roles(resumed[0] if resumed else None)

@@ -15,11 +15,14 @@ from components.data.supervised import SupervisedData, encode_demonstrations, lo
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
 from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, WandbConfig, console_line, redact
+from components.tracking import Tracker, WandbConfig, redact
 from core import BaseTrainer, replicate
 
 from . import remote_call
 from .config import RECIPE, SFTConfig
+
+SHOWN = ("actor/loss", "actor/grad_norm", "actor/learning_rate", "eval/loss")
+"""What a person sees of a step."""
 
 
 class SFTTrainer(BaseTrainer):
@@ -29,8 +32,8 @@ class SFTTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """Train, and leave the result in the run folder."""
-        if self.stream.step == 0:
-            self.say_eval(0)
+        if self.stream.step == 0 and (found := self.judge()):
+            self.tracker.log(0, found, steps=self.stream.steps)
         for minibatch in self.stream:
             with self.clock.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
@@ -39,30 +42,25 @@ class SFTTrainer(BaseTrainer):
         self.finish()
 
     def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
-        """Write the step down; show every tenth."""
+        """Write the step down."""
         step, took = self.stream.step, self.clock.take()
         self.progress.tokens += minibatch.num_tokens
         self.progress.seconds += took["timing_s/step"]
-        evaluated = {} if len(self.stream) else self.say_eval(step)
+        evaluated = {} if len(self.stream) else self.judge()
         logged = {f"actor/{name}": value for name, value in metrics.items()}
-        self.tracker.log(step, logged | evaluated | took | self.checkpoints.metrics)
+        self.tracker.log(step, logged | evaluated | took | self.checkpoints.metrics, steps=self.stream.steps)
         seconds = {"training": self.progress.seconds}
         if step == 1:
             seconds["to_first_step"] = time.time() - self.began
         if step == 1 or step % 10 == 0:
             self.tracker.update_summary(steps=step, seconds=seconds)
-            self.say(console_line(step, {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}))
 
-    def say_eval(self, step: int) -> dict[str, float]:
-        """Report the loss on the demonstrations that were held out; empty where none are."""
+    def judge(self) -> dict[str, float]:
+        """The loss on the demonstrations that were held out; empty where none are."""
         if self.eval_data is None:
             return {}
         logprob_N = self.RG_ACTOR.logprobs(self.eval_data.only("tokens"))["logprob"]
-        found = {"eval/loss": float(-logprob_N[self.eval_data["loss_mask"]].mean())}
-        if step == 0:
-            self.tracker.log(step, found)
-        self.say(console_line(step, found))
-        return found
+        return {"eval/loss": float(-logprob_N[self.eval_data["loss_mask"]].mean())}
 
     def finish(self) -> None:
         """Save what is not yet saved, sum up, and say where the model is."""
@@ -84,7 +82,7 @@ class SFTTrainer(BaseTrainer):
     def init(self) -> None:
         """Encode the demonstrations, let every rank load the model, and go on from a checkpoint if there is one."""
         config = self.config
-        self.clock, self.progress = PhaseClock(), Progress()
+        self.clock, self.progress = PhaseClock(self.tell), Progress()
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = self.model_path(scratch)
             self.tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -120,6 +118,8 @@ class SFTTrainer(BaseTrainer):
                 resume_step=self.stream.step,
                 state=resumed[1]["tracker"] if resumed else None,
                 code=Path(__file__).parent,
+                tell=self.tell,
+                shown=SHOWN,
             )
             self.checkpoints.parts["tracker"] = self.tracker
             self.RG_ACTOR.load(model_path, data.steps)

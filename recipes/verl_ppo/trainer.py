@@ -17,7 +17,7 @@ from components.data.stream import SampleStream
 from components.data.weight_check import COLD, check_greedy, greedy_prompts
 from components.engines.config import SamplingConfig
 from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, console_line, redact
+from components.tracking import Tracker, redact
 from core import BaseTrainer, WorkerGroup
 
 from . import remote_call
@@ -30,16 +30,17 @@ from .roles.actor_rollout_ref import ActorRolloutRefWorker
 from .roles.critic import CriticWorker
 from .roles.reward_model import RewardModelWorker
 
-SHOWN = {
-    "critic/score/mean": "score",
-    "eval/score": "heldout_score",
-    "response_length/mean": "length",
-    "actor/ppo_kl": "kl",
-    "actor/entropy": "entropy",
-    "critic/vf_loss": "value_loss",
-    "timing_s/step": "seconds",
-}
-"""What the console line of a step shows, and under which name."""
+SHOWN = (
+    "critic/score/mean",
+    "eval/score",
+    "val-core/",
+    "response_length/mean",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "critic/vf_loss",
+    "timing_s/step",
+)
+"""What a person sees of a step."""
 LEARNT_FROM = ("tokens", "action_mask", "advantage", "return", "value", "logprob", "rollout_logprob")
 """Columns that actor and critic look at, with `reference_logprob` and `correction`."""
 
@@ -75,9 +76,6 @@ class VerlPPOTrainer(BaseTrainer):
         if found:
             end = {"end": found["eval/score"], "end_greedy": found["eval/score_greedy"]}
             self.tracker.update_summary(score=end | {"examples": len(self.heldout.prompts or ())})
-        self.say(
-            console_line(step, {name: x for name, x in found.items() if name.startswith(("eval/score", "val-core/"))})
-        )
 
     # --- the stages
 
@@ -205,7 +203,7 @@ class VerlPPOTrainer(BaseTrainer):
             began = time.monotonic()
             metrics |= self.heldout.at_step(is_last)
             metrics["timing_s/testing"] = time.monotonic() - began
-        record_step(self.tracker, step, metrics, experience, self.tokenizer, SHOWN, self.say)
+        record_step(self.tracker, step, self.stream.steps, metrics, experience, self.tokenizer)
         if step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.began})
         return self.heldout.is_best(metrics)
@@ -240,7 +238,7 @@ class VerlPPOTrainer(BaseTrainer):
     def init(self) -> None:
         """Read the prompts, let every worker load its model, and go on from a checkpoint if there is one."""
         config = self.config
-        self.clock, self.progress, self.kl = PhaseClock(), Progress(), KLController(config)
+        self.clock, self.progress, self.kl = PhaseClock(self.tell), Progress(), KLController(config)
         self.tokenizer = config.tokenizer()
         self.prompts = prompt_source(config, read_rows(config), self.tokenizer, say=self.say)
         self.say(self.prompts.describe_first())
@@ -280,6 +278,7 @@ class VerlPPOTrainer(BaseTrainer):
         resumed = self.checkpoints.load(config.resume_from, self.steps_left)
         state: dict[str, Any] = resumed[1]["tracker"] if resumed else {}
         own = {"resume_step": self.stream.step, "state": state, "code": Path(__file__).parent}
+        own |= {"tell": self.tell, "shown": SHOWN}
         self.tracker = Tracker(config.run_dir, RECIPE, config, config.seed, **config.tracker_sinks(), **own)
         self.checkpoints.parts["tracker"] = self.tracker
         self.init_workers(resumed[0] if resumed else None)

@@ -22,7 +22,7 @@ from components.progress import PhaseClock, Progress, RunCheckpoints
 
 def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 11.0, 20.0, 23.5, 30.0, 30.25, 40.0, 41.0])
-    monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
     clock = PhaseClock()
     for name in ("generate", "train", "generate"):
         with clock.phase(name):
@@ -37,7 +37,7 @@ def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: p
 
 def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
-    monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
     clock, handed = PhaseClock(), []
 
     def generate() -> None:

@@ -216,6 +216,7 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
         trainer.RG_ACTOR.echo(b"1234")
         with pytest.raises(KeyError):
             trainer.RG_ACTOR.fail(1)
+        trainer.tell(JobResult(run_id="of my own", status="finished"))
 
     assert run(script, observers=[broken, heard.append]).status == "finished"
     calls = [event for event in heard if isinstance(event, CallEvent) and event.role == "ACTOR"]
@@ -228,6 +229,7 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
             ("fail", 0, True, rank == 1),
         ]
     assert [event.kind for event in heard if isinstance(event, JobEvent)] == ["start", "end"]
+    assert [event.run_id for event in heard if isinstance(event, JobResult)] == ["of my own"]
     assert caplog.text.count("failed and is switched off") == 1
 
 
@@ -243,3 +245,16 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
         (folder / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": started}))
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
     assert [path.name for path in tmp_path.iterdir()] == ["troupe-living"]
+
+
+def test_a_trainer_knows_what_memory_the_job_takes() -> None:
+    def script(trainer: Any) -> None:
+        deadline = time.monotonic() + 30
+        while not trainer.job_memory_bytes and time.monotonic() < deadline:
+            time.sleep(0.1)
+        trainer.say(f"MB {trainer.job_memory_bytes / 2**20:.0f}")
+        own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        assert 1.2 * own / 3 < trainer.job_memory_bytes < 2**32  # three processes, which share what Python is made of
+
+    result = run(script)
+    assert result.status == "finished", result.error

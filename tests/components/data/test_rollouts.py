@@ -26,7 +26,7 @@ from components.data.rollouts import (
 )
 from components.data.tiny_model import character_tokenizer
 from components.rl.advantages import rloo
-from components.tracking import Tracker
+from components.tracking import StepEvent, Tracker
 
 
 def answers() -> Batch:
@@ -164,13 +164,18 @@ def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(
     assert Batch.load(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
 
 
-def test_a_step_is_written_down_and_shown_under_names_for_people(tmp_path: Path) -> None:
-    tracker, said = Tracker(tmp_path, "demo", {}, 0), []
-    shown = {"reward/score": "score", "eval/score": "heldout"}
+def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, tell=told.append, shown=("eval/score", "reward/"))
     metrics = {"reward/score": 0.5, "actor/loss": 2.0}
-    record_step(tracker, 3, metrics, answers(), character_tokenizer("abc"), shown, said.append)
+    texts = {"prompt": ["a", "a", "b", "b"], "label": [1, 1, 2, 2]}
+    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()).with_objects(**texts))
+    record_step(tracker, 3, 9, metrics, samples, character_tokenizer("abcdefghi"))
     tracker.close()
-    assert said == ["step=3 score=0.5"]
+    (event,) = told
+    assert (event.step, event.steps, event.metrics, event.shown) == (3, 9, metrics, ("reward/score",))
+    assert event.sample is not None and event.sample["reward"] == 1.0
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["actor/loss"]) == (3, 2.0)
     assert len(Batch.load(tmp_path / "rollouts" / "step_000003.parquet")) == 4
