@@ -24,7 +24,8 @@ def plan(
     """Lay the roles out.
 
     Each worker gets a bundle of its own; the ranks of a node share one, so that they stay on one node. Collocated
-    roles share bundles rank by rank, and the accelerator in equal parts. Roles of one process share a host.
+    roles share bundles rank by rank, and the accelerator in equal parts. Roles of one process share a host. A role of
+    several nodes has as many ranks on each; which machines these are is found when the job starts.
 
     Raises:
         JobError: a collocation or a process cannot be formed, or there are fewer devices than are asked for.
@@ -42,10 +43,12 @@ def plan(
             wanted = roles[role].resource.accelerator if len(group) == 1 else math.floor(1e4 / len(group)) / 1e4
             share[role] = wanted if device_type == "GPU" else 0.0
         per_bundle = spec.nproc_per_node if len(group) == 1 and spec.kind == "train" else 1
+        widest = max((roles[role] for role in group), key=lambda spec: spec.nnodes)
         for first in range(0, spec.total, per_bundle):
             for role in group:
                 bundle_of |= {(role, rank): len(bundles) for rank in range(first, first + per_bundle)}
-            bundles.append(_bundle([roles[role] for role in group], share, per_bundle))
+            machine = (widest.name, first // widest.nproc_per_node) if widest.nnodes > 1 else None
+            bundles.append(_bundle([roles[role] for role in group], share, per_bundle, machine))
     hosts = _hosts(roles, bundle_of, share)
     if device_type == "GPU":
         _check_capacity(bundles, nodes, devices)
@@ -57,12 +60,15 @@ def plan(
     )
 
 
-def _bundle(specs: Sequence[RoleSpec], share: Mapping[str, float], workers: int) -> BundlePlan:
+def _bundle(
+    specs: Sequence[RoleSpec], share: Mapping[str, float], workers: int, machine: tuple[str, int] | None
+) -> BundlePlan:
     return BundlePlan(
         cpu=sum(spec.resource.cpu for spec in specs) * workers,
         accelerator=round(sum(share[spec.name] for spec in specs) * workers, 4),
         memory=sum(spec.resource.memory for spec in specs) * workers,
         custom={kind: amount * workers for kind, amount in _custom(specs).items()},
+        machine=machine,
     )
 
 

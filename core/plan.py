@@ -98,6 +98,8 @@ class BundlePlan(BaseModel):
     accelerator: float
     memory: int
     custom: dict[str, float] = {}
+    machine: tuple[str, int] | None = None
+    """The role that is spread over machines, and on which of its machines this is; None: wherever there is room."""
 
 
 class Placement(BaseModel):

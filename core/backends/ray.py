@@ -13,7 +13,12 @@ from typing import Any
 import ray
 from ray.cloudpickle import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.context import Member, Outcome
@@ -26,6 +31,7 @@ from core.process import HostProcess
 from core.roles import Role
 
 _BESIDE_OTHERS = "beside_others"
+_NODE_LABEL = "ray.io/node-id"
 _MOMENT_S = 0.02
 _SLOTS = 64
 """So many exported methods of a host have a method of the actor each; the others share one."""
@@ -178,8 +184,12 @@ class RayBackend:
                 # Ray prints a paragraph about each process that dies; the master names it in one line.
                 vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
         self._check_capacity(placement, cpus)
-        bundles = [_ray_resources(b) | b.custom for b in placement.bundles]
-        self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}")
+        nodes = self._machines(placement)
+        where = [{_NODE_LABEL: nodes[bundle.machine]} if bundle.machine else {} for bundle in placement.bundles]
+        bundles = [_ray_resources(bundle) for bundle in placement.bundles]
+        self._group = placement_group(
+            bundles, strategy="PACK", name=f"troupe-{self._run_id}", bundle_label_selector=where if nodes else None
+        )
         if not self._group.wait(30):
             raise JobError(
                 f"the cluster could not reserve the job's {len(bundles)} bundles within 30 s; free resources now: "
@@ -197,6 +207,39 @@ class RayBackend:
                     f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all; "
                     "add nodes, or lower the roles' resources"
                 )
+
+    def _machines(self, placement: Placement) -> dict[tuple[str, int], str]:
+        """A node for each machine of the roles that are spread over several.
+
+        Ray chooses: a group of bundles that must be on different nodes is reserved for each such role, and given back
+        when all have been found.
+        """
+        needs: dict[str, dict[int, Counter[str]]] = {}
+        for bundle in placement.bundles:
+            if bundle.machine is not None:
+                role, index = bundle.machine
+                needs.setdefault(role, {}).setdefault(index, Counter()).update(_ray_resources(bundle))
+        found: dict[tuple[str, int], str] = {}
+        held: list[PlacementGroup] = []
+        try:
+            for role, machines in needs.items():
+                each = [dict(machines[index]) for index in sorted(machines)]
+                able = [node for node in ray.nodes() if node["Alive"] and _fits(each[0], node["Resources"])]
+                wish = f"{role} is to be on {len(each)} machines with {_short(each[0])} on each"
+                if len(able) < len(each):
+                    raise JobError(
+                        f"{wish}, but the cluster has {len(able)} of that size; join more to it (ray start "
+                        "--address=HEAD:6379), or lower the role's number of nodes"
+                    )
+                held.append(placement_group(each, strategy="STRICT_SPREAD", name=f"troupe-{self._run_id}-{role}"))
+                if not held[-1].wait(30):
+                    raise JobError(f"{wish}, but not so many had room within 30 s; wait for other jobs to end")
+                chosen: dict[int, str] = placement_group_table(held[-1])["bundles_to_node_id"]
+                found |= {(role, index): chosen[place] for place, index in enumerate(sorted(machines))}
+        finally:
+            for group in held:
+                remove_placement_group(group)
+        return found
 
     def pickled(self, value: Any) -> bytes:
         """Bytes of a value whose class may be defined in the driver's own script."""
@@ -249,8 +292,12 @@ class RayBackend:
 
 
 def _ray_resources(bundle: BundlePlan) -> dict[str, float]:
-    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20)}
+    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20), **bundle.custom}
     return {key: value for key, value in found.items() if value}
+
+
+def _fits(wanted: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(amount <= node.get(kind, 0) + 1e-6 for kind, amount in wanted.items())
 
 
 def _short(resources: Mapping[str, float]) -> str:

@@ -1,4 +1,7 @@
-"""A cluster of two nodes with two devices each: real Ray nodes, though both are this machine."""
+"""A cluster of two nodes with four devices each: real Ray nodes, though both are this machine.
+
+Either has room for all ranks of the jobs, so what is on both was put there.
+"""
 
 import json
 import os
@@ -18,9 +21,9 @@ SCRIPT = """
 import json
 import ray
 from ray.cluster_utils import Cluster
-from core import JobBuilder, RLJobBuilder, RoleGroup
+from core import JobBuilder, JobError, RLJobBuilder, RoleGroup
 
-node = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+node = {"num_cpus": 8, "num_gpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args=node)
 fpga = cluster.add_node(resources={"fpga": 1}, **node)
 ray.init(address=cluster.address, log_to_driver=False)
@@ -43,6 +46,14 @@ builder = JobBuilder().device_type("CPU")
 builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(3).resource(cpu=1)
 with builder.build().running("apart"):
     found["apart"] = RoleGroup("apart").call("place").result()
+
+builder = JobBuilder().device_type("CPU")
+builder.role("wide").train("workers.Place").nnodes(3).nproc_per_node(2).resource(cpu=1)
+try:
+    with builder.build().running("wide"):
+        pass
+except JobError as error:
+    found["refused"] = [str(error)]
 print(json.dumps(found))
 ray.shutdown()
 cluster.shutdown()
@@ -68,6 +79,16 @@ def test_collocated_roles_share_each_device_rank_by_rank_and_see_no_other(found:
     seen = [(place["node"], place["devices"]) for place in found["actor"]]
     assert [(place["node"], place["devices"]) for place in found["rollout"]] == seen
     assert sorted(seen) == sorted((node, device) for node in found["nodes"] for device in "01")
+
+
+def test_ranks_of_several_nodes_are_on_as_many_machines_though_one_has_room_for_all(found: Found) -> None:
+    assert [place["node"] for place in found["actor"]] == [found["actor"][i]["node"] for i in (0, 0, 2, 2)]
+    assert len({place["node"] for place in found["apart"]}) == 2
+
+
+def test_a_role_of_more_nodes_than_the_cluster_has_is_refused_with_what_is_missing(found: Found) -> None:
+    (message,) = found["refused"]
+    assert message.startswith("WIDE is to be on 3 machines with 2 CPU on each, but the cluster has 2 of that size; join")
 
 
 def test_local_ranks_count_within_a_node(found: Found) -> None:
