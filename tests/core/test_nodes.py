@@ -88,7 +88,7 @@ def test_ranks_of_several_nodes_are_on_as_many_machines_though_one_has_room_for_
 
 def test_a_role_of_more_nodes_than_the_cluster_has_is_refused_with_what_is_missing(found: Found) -> None:
     (message,) = found["refused"]
-    assert message.startswith("WIDE is to be on 3 machines with 2 CPU on each, but the cluster has 2 of that size; join")
+    assert message.startswith("WIDE is to be on 3 machines with 2 CPU on each, but the cluster has 2 of that size; ")
 
 
 def test_local_ranks_count_within_a_node(found: Found) -> None:
