@@ -56,6 +56,28 @@ class Progress:
     seconds: float = 0.0
     """In training steps; set-up, evaluation and checkpoints are not in it."""
 
+    def count(self, took: Mapping[str, float], batch: Batch, memory_bytes: int = 0) -> dict[str, float]:
+        """Count a step in, and say how fast it was.
+
+        Args:
+            took: of the clock, `timing_s/<phase>` and `timing_s/step`.
+            batch: what was trained on.
+            memory_bytes: of all processes of the job; 0: not known.
+
+        Returns:
+            `took`, and perf/: `tokens_per_second`, prompts included; `samples_per_second`, of sequences;
+            `<phase>_share` of the step's time, whose sum is more than 1 where another thread generated meanwhile; and
+            `memory_gb` where it is known.
+        """
+        seconds = took["timing_s/step"]
+        self.tokens += batch.num_tokens
+        self.seconds += seconds
+        counts = {"tokens_per_second": batch.num_tokens, "samples_per_second": len(batch)}
+        counts |= {f"{name.removeprefix('timing_s/')}_share": own for name, own in took.items()}
+        del counts["step_share"]
+        found = {f"perf/{name}": count / max(seconds, 1e-9) for name, count in counts.items()}
+        return {**took, **found} | ({"perf/memory_gb": memory_bytes / 1e9} if memory_bytes else {})
+
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs."""
         return asdict(self)
@@ -151,7 +173,8 @@ class RunCheckpoints:
         self._failed = 0
         self._saved_step = 0  # of the newest checkpoint of this run; 0 when there is none
         self.metrics: dict[str, float] = {}
-        """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `checkpoint/failed`."""
+        """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and
+        `perf/checkpoints_failed`."""
         self.unrecorded: tuple[Batch, dict[str, float]] | None = None
         """A step that was trained on, and is not yet evaluated and written down: see `record`."""
 
@@ -216,7 +239,8 @@ class RunCheckpoints:
         except CheckpointError as error:
             self._failed += 1
             self._say(f"warning: {error}; the training goes on")
-        self.metrics = {"timing_s/checkpoint": time.monotonic() - began, "checkpoint/failed": float(self._failed)}
+        seconds = time.monotonic() - began
+        self.metrics = {"timing_s/checkpoint": seconds, "perf/checkpoints_failed": float(self._failed)}
 
     def save(self) -> None:
         """Write a checkpoint of the step that was finished last, if there is none yet.

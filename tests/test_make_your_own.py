@@ -113,7 +113,7 @@ def test_the_reward_is_the_share_of_the_right_letters(outcome: Outcome) -> None:
 def test_the_metric_is_the_best_answer_of_each_prompt(outcome: Outcome) -> None:
     best = statistics.mean(max(row["score"] for row in group) for group in outcome.groups)
     assert outcome.metrics["reward/best_of_group"] == pytest.approx(best)
-    assert f"best={best:.4g} " in outcome.console
+    assert f"reward/best_of_group={best:.4g} " in outcome.console
 
 
 def test_what_the_page_makes_is_written_as_the_house_writes(outcome: Outcome) -> None:

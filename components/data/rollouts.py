@@ -116,10 +116,13 @@ def record_step(
         tracker: of the run.
         step: its number.
         steps: how many the run is to have.
-        metrics: of the step.
+        metrics: of the step. Where no pass was made for the trainer's log-probabilities, their gap to the engine's in
+            the first optimizer step, which is of the same weights, is told as `rollout/logprob_gap_mean` too.
         samples: what it was trained on, scored, with `status`.
         tokenizer: turns one of them into text, and now and then a few, for whoever shows samples.
     """
+    if (gap := metrics.get("actor/first_engine_gap")) is not None:
+        metrics = {"rollout/logprob_gap_mean": gap} | metrics
     tracker.log(step, metrics, steps=steps, sample=readable(samples, tokenizer, 1)[0])
     tracker.rollouts(step, samples)
     tracker.keep_tokenizer(tokenizer)

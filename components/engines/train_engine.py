@@ -235,7 +235,8 @@ class TrainEngine(ABC):
 
         Returns:
             "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
-            clipping; "learning_rate" of this step. The same on all ranks.
+            clipping; "learning_rate" of this step; on GPUs "gpu_memory_gb", the most that tensors have taken so far on
+            any of them. The same on all ranks.
 
         Raises:
             ValueError: `minibatch` is empty, trains on no token or holds part of a group.
@@ -268,7 +269,15 @@ class TrainEngine(ABC):
         if self.average is not None:
             # Of the master weights, since small steps are lost in bfloat16.
             self.average.update(self._state().master_weights())
-        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._peak_memory()
+
+    def _peak_memory(self) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return {"gpu_memory_gb": float(peak)}
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):

@@ -35,7 +35,6 @@ SHOWN = (
     "reward/score",
     "eval/score",
     "rollout/response_length",
-    "reward/zero_variance_share",
     "actor/approx_kl",
     "actor/entropy",
     "timing_s/step",
@@ -144,12 +143,9 @@ class GRPOTrainer(BaseTrainer):
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Say what the step was like, and judge it; returns whether the policy is the best so far."""
-        took = self.clock.take()
-        self.progress.tokens += experience.num_tokens
-        self.progress.seconds += took["timing_s/step"]
-        metrics |= rollout_metrics(experience, *self.config.algorithm.correction_range) | took
+        metrics |= self.progress.count(self.clock.take(), experience, self.job_memory_bytes)
+        metrics |= rollout_metrics(experience, *self.config.algorithm.correction_range)
         metrics |= self.checkpoints.metrics | self.stream.metrics
-        metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
         return self.checkpoints.record(self.judge, experience, metrics)
 
     def judge(self, experience: Batch, metrics: dict[str, float]) -> bool:

@@ -43,7 +43,6 @@ SHOWN = (
     "rollout/response_length",
     "actor/approx_kl",
     "actor/entropy",
-    "critic/loss",
     "timing_s/step",
 )
 """What a person sees of a step."""
@@ -200,12 +199,8 @@ class PPOTrainer(BaseTrainer):
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Say what the step was like, and judge it; returns whether the policy is the best so far."""
-        took = self.clock.take()
-        self.progress.tokens += experience.num_tokens
-        self.progress.seconds += took["timing_s/step"]
-        metrics = describe(experience, self.config) | metrics | took | self.checkpoints.metrics
-        metrics |= self.stream.metrics
-        metrics["perf/tokens_per_second"] = experience.num_tokens / took["timing_s/step"]
+        metrics = describe(experience, self.config) | metrics | self.checkpoints.metrics | self.stream.metrics
+        metrics |= self.progress.count(self.clock.take(), experience, self.job_memory_bytes)
         return self.checkpoints.record(self.judge, experience, metrics)
 
     def judge(self, experience: Batch, metrics: dict[str, float]) -> bool:

@@ -32,7 +32,7 @@ from .algorithm import PAIR
 from .config import NEW_FROM_TEXT, RECIPE, RewardModelConfig
 from .data import pair_format, write_new_model
 
-SHOWN = ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm", "reward/learning_rate", "eval/")
+SHOWN = ("reward/loss", "reward/accuracy", "reward/margin", "eval/accuracy", "eval/margin", "timing_s/step")
 """What a person sees of a step."""
 JUDGED_FOR_STATISTICS = 1024
 """Training pairs whose scores say what scores are normalised by, where no pairs are held out."""
@@ -56,14 +56,12 @@ class RewardModelTrainer(BaseTrainer):
 
     def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
         """Judge the held-out pairs when it is time, and write the step down."""
-        step, is_last, took = self.stream.step, not len(self.stream), self.clock.take()
-        self.progress.tokens += minibatch.num_tokens
-        self.progress.seconds += took["timing_s/step"]
-        speed = {"perf/tokens_per_second": minibatch.num_tokens / took["timing_s/step"]}
+        step, is_last = self.stream.step, not len(self.stream)
+        speed = self.progress.count(self.clock.take(), minibatch, self.job_memory_bytes)
         is_due = is_last or (self.config.eval_steps > 0 and step % self.config.eval_steps == 0)
         judged = self.judge() if is_due and self.heldout is not None else {}
         logged = {f"reward/{name}": value for name, value in metrics.items()}
-        logged |= judged | took | speed | self.checkpoints.metrics
+        logged |= judged | speed | self.checkpoints.metrics
         is_shown = bool(judged) or step == 1 or step % self.config.logging_steps == 0
         self.tracker.log(step, logged, steps=self.stream.steps, show=is_shown)
         if step == 1:

@@ -21,7 +21,7 @@ from core import BaseTrainer, replicate
 from . import remote_call
 from .config import RECIPE, SFTConfig
 
-SHOWN = ("actor/loss", "actor/grad_norm", "actor/learning_rate", "eval/loss")
+SHOWN = ("actor/loss", "eval/loss", "actor/learning_rate", "timing_s/step")
 """What a person sees of a step."""
 
 
@@ -43,12 +43,10 @@ class SFTTrainer(BaseTrainer):
 
     def record(self, minibatch: Batch, metrics: dict[str, float]) -> None:
         """Write the step down."""
-        step, took = self.stream.step, self.clock.take()
-        self.progress.tokens += minibatch.num_tokens
-        self.progress.seconds += took["timing_s/step"]
+        step, speed = self.stream.step, self.progress.count(self.clock.take(), minibatch, self.job_memory_bytes)
         evaluated = {} if len(self.stream) else self.judge()
         logged = {f"actor/{name}": value for name, value in metrics.items()}
-        self.tracker.log(step, logged | evaluated | took | self.checkpoints.metrics, steps=self.stream.steps)
+        self.tracker.log(step, logged | evaluated | speed | self.checkpoints.metrics, steps=self.stream.steps)
         seconds = {"training": self.progress.seconds}
         if step == 1:
             seconds["to_first_step"] = time.time() - self.began

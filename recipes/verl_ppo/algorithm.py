@@ -18,7 +18,7 @@ from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
-from components.rl.masked import chosen, sequence_means, spread
+from components.rl.masked import chosen, sequence_means, spread, token_mean
 from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
 
@@ -158,6 +158,9 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         kl = mean(TokenLoss(kl_N, {}))
         loss = loss + own.kl_loss_coef * kl.loss
         metrics["kl_loss"] = kl.loss.detach()
+    if config.bypasses:  # else another pass has told
+        gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
+        metrics["engine_gap"] = token_mean(gap_N, mask_N, totals.tokens)
     return LossOutput(loss=loss, metrics=metrics)
 
 

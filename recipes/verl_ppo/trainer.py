@@ -31,13 +31,12 @@ from .roles.critic import CriticWorker
 from .roles.reward_model import RewardModelWorker
 
 SHOWN = (
-    "critic/score/mean",
+    "reward/score",
     "eval/score",
     "val-core/",
     "response_length/mean",
     "actor/ppo_kl",
     "actor/entropy",
-    "critic/vf_loss",
     "timing_s/step",
 )
 """What a person sees of a step."""
@@ -187,9 +186,8 @@ class VerlPPOTrainer(BaseTrainer):
 
     def record(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Say what the step was like, and judge it; returns whether the policy is the best so far."""
-        step, took = self.stream.step, self.clock.take()
-        self.progress.tokens += experience.num_tokens
-        self.progress.seconds += took["timing_s/step"]
+        step = self.stream.step
+        took = self.progress.count(self.clock.take(), experience, self.job_memory_bytes)
         saved = {name.replace("/checkpoint", "/save_checkpoint"): x for name, x in self.checkpoints.metrics.items()}
         metrics |= experience_metrics(experience, self.config) | took | saved | self.stream.metrics
         metrics |= performance(experience, took, len(self.actor_wg))

@@ -65,6 +65,23 @@ def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: py
     assert clock.take() == {"timing_s/step": 0}
 
 
+def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
+    # 3 sequences of 12 tokens in 4 s, while another thread generated for 5.
+    progress, batch = Progress(tokens=8, seconds=1.0), Batch([3, 4, 5], {"tokens": torch.arange(12)})
+    took = {"timing_s/generate": 5.0, "timing_s/train": 3.0, "timing_s/step": 4.0}
+    assert progress.count(took, batch, 2_500_000_000) == took | {
+        "perf/tokens_per_second": 3.0,
+        "perf/samples_per_second": 0.75,
+        "perf/generate_share": 1.25,
+        "perf/train_share": 0.75,
+        "perf/memory_gb": 2.5,
+    }
+    assert (progress.tokens, progress.seconds) == (20, 5.0)
+    # Nobody has looked at the memory yet, and the clock may not have moved.
+    found = progress.count({"timing_s/step": 0.0}, batch)
+    assert sorted(found) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
+
+
 def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
     clock, seen = PhaseClock(), []
 
@@ -139,10 +156,10 @@ def test_without_a_number_of_steps_only_the_best_and_the_last_are_written(tmp_pa
 
 def test_a_checkpoint_that_fails_is_said_and_counted_and_the_last_one_must_not(tmp_path: Path) -> None:
     box = Box(tmp_path, every=1).train(1)
-    assert box.checkpoints.metrics["checkpoint/failed"] == 0
+    assert box.checkpoints.metrics["perf/checkpoints_failed"] == 0
     box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     box.train(3)
-    assert box.checkpoints.metrics["checkpoint/failed"] == 2
+    assert box.checkpoints.metrics["perf/checkpoints_failed"] == 2
     assert box.checkpoints.metrics["timing_s/checkpoint"] >= 0
     first, _ = box.said
     assert first.startswith("warning: checkpoint of step 2 could not be written")

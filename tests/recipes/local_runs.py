@@ -34,7 +34,10 @@ def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) ->
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: RunFolder(folder / name) for name in runs}
+    found = {name: RunFolder(folder / name) for name in runs}
+    for run in found.values():
+        run.check_names()
+    return found
 
 
 if __name__ == "__main__":

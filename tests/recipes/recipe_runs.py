@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
+from components.tracking.metrics import metric_of
 from tests.processes import wait_until_gone
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
+NOT_METRICS = {"step", "time", "nonfinite"}
+"""What else a line of metrics.jsonl has."""
 
 
 class RunFolder:
@@ -38,9 +41,14 @@ class RunFolder:
         path = self.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def check_names(self) -> None:
+        """AssertionError where a metric is not in the registry."""
+        names = {name for line in self.metrics for name in line} - NOT_METRICS
+        assert not (unknown := sorted(name for name in names if metric_of(name) is None)), unknown
+
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
-        timed = ("time", "timing", "perf", "checkpoint")
+        timed = ("time", "timing", "perf")
         return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.metrics]
 
     def weights(self) -> "dict[str, Tensor]":
@@ -71,6 +79,7 @@ class Run(RunFolder):
             self.process.kill()
             raise
         self.code = self.process.returncode
+        self.check_names()
         return self
 
     def pids(self) -> dict[str, int]:

@@ -182,6 +182,18 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
+def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, tell=told.append)
+    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()))
+    samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
+    for pass_of_trainer in ({}, {"rollout/logprob_gap_mean": 0.25}):
+        metrics = {"actor/first_engine_gap": 0.5, **pass_of_trainer}
+        record_step(tracker, 1, 2, metrics, samples, character_tokenizer("abcdefghi"))
+    tracker.close()
+    assert [event.metrics["rollout/logprob_gap_mean"] for event in told] == [0.5, 0.25]
+
+
 def test_an_engine_that_missed_an_update_is_found() -> None:
     check_staleness(answers().select([0, 1]), 4)
     with pytest.raises(
