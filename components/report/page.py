@@ -1,0 +1,198 @@
+"""A report: runs as plain data, put into a page that needs nothing beside itself."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from components.report.gather import (
+    MAX_CURVES,
+    Events,
+    Limits,
+    describe_metrics,
+    flatten,
+    is_written,
+    json_file,
+    number,
+    pack_curves,
+    pack_memory,
+    pack_timeline,
+    read_curves,
+    read_events,
+)
+from components.report.samples import read_rollouts
+from components.tracking.plain import write_whole
+
+MOST_BYTES = 1_900_000
+MAX_DIFFERENCES = 80
+ASSETS = Path(__file__).parent / "assets"
+STYLES = ("uPlot.min.css", "style.css")
+SCRIPTS = ("uPlot.min.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
+RUN_FILES = ("metrics.jsonl", "events.jsonl", "summary.json", "plan.json")
+SAID = {"finished": "finished", "failed": "failed", "stopped": "was stopped"}
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> int:
+    """Write the report of some runs; returns its size in bytes.
+
+    Raises:
+        ValueError: a folder holds no run; the message names it.
+        OSError: a file cannot be read, or the report not be written.
+    """
+    page = build_page(run_dirs)
+    write_whole(out, page)
+    return len(page.encode())
+
+
+def build_page(run_dirs: Sequence[Path], limits: Limits | None = None) -> str:
+    """The report as HTML, of at most `MOST_BYTES`: what does not fit is thinned out."""
+    for run_dir in run_dirs:
+        if not any((run_dir / name).is_file() for name in RUN_FILES):
+            raise ValueError(f"{run_dir} holds no run (none of {', '.join(RUN_FILES)}); name the folder of a run")
+    limits = limits or Limits()
+    while True:
+        page = _render(gather(run_dirs, limits))
+        if len(page.encode()) <= MOST_BYTES or limits.tokens < 1000:
+            return page
+        limits = limits.over(2)
+
+
+def gather(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
+    """All that a page shows: plain data."""
+    runs = [_run(run_dir, limits.over(len(run_dirs))) for run_dir in run_dirs]
+    names = list(dict.fromkeys(name for run in runs for name in run["curves"]))
+    return {
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "runs": runs,
+        "metrics": describe_metrics(names),
+        "differs": differences(run_dirs) if len(runs) > 1 else None,
+    }
+
+
+def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
+    summary, plan = json_file(run_dir / "summary.json"), json_file(run_dir / "plan.json")
+    events, curves = read_events(run_dir / "events.jsonl"), read_curves(run_dir / "metrics.jsonl")
+    score = summary.get("score")
+    score = score if isinstance(score, dict) else {}
+    last = max((int(curve.x[-1]) for curve in curves.values() if curve.x), default=0)
+    changed = plan.get("changed")
+    return {
+        "name": run_dir.resolve().name,
+        "recipe": str(summary.get("recipe") or ""),
+        "status": status_of(summary, run_dir),
+        "outcome": outcome(summary, status_of(summary, run_dir), last, events),
+        "error": str(summary.get("error") or ""),
+        "facts": facts(summary, last, events),
+        "alarms": events.alarms,
+        "jobs": [job for job in events.jobs if job["kind"] not in ("start", "end")][-50:],
+        "changed": sorted(flatten(changed).items()) if isinstance(changed, dict) else None,
+        "curves": pack_curves(curves, score, limits.points),
+        "left_out": max(0, len(curves) - MAX_CURVES),
+        "timeline": pack_timeline(events, limits.bars),
+        "memory": pack_memory(events),
+        "rollouts": read_rollouts(run_dir, limits.tokens),
+    }
+
+
+def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """How a run ended: "finished", "failed", "stopped"; "running"; "cut off" where nobody is left to say it."""
+    status = summary.get("status")
+    if status in SAID:
+        return str(status)
+    return "running" if is_written(run_dir) else "cut off"
+
+
+def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
+    """What became of a run, in a few sentences."""
+    recipe = summary.get("recipe") or "The run"
+    steps = f"step {last} of {events.total}" if events.total and events.total != last else f"{last} steps"
+    became = "is running; so far" if status == "running" else SAID.get(status, "was cut off")
+    text = f"{recipe} {became} {'' if status in ('finished', 'running') else 'after '}{steps}"
+    text += f" in {duration(events.end)}." if events.end else "."
+    score = summary.get("score")
+    if isinstance(score, dict):
+        text += _gain(score)
+    starts, resumed = number(summary.get("attempts")) or 1, summary.get("resumed_from")
+    if starts > 1:
+        text += f" Its processes were started {starts:.0f} times."
+    if resumed:
+        text += f" It was resumed after step {resumed}."
+    return text
+
+
+def _gain(score: Mapping[str, Any]) -> str:
+    def went(start: str, end: str) -> str:
+        a, b = number(score.get(start)), number(score.get(end))
+        if b is None:
+            return "" if a is None else f"began at {a:.3f}"
+        return f"ended at {b:.3f}" if a is None else f"went from {a:.3f} to {b:.3f}"
+
+    sampled, greedy = went("start", "end"), went("start_greedy", "end_greedy")
+    examples = number(score.get("examples"))
+    on = f" ({examples:,.0f} examples)" if examples else ""
+    text = f" The held-out score {sampled}{on}" if sampled else ""
+    return text + (f"; greedily it {greedy}" if text and greedy else "") + ("." if text else "")
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: "33 s", "12 min", "3.2 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def facts(summary: Mapping[str, Any], last: int, events: Events) -> list[tuple[str, str]]:
+    """Numbers of a run that stand beside the sentence: names and values."""
+    seconds = summary.get("seconds")
+    seconds = seconds if isinstance(seconds, dict) else {}
+    found = [("steps", f"{last:,}"), ("seed", str(summary.get("seed", "")))]
+    for name in ("setup", "warm_start", "to_first_step", "training"):
+        took = number(seconds.get(name))
+        found += [(name.replace("_", " "), duration(took))] if took and took >= 0.5 else []
+    speed, memory = number(summary.get("tokens_per_second")), number(summary.get("peak_memory_bytes"))
+    found += [("tokens per second", f"{speed:,.0f}")] if speed is not None else []
+    found += [("peak memory", f"{memory / 1e9:.2f} GB")] if memory else []
+    found += [("alarms", str(len(events.alarms)))]
+    return [(name, value) for name, value in found if value not in ("", "None")]
+
+
+def differences(run_dirs: Sequence[Path]) -> dict[str, Any]:
+    """Options in which the config.yaml of runs differ: `rows` of a name and a value for each; None: it has none."""
+    import yaml
+
+    configs = []
+    for run_dir in run_dirs:
+        try:
+            configs.append(flatten(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))))
+        except (OSError, ValueError, yaml.YAMLError):
+            configs.append({})
+    names = list(dict.fromkeys(name for config in configs for name in config if name != "run_dir"))
+    rows = [[n, *(c.get(n) for c in configs)] for n in names if len({c.get(n) for c in configs}) > 1]
+    return {"rows": rows[:MAX_DIFFERENCES], "of": len(rows)}
+
+
+def _render(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    digest = hashlib.sha256(script.encode()).digest()
+    parts = {
+        # Nothing but this script may run, whatever else might find its way into the page.
+        "SCRIPT_HASH": base64.b64encode(digest).decode(),
+        "LICENSE": _asset("uPlot.LICENSE"),
+        "STYLE": "\n".join(_asset(name) for name in STYLES),
+        "SCRIPT": script,
+        "DATA": base64.b64encode(packed).decode(),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("report.html"))
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
