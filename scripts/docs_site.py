@@ -1,0 +1,64 @@
+"""What the site of the documentation takes from the rest of the repository: mkdocs.yml names this file as its hooks.
+
+Pages are written to be read on a code host, so they link to files by their place in the repository. The READMEs of the
+recipes and the house rules become pages too. A link between two pages leads to the page on the site; one to any other
+file of the repository, which the site does not have, becomes the path of that file.
+"""
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+GUESTS = {"contributing.md": "CONTRIBUTING.md"} | {
+    f"recipes/{folder.name}.md": f"recipes/{folder.name}/README.md"
+    for folder in sorted(ROOT.glob("recipes/*"))
+    if (folder / "README.md").is_file()
+}
+"""Pages that lie outside of docs/: their place on the site, and in the repository."""
+RECIPES = "recipes/index.md"
+"""The page made of the README's section on recipes."""
+LINK = re.compile(
+    r"^```.*?^```|`[^`]+`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)",
+    re.MULTILINE | re.DOTALL,
+)
+"""Code, which is to be left alone, or a link to a file: `!` of an image, text, path and anchor."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/. A copy of a recipe, which the menu does not know, is one too."""
+    for place, source in GUESTS.items():
+        guest = File.generated(config, place, abs_src_path=str(ROOT / source), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(guest)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    recipes = readme.partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    files.append(File.generated(config, RECIPES, content=f"# Recipes\n{recipes}"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turn the links of a page, which are of the repository, into those of the site."""
+    place = page.file.src_uri
+    source = "README.md" if place == RECIPES else GUESTS.get(place, f"docs/{place}")
+    return LINK.sub(lambda found: rewritten(found, PurePosixPath(source).parent, PurePosixPath(place).parent), markdown)
+
+
+def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath) -> str:
+    """One link of a page that lies in `source` in the repository, and in `place` on the site."""
+    image, text, path, anchor = found.groups(default="")
+    if not path:
+        return found[0]
+    target = os.path.normpath(source / path)
+    pages = {guest: page for page, guest in GUESTS.items()} | {"README.md": RECIPES}
+    if target.startswith("docs/"):
+        on_site = target.removeprefix("docs/")
+    elif target in pages:
+        on_site = pages[target]
+    else:
+        return text if text.strip("`") == target else f"{text} (`{target}`)"
+    return f"{image}[{text}]({os.path.relpath(on_site, place)}{anchor})"

@@ -1,0 +1,266 @@
+"""What the documentation shows can be done as it is written there, and leads where it says; its site can be built."""
+
+import ast
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from core import load_config
+from tests.docs_pages import PAGES, ROOT, Command, anchors, blocks, commands, links, text_of
+from tests.recipe_copies import RECIPES
+
+A_FILE = """
+class AgentInstance: ...
+def reward_func(queries, prompts, labels): ...
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
+"""
+"""What a file of the reader's own has in it, wherever a command names one."""
+LANGUAGES = {"bash", "diff", "json", "python", "yaml", ""}
+FOREIGN = {
+    "cd": r"\S+",
+    "cat": r"\S+",
+    "tail": r"-n \d+ \S+",
+    "$EDITOR": r"\S+\.(py|yaml)",
+    "git": r"clone \S+( \S+)?|apply( \S+)?",
+    "docker": r"run( --rm| -it| --gpus all| --shm-size=\d+g| -v \S+:\S+)+ \S+( .*)?",
+    "export": r"[A-Z_]+=\S+",
+    "sbatch": r"\S+",
+    "mkdocs": r"(build|serve)( --strict)?",
+}
+"""Commands that are not ours, and how those that we show look; others have checks of their own."""
+
+LOADED = r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"'> ]+)"
+"""What a page of the site makes a browser load."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_can_be_run_as_it_stands(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes", "scripts"):  # the files that commands name
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in commands(page):
+        for name in re.findall(r"(?<![\w/.])\w+\.py\b", command.text):
+            (tmp_path / name).write_text(A_FILE)
+        try:
+            check(command)
+        except (AssertionError, ValueError, LookupError, OSError) as error:
+            raise AssertionError(f"{command}\n{type(error).__name__}: {error}") from error
+
+
+def check(command: Command) -> None:
+    """Raise what is wrong with a command."""
+    first, *rest = command.words
+    for name in command.environment:
+        assert name in sources(), f"nothing reads {name}"
+    first = first.removeprefix(".venv/bin/")
+    if first in CHECKS:
+        CHECKS[first](rest, command)
+    elif first in FOREIGN:
+        shown = " ".join(rest)
+        assert re.fullmatch(FOREIGN[first], shown), f"of {first} the pages show {FOREIGN[first]}, not {shown}"
+    else:
+        assert (ROOT / first).is_file(), "no test knows such a command: add a check of it to tests/test_docs.py"
+
+
+def check_bash(words: list[str], command: Command) -> None:
+    """A recipe, or a shell script of ours."""
+    script, *rest = words
+    path = Path(script)
+    if path.match("recipes/*/run.sh"):
+        check_recipe(path.parent.name, rest, command)
+        return
+    assert (ROOT / script).is_file(), f"there is no {script}"
+    if path.name == "setup.sh":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = re.sub(r"--(quiet|python \S+)", "", " ".join(rest)).split()
+        unknown = set(named) - {"base", *extras}
+        assert not unknown, f"setup.sh knows no {unknown}"
+    elif path.name == "test.sh":
+        check_pytest([word for word in rest if word != "--full"], command)
+    elif path.name == "prove.sh":
+        assert not rest or (rest[0] == "--recipe" and re.search(rf"\b{rest[1]}\b", text_of(script))), rest
+    else:
+        assert not rest, f"no test knows the options of {script}"
+
+
+def check_recipe(recipe: str, options: list[str], command: Command) -> None:
+    """Its options, as its own main reads them before it looks at the machine."""
+    if recipe == "my_algo":  # a copy of grpo, with the fields that the page adds
+        added = re.findall(r"^\+ +(\w+): ", text_of(command.page), re.MULTILINE)
+        recipe, options = "grpo", [o for o in options if o.partition("=")[0].split(".")[-1] not in added]
+    if "--help" in options or any("<" in option for option in options):
+        return
+    main = importlib.import_module(f"recipes.{recipe}.main")
+    if recipe == "verl_ppo":  # which takes Hydra's way of writing too
+        main.asked_config(main.plain_arguments(options))
+    else:
+        main.read_config(options)
+
+
+def check_python(words: list[str], command: Command) -> None:
+    """A script or a module of ours; a file that the page itself shows; or the command that ours stands in for."""
+    script, *rest = words
+    if script == "-m":
+        module, *rest = rest
+        if module == "pytest":
+            check_pytest(rest, command)
+        elif module == "recipes.reward_model.serve":
+            if rest:  # else it is only named
+                load_config(importlib.import_module(module).ServeConfig, rest)
+        else:
+            assert module in ("openrlhf.cli.train_ppo_ray", "verl.trainer.main_ppo"), f"no test knows {module}"
+        return
+    if any(f"# {kind}{script}\n" in block.text for block in blocks(command.page) for kind in ("", "file: ")):
+        return
+    path = ROOT / script
+    assert path.is_file(), f"there is no {script}"
+    # A script that is one of several may have its options in the file beside it.
+    known = options_in(path) | {name for other in path.parent.glob("*_files.py") for name in options_in(other)}
+    check_flags(rest, known, script)
+
+
+def check_flags(words: list[str], known: set[str], script: str) -> None:
+    """See that the flags before `--` are among the known ones."""
+    own = words[: words.index("--")] if "--" in words else words
+    unknown = {word.partition("=")[0] for word in own if word.startswith("--")} - known
+    assert not unknown, f"{script} has no {unknown}; it has {sorted(known)}"
+
+
+@functools.cache
+def options_in(script: Path) -> set[str]:
+    """The flags that stand in a script."""
+    constants = (n.value for n in ast.walk(ast.parse(script.read_text())) if isinstance(n, ast.Constant))
+    return {value for value in constants if isinstance(value, str) and re.fullmatch(r"--[\w-]+", value)}
+
+
+def check_pytest(words: list[str], command: Command) -> None:
+    """Its paths, and the options of the contracts."""
+    own = options_in(ROOT / "tests/contracts/conftest.py")
+    for word in words:
+        if word.removeprefix("~/troupe/").startswith("tests/"):
+            assert (ROOT / word.removeprefix("~/troupe/").partition("::")[0]).exists(), f"there is no {word}"
+        assert not word.startswith("--") or word in own | {"--durations=10", "--durations=20"}, f"pytest has no {word}"
+
+
+def check_copy(words: list[str], command: Command) -> None:
+    """That what is copied is there."""
+    assert words[0] == "-r", "a recipe is a folder"
+    assert (ROOT / words[1]).is_dir(), f"there is no {words[1]}"
+
+
+def check_curl(words: list[str], command: Command) -> None:
+    """That the page asked for is one that we serve, with JSON in the question."""
+    served = re.search(r"https?://[\w.:-]+(/\w+)", command.text)
+    assert served is not None and f'"{served[1]}"' in sources(), "none of ours serves this"
+    json.loads(words[words.index("-d") + 1])
+
+
+def check_ray(words: list[str], command: Command) -> None:
+    """The options, as Ray itself declares them."""
+    with warnings.catch_warnings(action="ignore"):
+        from ray.scripts.scripts import cli
+
+    group: Any = cli
+    while words and not words[0].startswith("-") and words[0] in getattr(group, "commands", {}):
+        group, words = group.commands[words[0]], words[1:]
+    assert group is not cli, f"ray has no {words[:1]}"
+    check_flags(words, {flag for option in group.params for flag in option.opts}, "ray")
+
+
+CHECKS: dict[str, Callable[[list[str], Command], None]] = {
+    "bash": check_bash,
+    "python": check_python,
+    "python3": check_python,
+    "pytest": check_pytest,
+    "cp": check_copy,
+    "curl": check_curl,
+    "ray": check_ray,
+}
+
+
+@functools.cache
+def sources() -> str:
+    """All code of the project."""
+    folders = ("core", "components", "agents", "recipes", "scripts")
+    files = [file for folder in folders for kind in ("*.py", "*.sh") for file in sorted((ROOT / folder).rglob(kind))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_is_of_a_language_and_can_be_read(page: str) -> None:
+    for block in blocks(page):
+        where = f"{page}:{block.line}"
+        assert block.language in LANGUAGES, f"{where}: a block of {block.language}"
+        if block.language == "python":
+            compile(block.text, where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+        elif block.language == "":
+            assert not re.search(r"^(\$ |bash |python )", block.text, re.MULTILINE), f"{where}: commands are bash"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: str) -> None:
+    for target, anchor in links(page):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            found = anchors(str(path.resolve().relative_to(ROOT)))
+            assert anchor in found, f"{page} links to #{anchor} of {target or page}; there are {sorted(found)}"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as .ci/run does."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    return folder
+
+
+def test_the_site_has_every_page_and_asks_the_network_for_nothing(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (site / f"{page.stem}.html").is_file()
+    for recipe in RECIPES:
+        assert (site / f"recipes/{recipe}.html").is_file()
+        assert f"{recipe}: recipes/{recipe}.md" in text_of("mkdocs.yml"), f"{recipe} is not in the site's menu"
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"'> ]+)", page.read_text()
+        )
+        outside = [address for address in loaded if re.match(r"(https?:)?//", address)]
+        assert loaded and not outside, f"{page.name} loads {outside}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\([\"']?|@import [\"'])(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_links_of_the_site_lead_to_its_pages_and_files_that_it_lacks_are_named(site: Path) -> None:
+    recipes = (site / "recipes/index.html").read_text()
+    assert 'href="grpo.html#one-step-from-prompt-to-weights"' in recipes
+    assert 'href="../from_openrlhf.html"' in recipes
+    assert "the examples (<code>tests/contracts/examples</code>)" in (site / "contracts.html").read_text()
+    for page in site.rglob("*.html"):
+        assert not re.search(r'href="[^":]*\.(md|py|yaml|sh)\b', page.read_text()), page.name

@@ -1,0 +1,122 @@
+"""docs/troubleshooting.md is about messages that the project prints, and a dozen of them are brought about here."""
+
+import ast
+import fcntl
+import functools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo import main as grpo
+from tests.docs_pages import ROOT, anchors, text_of
+
+PAGE = "docs/troubleshooting.md"
+HEADINGS: list[str] = re.findall(r"^### `(.*)`$", text_of(PAGE), re.MULTILINE)
+HOLE = "\0"
+
+
+@functools.cache
+def printed() -> str:
+    """Every text of the project's code, with a hole for each thing that is put into it, and its shell scripts."""
+    found = []
+    for folder in ("core", "components", "agents", "recipes", "scripts"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+        for file in sorted((ROOT / folder).rglob("*.sh")):
+            text = re.sub(r'" \\\n\s*"', " ", file.read_text(encoding="utf-8"))
+            found += re.sub(r"\$\(.*?\)\"|\$\{[^}]*\}|\$\w+|\\\"", HOLE, text).splitlines()
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_every_heading_is_a_message_of_the_code(heading: str) -> None:
+    # Some messages are put together of several texts, so each part is looked for by itself.
+    parts = [part.strip() for part in heading.split("...")]
+    assert max(map(len, parts)) >= 10, "too little to be told from other messages"
+    gone = [part for part in parts if part not in printed()]
+    assert not gone, f"no text of the code has {gone}; see what became of the message"
+
+
+def test_the_page_has_the_messages_that_people_meet() -> None:
+    assert len(HEADINGS) > 25
+    assert len(HEADINGS) == len(set(HEADINGS)) == text_of(PAGE).count("\n### ")
+    assert len(anchors(PAGE)) == text_of(PAGE).count("\n#") + 1
+
+
+def explained(message: str) -> list[str]:
+    """The headings that somebody would find who looks for a message."""
+    return [h for h in HEADINGS if re.search(".*?".join(map(re.escape, h.split("..."))), message, re.DOTALL)]
+
+
+BROUGHT_ABOUT = {
+    "train.lr=1e-6": "unknown option",
+    "seed = 7": "cannot read",
+    "minibatches=7": "minibatches=...",
+    "algorithm.clip_low=1.2": "the ratio cannot be clipped",
+    "asynchronous.enabled=true": "asynchronous.enabled, but",
+    "model.path=./empty data.path=task:sort": "there is no model",
+    "model.path=nobody/nothing data.path=task:sort": "it is no folder here",
+    "data.path=nobody/nothing reward.source=sort": "there is no file or folder",
+    "data.path=rows.jsonl reward.source=sort": "there is no field",
+    "data.path=rows.jsonl": "data.path=... names no task",
+    "data.max_rows=3": "... gives ... prompts",
+    "reward.source=reward.py": "reward file ... does not define",
+    "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",
+    "run_dir=taken": "run_dir=... is being written by",
+    "run_dir=old resume=none": "run_dir=... holds a run already",
+    "run_dir=new resume=./nowhere": "resume=...: there is no checkpoint",
+}
+"""Options of grpo, and how the heading begins that explains what they bring."""
+
+
+@pytest.mark.parametrize("options", BROUGHT_ABOUT)
+def test_a_wrong_option_ends_with_a_message_that_the_page_explains(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "taken", "old"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "rows.jsonl").write_text('{"question": "ba>", "answer": "ab"}\n' * 100)
+    (tmp_path / "reward.py").write_text("def score(answer, label): ...\n")
+    with (tmp_path / "taken/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert grpo.main([f"run_dir={tmp_path}/run", *options.split()]) == 2
+    said = capsys.readouterr().err
+    (found,) = explained(said)
+    assert found.startswith(BROUGHT_ABOUT[options]), said
+
+
+def test_what_run_sh_refuses_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "my-algo").mkdir()
+    folder, at_home = tmp_path / "my-algo", {"TROUPE_HOME": str(ROOT)}
+    for file in ("run.sh", "main.py"):
+        shutil.copy(ROOT / "recipes/grpo" / file, folder)
+    expected = {
+        "the folder ... is to be imported": at_home,
+        "no troupe project at": {"TROUPE_HOME": str(tmp_path)},
+    }
+    shutil.copytree(folder, tmp_path / "my_algo")
+    for beginning, env in expected.items():
+        done = refused(folder, env)
+        (found,) = explained(done)
+        assert found.startswith(beginning), done
+    (found,) = explained(refused(tmp_path / "my_algo", at_home | {"TROUPE_PYTHON": "/nowhere/python"}))
+    assert found.startswith("TROUPE_PYTHON=...")
+
+
+def refused(folder: Path, env: dict[str, str]) -> str:
+    """What run.sh in a folder says when it starts nothing."""
+    done = subprocess.run(
+        ["bash", str(folder / "run.sh")], env=os.environ | env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr
