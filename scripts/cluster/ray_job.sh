@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Ships a copy of the project to a Ray cluster and starts $recipe there, as the job $id.
+set -euo pipefail
+
+copy="$$(mktemp -d)"
+trap 'rm -rf -- "$$copy"' EXIT
+(cd -- $home && tar --exclude-from=$not_shipped -cf - -- *) | tar -C "$$copy" -xf -
+$extra_copy
+size="$$(du -sm -- "$$copy" | cut -f1)"
+echo "$id: the copy that is shipped has $$size MB, in $$(find "$$copy" -type f | wc -l) files"
+if ((size > $limit_mb)); then
+    echo "$id: Ray ships up to $limit_mb MB; move what is large out of $home, or name it in $not_shipped:" >&2
+    (cd -- "$$copy" && du -am . | sort -rn | sed -n '2,6p') >&2
+    exit 2
+fi
+# A stop lets the run finish its step and write a checkpoint: Ray would end it after 3 s.
+$ray job submit --no-wait --address $address --submission-id $id --working-dir "$$copy" \
+    --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "$stop_s"}}' \
+    -- $command
