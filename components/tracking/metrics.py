@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -42,12 +42,14 @@ _says, _fast = partial(Metric, row="says"), partial(Metric, row="fast")
 
 def _spread(of: Metric) -> tuple[Metric, ...]:
     """The mean, the largest and the least of something, as verl tells them; the mean may be one of the house's."""
-    rest = {"row": of.row, "unit": of.unit}
+    mean = f"{of.name}/mean"
     most = [
-        Metric(f"{of.name}/{end}", f"The {word} of what `{of.name}/mean` is the mean of.", **rest)
+        replace(
+            of, name=f"{of.name}/{end}", meaning=f"The {word} of what `{mean}` is the mean of.", better="", same_as=""
+        )
         for end, word in (("max", "largest"), ("min", "least"))
     ]
-    return Metric(f"{of.name}/mean", of.meaning, better=of.better, same_as=of.same_as, **rest), *most
+    return replace(of, name=mean), *most
 
 
 REWARD = (

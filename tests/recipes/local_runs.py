@@ -36,7 +36,7 @@ def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) ->
     assert done.returncode == 0, done.stderr[-3000:]
     found = {name: RunFolder(folder / name) for name in runs}
     for run in found.values():
-        run.check_names()
+        run.check_metrics()
     return found
 
 

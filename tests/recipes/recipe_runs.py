@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 NOT_METRICS = {"step", "time", "nonfinite"}
 """What else a line of metrics.jsonl has."""
+OUTSIDE_STEP = {"step", "checkpoint", "save_checkpoint", "testing"}
+"""What has a time and no share in the step's."""
+OF_STEPS = {"perf/tokens_per_second", "perf/samples_per_second"}
+"""What every step of every recipe logs, and what those log besides whose steps have answers."""
+OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/truncated_share", "rollout/logprob_gap_mean"}
 
 
 class RunFolder:
@@ -41,10 +46,15 @@ class RunFolder:
         path = self.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def check_names(self) -> None:
-        """AssertionError where a metric is not in the registry."""
-        names = {name for line in self.metrics for name in line} - NOT_METRICS
-        assert not (unknown := sorted(name for name in names if metric_of(name) is None)), unknown
+    def check_metrics(self) -> None:
+        """AssertionError where a metric is not in the registry, or one is missing that all recipes have."""
+        for line in self.metrics:
+            names = line.keys() - NOT_METRICS
+            assert [name for name in names if metric_of(name) is None] == []
+            if "timing_s/step" in names:
+                phases = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
+                shares = {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
+                assert names >= OF_STEPS | shares | (OF_ANSWERS if "reward/score" in names else set())
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
@@ -79,7 +89,7 @@ class Run(RunFolder):
             self.process.kill()
             raise
         self.code = self.process.returncode
-        self.check_names()
+        self.check_metrics()
         return self
 
     def pids(self) -> dict[str, int]:
