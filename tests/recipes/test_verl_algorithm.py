@@ -1,13 +1,15 @@
 """recipes/verl_ppo: what its estimators and losses make of the same answers, by hand."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from components.batch import Batch
-from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, surrogate
+from components.rl.aggregation import Totals
+from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, policy_loss, surrogate
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import asked_config, resolved
 
@@ -191,6 +193,24 @@ def test_each_surrogate_is_what_it_is_by_hand(options: str, expected: list[float
     bypass = config(*given, "algorithm.rollout_correction.bypass_mode=True")
     if "clip_ratio" in options:
         assert surrogate(logprob_N, micro, bypass).loss_N.tolist() == pytest.approx([-1.0, 1.0])
+
+
+class Even(torch.nn.Module):
+    """Four tokens, all equally likely: log 1/4 each."""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 4))
+
+
+def test_where_the_engine_is_believed_the_loss_tells_how_far_it_is_off() -> None:
+    mask_N = torch.tensor([False, True, True])
+    engine_N = math.log(1 / 4) + torch.tensor([9.0, 0.5, -0.25])
+    micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
+    micro = micro.with_tokens(advantage=torch.ones(3), logprob=torch.full((3,), math.log(1 / 4)))
+    bypass, totals = "algorithm.rollout_correction.bypass_mode=True", Totals(tokens=2, sequences=1)
+    found = policy_loss(Even(), micro, totals, config(bypass)).metrics
+    assert float(found["engine_gap"]) == pytest.approx(0.375, abs=1e-5)
+    assert "engine_gap" not in policy_loss(Even(), micro, totals, config()).metrics
 
 
 def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
