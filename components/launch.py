@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from components.checkpoint import check_resume
 from components.report import reporting
-from components.tracking import EventLog, config_text, finish_summary, open_run_folder, redact
+from components.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
+from components.tracking.alarms import Alarms
 from components.tracking.terminal import Terminal
 
 STOP_GRACE_S = 600.0
@@ -58,6 +59,9 @@ class Result(Protocol):
 
 class Submittable(Protocol):
     """A job that can be run; `core.Job` is one."""
+
+    roles: Any
+    """Of each name what has a `total`, the number of its workers."""
 
     def submit(self, job_name: str = ..., **options: Any) -> Any: ...
 
@@ -113,11 +117,12 @@ def run_job(
     """
     for line in (f"run folder {run_dir}", *lines):
         print(f"{recipe}: {line}", flush=True)
-    events = EventLog(run_dir / "events.jsonl")
+    events, sizes = EventLog(run_dir / "events.jsonl"), {name: role.total for name, role in job.roles.items()}
     with reporting(run_dir):
-        with Terminal() as terminal:
+        with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
+            observers = [events, terminal, alarm_bell(events, terminal)]
             result: Result = job.submit(
-                job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=[events, terminal]
+                job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=observers
             )
         events.close()
         finish_summary(
@@ -136,3 +141,20 @@ def run_job(
         logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
         print(f"{recipe}: {result.status}: {result.error}{logs}", file=sys.stderr)
     return result.exit_code
+
+
+def alarm_bell(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, but for
+    what the event log has of an earlier start of the run.
+    """
+    alarms, heard = Alarms(), events.alarms()
+
+    def look(event: Any) -> None:
+        if isinstance(event, StepEvent):
+            for alarm in alarms.look(event.step, event.metrics):
+                if alarm.alarm not in heard:
+                    heard.add(alarm.alarm)
+                    events(alarm)
+                    terminal(alarm)
+
+    return look

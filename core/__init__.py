@@ -9,7 +9,7 @@ from core.futures import Future, FutureSequence, as_completed
 from core.invocation import replicate, rpc, trainer_invocation
 from core.job import Job, JobBuilder, RLJobBuilder, RunningJob
 from core.names import hint_after
-from core.observers import CallEvent, JobEvent, Observer
+from core.observers import CallEvent, JobEvent, MemoryEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
 from core.role_group import RoleGroup
 from core.roles import Role
@@ -36,6 +36,7 @@ __all__ = [
     "JobEvent",
     "JobResult",
     "Member",
+    "MemoryEvent",
     "Observer",
     "RLJobBuilder",
     "Refused",

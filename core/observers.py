@@ -40,6 +40,16 @@ class JobEvent:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class MemoryEvent:
+    """Proportional set sizes in bytes, about every ten seconds: of the processes of each role together, as `ACTOR` or
+    `ACTOR+ROLLOUT` where roles share a process, and of `DRIVER`. `time`: seconds since the epoch.
+    """
+
+    time: float
+    bytes: dict[str, int]
+
+
 Observer = Callable[[Any], None]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from core.context import Directory, Member, RoleEntry
 from core.control import ControlLink, memory_bytes
 from core.host import IDLE, HostReport
-from core.observers import JobEvent, Observer, Observers
+from core.observers import JobEvent, MemoryEvent, Observer, Observers
 from core.plan import HostPlan, RoleSpec
 from core.roles import Role
 
 _STATUS_EVERY_S = 2.0
+_MEMORY_EVERY_S = 10.0
 _STACK_WITHIN_S = 2.0
 _TAIL_LINES = 20
 
@@ -37,6 +38,11 @@ class WatchedHost:
     replacing: bool = False
     fault: str = ""
     """Why it was ended, if it did not die by itself."""
+
+    @property
+    def roles(self) -> str:
+        """Of its workers: `ACTOR`, or `ACTOR+ROLLOUT`."""
+        return "+".join(dict.fromkeys(role for role, _ in self.plan.workers))
 
     @property
     def is_gone(self) -> bool:
@@ -75,6 +81,7 @@ class Watch:
         self._observers = Observers(observers)
         self._say = say
         self._next_status = 0.0
+        self._next_memory = time.monotonic() + _STATUS_EVERY_S
         self._last_sign = time.monotonic()
 
     def event(self, kind: str, process: str = "", text: str = "") -> None:
@@ -91,9 +98,15 @@ class Watch:
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_EVERY_S
             # The driver's children are Ray's own processes, which are not counted; without links they are the job's.
-            total = memory_bytes(descendants=not links)
-            total += sum(link.status.memory_bytes for link in links if link.alive)
+            memory = {"DRIVER": memory_bytes(descendants=not links)}
+            for host in self.hosts:
+                if host.link is not None and host.link.alive:
+                    memory[host.roles] = memory.get(host.roles, 0) + host.link.status.memory_bytes
+            total = sum(memory.values())
             self.peak_memory = max(self.peak_memory, total)
+            if time.monotonic() >= self._next_memory:
+                self._next_memory = time.monotonic() + _MEMORY_EVERY_S
+                self._observers.tell(MemoryEvent(time.time(), memory))
             for link in links:
                 if link.alive:
                     link.send("status", total)

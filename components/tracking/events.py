@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -13,6 +15,9 @@ from components.tracking.plain import LineFile, json_line, plain
 from components.tracking.redaction import redact
 
 logger = logging.getLogger(__name__)
+
+_ALARM_LINE = '{"event": "alarm"'
+"""How such a line begins: `event` is its first field."""
 
 
 class EventLog:
@@ -44,10 +49,24 @@ class EventLog:
         try:
             logged = {part.name for part in dataclasses.fields(event) if part.metadata.get("logged", True)}
             record = {name: value for name, value in dataclasses.asdict(event).items() if name in logged}
-            self._lines.add(json_line({"event": _event_name(type(event)), **plain(record)}))
+            self._lines.add(json_line({"event": event_name(type(event)), **plain(record)}))
         # A full disk, a value that cannot be read: the run goes on whatever it is.
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)
+
+    def alarms(self) -> set[str]:
+        """Names of the alarms that the file holds, of whichever start of the run."""
+        found: set[str] = set()
+        try:
+            with self.path.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith(_ALARM_LINE):
+                        # Half a line of a killed process names none.
+                        with contextlib.suppress(ValueError):
+                            found.add(json.loads(line)["alarm"])
+        except OSError as error:
+            logger.debug("no alarms are known: %s", error)
+        return found
 
     def close(self) -> None:
         """Write nothing more."""
@@ -60,6 +79,7 @@ class EventLog:
         logger.warning("%s is switched off: %s: %s", self.path, type(error).__name__, error)
 
 
-def _event_name(kind: type) -> str:
+def event_name(kind: type) -> str:
+    """The name under which events of a class are written: `JobLost` as "job_lost", `CallEvent` as "call"."""
     name = kind.__name__.removesuffix("Event") or kind.__name__
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

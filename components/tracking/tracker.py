@@ -206,11 +206,13 @@ def _is(name: str, wanted: str) -> bool:
 
 def console_line(step: int, metrics: Mapping[str, Any]) -> str:
     """Write the metrics of one step as `step=12 reward=0.512 ...`, four digits to a number."""
-    parts = [f"step={step}"]
-    for name, value in metrics.items():
-        number = plain(value)
-        parts.append(f"{name}={number:.4g}" if isinstance(number, float) else f"{name}={number}")
-    return " ".join(parts)
+    return " ".join([f"step={step}", *(f"{name}={console_number(value)}" for name, value in metrics.items())])
+
+
+def console_number(value: Any) -> str:
+    """A value of a metric as a person reads it: four digits to a number."""
+    number = plain(value)
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
 def config_text(config: Any) -> str:

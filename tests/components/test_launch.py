@@ -4,11 +4,13 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from components.checkpoint import Checkpoints
-from components.launch import open_run, run_job, threads_each
+from components.launch import alarm_bell, open_run, run_job, threads_each
+from components.tracking import AlarmEvent, EventLog, StepEvent
 from core import JobBuilder
 from tests.components.checkpoint_steps import save
 
@@ -79,3 +81,18 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     assert summary["error"] == error
     # Without processes there are no logs to look at.
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
+
+
+def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n')  # and half a line
+    said: list[Any] = []
+    for step in (1, 2):
+        events = EventLog(path)
+        bell = alarm_bell(events, said.append)
+        bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
+        bell(said[0])  # an event of another kind
+        events.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()[2:]]
+    assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
+    assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]

@@ -6,10 +6,14 @@ import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
+from typing import Any
 
 import pytest
 
+from core import MemoryEvent
 from core.control import ControlLink, ControlServer, Status, memory_bytes
+from core.plan import HostPlan
+from core.watch import Watch, WatchedHost
 
 KEY = b"k" * 32
 
@@ -98,3 +102,21 @@ print(before, both, alone, memory_bytes(child))
     assert alone < before - 2**24
     assert dead == 0
     assert memory_bytes(2**22 + 1) == 0
+
+
+def test_the_memory_of_each_role_is_told_and_not_again_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.watch._STATUS_EVERY_S", 0.0)
+    heard: list[Any] = []
+    watch = Watch([heard.append], print)
+    for workers in ([("ACTOR", 0), ("ROLLOUT", 0)], [("ACTOR", 1), ("ROLLOUT", 1)], [("REWARD", 0)]):
+        server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 7)})
+        plan = HostPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
+        link = ControlLink(plan.name, server.address, KEY)
+        link.status = Status("idle", 0.0, 7)
+        watch.hosts.append(WatchedHost(plan, None, expendable=False, link=link))
+    for _ in range(3):
+        watch.poll()
+    (event,) = heard
+    assert isinstance(event, MemoryEvent)
+    assert event.bytes.pop("DRIVER") > 10**6
+    assert event.bytes == {"ACTOR+ROLLOUT": 14, "REWARD": 7}
