@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from components.tracking.metrics import metric_of
 from core import load_config
 from tests.docs_pages import PAGES, ROOT, Command, anchors, blocks, commands, links, text_of
 from tests.recipe_copies import RECIPES
@@ -57,7 +58,7 @@ def test_every_command_of_a_page_can_be_run_as_it_stands(
             (tmp_path / name).write_text(A_FILE)
         try:
             check(command)
-        except (AssertionError, ValueError, LookupError, OSError) as error:
+        except (AssertionError, ImportError, ValueError, LookupError, OSError) as error:
             raise AssertionError(f"{command}\n{type(error).__name__}: {error}") from error
 
 
@@ -177,7 +178,7 @@ def check_ray(words: list[str], command: Command) -> None:
     group: Any = cli
     while words and not words[0].startswith("-") and words[0] in getattr(group, "commands", {}):
         group, words = group.commands[words[0]], words[1:]
-    assert group is not cli, f"ray has no {words[:1]}"
+    assert not hasattr(group, "commands"), f"ray has no {words[:1]}"
     check_flags(words, {flag for option in group.params for flag in option.opts}, "ray")
 
 
@@ -223,6 +224,13 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: str) 
         if anchor:
             found = anchors(str(path.resolve().relative_to(ROOT)))
             assert anchor in found, f"{page} links to #{anchor} of {target or page}; there are {sorted(found)}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_metric_that_a_page_names_is_one_that_is_logged(page: str) -> None:
+    groups = r"reward|actor|critic|rollout|eval|timing_s|perf"
+    named = set(re.findall(rf"(?<![\w/.])(?:{groups})/\w+(?=[`=])", text_of(page)))
+    assert not {name for name in named if metric_of(name) is None}
 
 
 @pytest.fixture(scope="module")
