@@ -3,6 +3,7 @@
 import ast
 import fcntl
 import functools
+import json
 import os
 import re
 import shutil
@@ -56,6 +57,18 @@ def explained(message: str) -> list[str]:
     return [h for h in HEADINGS if re.search(".*?".join(map(re.escape, h.split("..."))), message, re.DOTALL)]
 
 
+HUGE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 65536,
+    "intermediate_size": 262144,
+    "num_hidden_layers": 500,
+    "num_attention_heads": 512,
+    "num_key_value_heads": 512,
+    "vocab_size": 128000,
+    "max_position_embeddings": 8192,
+}
+"""A model that no machine holds."""
 BROUGHT_ABOUT = {
     "train.lr=1e-6": "unknown option",
     "seed = 7": "cannot read",
@@ -69,6 +82,7 @@ BROUGHT_ABOUT = {
     "data.path=rows.jsonl": "data.path=... names no task",
     "data.max_rows=3": "... gives ... prompts",
     "reward.source=reward.py": "reward file ... does not define",
+    "model.path=./huge data.path=task:sort": "it cannot fit",
     "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",
     "run_dir=taken": "run_dir=... is being written by",
     "run_dir=old resume=none": "run_dir=... holds a run already",
@@ -84,6 +98,8 @@ def test_a_wrong_option_ends_with_a_message_that_the_page_explains(
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "taken", "old"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "huge").mkdir()
+    (tmp_path / "huge/config.json").write_text(json.dumps(HUGE))
     (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "rows.jsonl").write_text('{"question": "ba>", "answer": "ab"}\n' * 100)
     (tmp_path / "reward.py").write_text("def score(answer, label): ...\n")
