@@ -1,4 +1,6 @@
-"""Wait until so many nodes have joined the Ray at $RAY_ADDRESS: `await_nodes.py COUNT`. Who calls it limits the time."""
+"""Wait until so many nodes have joined the Ray at $RAY_ADDRESS: `await_nodes.py COUNT`. Who calls it
+limits the time.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ async def follow(asked: argparse.Namespace, identity: str) -> int:
     say(asked, f"the job {identity} has ended: {info.status}")
     if info.status == JobStatus.FAILED:
         # A driver that died of a signal has a negative code.
-        return info.driver_exit_code if (info.driver_exit_code or 0) > 0 else 1
+        return max(1, info.driver_exit_code or 1)
     return 130 if info.status == JobStatus.STOPPED else 0
 
 
@@ -210,7 +210,10 @@ def run_on_ray(asked: argparse.Namespace, plan: dict[str, Any]) -> int:
     say(asked, f"run folder {plan['config']['run_dir']}, which all nodes must see")
     done = subprocess.run(["bash", "-c", script], check=False)
     if done.returncode:
-        say(asked, f"nothing was started; is a job server at {asked.address}, and ray[default] installed here and there?")
+        say(
+            asked,
+            f"nothing was started; is a job server at {asked.address}, and ray[default] installed here and there?",
+        )
         return 2
     return asyncio.run(follow(asked, identity))
 
