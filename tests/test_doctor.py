@@ -1,0 +1,254 @@
+"""scripts/doctor.py on this machine, and on small environments that are broken on purpose."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import packaging
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+Lines = dict[str, list[dict[str, str]]]
+WORKING_TORCH = """
+from types import SimpleNamespace
+__version__ = "2.13.0+cpu"
+cuda = SimpleNamespace(is_available=lambda: False)
+version = SimpleNamespace(cuda=None)
+ones = lambda n: SimpleNamespace(sum=lambda: n)
+"""
+
+
+class House:
+    """A project of its own with the doctor in it, and a Python whose packages are made by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.site = folder / "home", folder / "site-packages"
+        for name in ("core", "components", "agents", "recipes"):
+            (self.home / name).mkdir(parents=True)
+            (self.home / name / "__init__.py").touch()
+        (self.home / "scripts").mkdir()
+        for name in ("doctor.py", "doctor_probe.py", "setup.sh"):
+            (self.home / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+        (self.home / "pyproject.toml").write_text('[project]\nname = "troupe"\n')
+        (self.home / "constraints.txt").write_text("numpy==2.3.5\ntorch==2.13.0\n")
+        self.site.mkdir()
+        (self.site / "packaging").symlink_to(Path(packaging.__file__).parent)
+        self.python = folder / "python"
+        self.python.write_text(f'#!/bin/sh\nPYTHONPATH="{self.site}" exec "{sys.executable}" -S "$@"\n')
+        self.python.chmod(0o755)
+
+    def package(self, name: str, version: str, *requires: str, module: str = "", text: str = "") -> None:
+        info = self.site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        lines = [f"Name: {name}", f"Version: {version}", *[f"Requires-Dist: {wish}" for wish in requires]]
+        (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
+        if module:
+            (self.site / module).mkdir()
+            (self.site / module / "__init__.py").write_text(text)
+            (info / "top_level.txt").write_text(module + "\n")
+
+    def venv(self, *state: str) -> None:
+        (self.home / ".venv" / "bin").mkdir(parents=True)
+        (self.home / ".venv" / "bin" / "python").symlink_to(self.python)
+        if state:
+            (self.home / ".venv" / ".setup").write_text("\n".join(state) + "\n")
+
+    def doctor(self, *, own_python: bool = True, **env: str) -> Lines:
+        """What it finds; the exit code must say the same."""
+        bare = {"PATH": os.environ["PATH"], "HOME": str(self.home)}
+        given = {"TROUPE_PYTHON": str(self.python)} if own_python else {}
+        done = run(self.home / "scripts" / "doctor.py", "--json", env=bare | given | env)
+        page: dict[str, Any] = json.loads(done.stdout)
+        assert (done.returncode == 0) == page["well"], done.stderr
+        assert "Traceback" not in done.stderr
+        return page["sections"]
+
+
+def run(script: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+
+
+def line(lines: list[dict[str, str]], name: str) -> dict[str, str]:
+    """The one finding of that name."""
+    (found,) = [each for each in lines if each["name"] == name]
+    return found
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    """The doctor as a module."""
+    spec = importlib.util.spec_from_file_location("doctor", ROOT / "scripts" / "doctor.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_this_machine_is_told_whole_with_the_versions_that_are_installed() -> None:
+    done = run(ROOT / "scripts" / "doctor.py", "--json", env=os.environ | {"TROUPE_PYTHON": sys.executable})
+    page = json.loads(done.stdout)
+    assert (done.returncode == 0) == page["well"]
+    assert "could not be looked at" not in done.stdout
+    for name in ("torch", "ray", "numpy"):
+        assert line(page["sections"]["Packages"], name)["text"].split()[0] == importlib.metadata.version(name)
+    assert "works and sees" in line(page["sections"]["Devices"], "torch")["text"]
+    assert line(page["sections"]["What will be used"], "generation")["text"].startswith(("hf, ", "vllm, "))
+
+
+def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House) -> None:
+    done = run(house.home / "scripts" / "doctor.py", env={"PATH": os.environ["PATH"], "COLUMNS": "60"})
+    assert done.returncode == 1
+    assert "WRONG .venv         is not there\n" in done.stdout
+    assert "  .venv: bash scripts/setup.sh\n" in done.stdout[done.stdout.index("\nWrong (") :]
+
+
+@pytest.mark.parametrize(
+    ("state", "says", "verdict"),
+    [
+        (("unfinished",), "half made (unfinished)", "WRONG"),
+        (("partial",), "half made (partial)", "WRONG"),
+        (("abc -", "base", "cpu", "/elsewhere"), "was made for another folder, /elsewhere", "WRONG"),
+        (("abc -", "base", "cpu", "HOME"), "older than pyproject.toml or constraints.txt", "note"),
+        ((), "made by hand", "note"),
+    ],
+)
+def test_a_venv_that_is_not_ready_is_told(house: House, state: tuple[str, ...], says: str, verdict: str) -> None:
+    house.venv(*[str(house.home) if part == "HOME" else part for part in state])
+    found = line(house.doctor(own_python=False)["Python"], ".venv")
+    assert says in found["text"]
+    assert (found["state"], found["mend"]) == (verdict, "bash scripts/setup.sh")
+
+
+def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(house: House) -> None:
+    functions = "sed -n '/^fingerprint()/,/^}/p; /^stamp()/p' scripts/setup.sh"
+    command = f'home="$PWD"; venv_python="$1"; eval "$({functions})"; stamp'
+    done = subprocess.run(["bash", "-c", command, "-", sys.executable], cwd=house.home, capture_output=True, text=True)
+    house.venv(done.stdout.strip(), "base train", "cpu", str(house.home))
+    found = line(house.doctor(own_python=False)["Python"], ".venv")
+    assert (found["state"], found["text"].partition(", ")[2]) == ("ok", "torch for cpu; has base train")
+
+
+def test_demands_that_are_not_met_name_who_has_them_and_the_pin_that_mends_them(house: House) -> None:
+    house.package("numpy", "2.5.0")
+    house.package("numba", "0.65.0", "numpy<2.5,>=1.22", "llvmlite>=0.47", 'colorama; sys_platform == "win32"')
+    lines = house.doctor()["Packages"]
+    numpy, conflict = [each for each in lines if each["name"] == "numpy"]
+    assert numpy["text"] == "2.5.0, but constraints.txt has 2.3.5 (numba needs numpy<2.5,>=1.22)"
+    assert conflict["text"] == "numba needs numpy<2.5,>=1.22; there is 2.5.0"
+    assert conflict["mend"] == f"{house.python} -m pip install -c constraints.txt 'numpy==2.3.5'"
+    assert line(lines, "llvmlite")["text"] == "numba needs llvmlite>=0.47; there is none"
+    assert not [each for each in lines if each["name"] == "colorama"]
+
+
+def test_a_package_that_brings_one_of_our_names_is_told_with_what_a_plain_python_gets(house: House) -> None:
+    house.package("openai-agents", "1.0", module="agents")
+    found = line(house.doctor()["Packages"], "agents")
+    place = house.site / "agents"
+    assert found["text"] == (
+        f"openai-agents brings another agents, at {place}. run.sh and jobs get ours; a plain Python gets {place}"
+    )
+    assert (found["state"], found["mend"]) == ("WRONG", f"export PYTHONPATH={house.home}")
+
+
+def test_broken_packages_break_one_line_each(house: House) -> None:
+    (house.site / "half-1.0.dist-info").mkdir()
+    (house.site / "odd-1.0.dist-info" / "METADATA").mkdir(parents=True)
+    house.package("riddle", "1.0", "what is ~~ this")
+    house.package("torch", "2.13.0+cpu", module="torch", text="raise ImportError('libtorch.so is truncated')")
+    pages = house.doctor()
+    assert "riddle requires" in " ".join(each["text"] for each in pages["Packages"] if each["name"] == "broken")
+    assert line(pages["Packages"], "torch")["text"] == "2.13.0+cpu"
+    assert line(pages["Devices"], "torch")["text"] == "cannot be used: ImportError: libtorch.so is truncated"
+
+
+def test_a_torch_that_sees_none_of_the_gpus_is_told(house: House, tmp_path: Path) -> None:
+    house.package("torch", "2.13.0+cpu", module="torch", text=WORKING_TORCH)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 0 MiB, 580.65'\n")
+    smi.chmod(0o755)
+    lines = house.doctor(PATH=f"{smi.parent}:{os.environ['PATH']}")["Devices"]
+    assert line(lines, "GPU 0")["text"].startswith("NVIDIA H200")
+    assert line(lines, "torch") == {
+        "name": "torch",
+        "text": "2.13.0+cpu is a build for CPUs and sees none of 1 GPUs",
+        "state": "WRONG",
+        "mend": "TROUPE_TORCH=cuda bash scripts/setup.sh",
+    }
+
+
+def test_a_ray_address_where_nobody_answers_is_wrong_and_one_where_somebody_does_is_not(house: House) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert line(house.doctor(RAY_ADDRESS=address)["Ray"], "a run")["state"] == "ok"
+    found = line(house.doctor(RAY_ADDRESS=address)["Ray"], "a run")
+    assert found["text"] == f"uses the cluster at RAY_ADDRESS={address}, where nobody answers"
+    assert found["state"] == "WRONG"
+
+
+def test_of_a_key_and_a_proxy_it_is_told_that_they_are_there_and_no_more(house: House) -> None:
+    pages = house.doctor(WANDB_API_KEY="geheim1234", https_proxy="http://me:geheim1234@proxy")
+    assert line(pages["Beside"], "W&B")["text"] == "a key is here"
+    assert line(pages["Beside"], "proxies")["text"] == "https_proxy"
+    assert "geheim" not in json.dumps(pages)
+
+
+def test_only_the_folder_of_a_dead_process_is_left_over(module: ModuleType, tmp_path: Path) -> None:
+    own_start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
+    for started, left in ((own_start, False), ("1", True)):
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        (tmp_path / "owner.json").write_text(json.dumps(owner))
+        assert module.is_left_over(tmp_path) is left
+    (tmp_path / "owner.json").write_text("{")
+    assert module.is_left_over(tmp_path) is False
+
+
+def test_small_shared_memory_is_wrong_with_what_makes_it_larger(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "free", lambda _: (64e6, 60e6))
+    found = line(module.memory(None), "/dev/shm")
+    assert found["text"].startswith("0.1 GB, 0.1 GB of it free")
+    assert (found["state"], found["mend"]) == (
+        "WRONG",
+        "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g)",
+    )
+
+
+def test_a_section_that_raises_is_a_line_of_the_page(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(_: object) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(module, "SECTIONS", {"Memory": breaks})
+    monkeypatch.setattr(module, "probe", lambda _: {})
+    pages = module.examined(with_ray=False)
+    assert pages["Memory"][0]["text"] == "could not be looked at: PermissionError: no"
+
+
+def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, str(house.home / "scripts" / "doctor.py")]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr == "doctor: the page cannot be printed: [Errno 28] No space left on device\n"
+
+
+def test_it_can_be_read_by_python_3_9() -> None:
+    ast.parse((ROOT / "scripts" / "doctor.py").read_text(), feature_version=(3, 9))
