@@ -6,6 +6,7 @@
 # --full adds the tests marked slow. On a quiet machine the whole takes about 60 minutes, with --full 90; each folder of
 # tests has a budget of its own, in tests/conftest.py. A run that hangs is ended after 80 minutes, or 160; a busy machine
 # needs some of it. `-m vllm` runs those that start vLLM alone, `-m "not vllm and not slow"` the others.
+# The tests of the report need a browser: Chromium or Chrome (`apt-get install chromium`).
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

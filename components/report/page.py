@@ -31,7 +31,7 @@ from components.report.samples import read_rollouts
 from components.tracking.plain import write_whole
 
 MOST_BYTES = 1_900_000
-MAX_DIFFERENCES = 80
+MAX_DIFFERENCES = 40
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "style.css")
 SCRIPTS = ("uPlot.min.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
@@ -175,6 +175,7 @@ def differences(run_dirs: Sequence[Path]) -> dict[str, Any]:
             configs.append({})
     names = list(dict.fromkeys(name for config in configs for name in config if name != "run_dir"))
     rows = [[n, *(c.get(n) for c in configs)] for n in names if len({c.get(n) for c in configs}) > 1]
+    rows.sort(key=lambda row: None in row)  # what all have is worth more than what is another recipe's
     return {"rows": rows[:MAX_DIFFERENCES], "of": len(rows)}
 
 

@@ -120,7 +120,7 @@ function chartCard(data, name, metric) {
   const plot = el("div", { class: "plot" });
   const readout = el("div", { class: "readout" });
   const card = el("article", { class: "chart", tabindex: "0", title, "aria-label": chartWords(data, name, metric) },
-    el("h4", { class: "mono" }, name), metric.meaning && el("p", { class: "meaning" }, metric.meaning), readout, plot);
+    el("h4", { class: "mono" }, name), metric.meaning && el("p", { class: "meaning" }, metric.meaning.replace(/`/g, "")), readout, plot);
   const chart = { card, name, plot, readout, data, aim, unit: metric.unit, u: null };
   chart.build = () => buildChart(chart);
   chart.reset = () => chart.u && chart.u.setScale("x", { ...curveState.all });

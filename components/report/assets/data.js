@@ -52,7 +52,7 @@ function say(value) {
   if (value === null || value === undefined) return "no number";
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace("-", "−").replace("e-", "e−");
+  if (size >= 1e6 || size < 1e-3) return Number(value.toPrecision(3)).toExponential().replace("e+", "e").replace(/-/g, "−");
   if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   return value.toLocaleString("en", { maximumSignificantDigits: 4 }).replace("-", "−");
 }

@@ -122,7 +122,7 @@ function drawHistogram(view) {
     const name = low === high ? say(low) : `${say(low)} to ${say(high)}`;
     const label = `Reward ${name}: ${count(n, "answer")}, ${here[i]} in this file`;
     return el("button", { type: "button", "aria-pressed": String(view.bin === i), "aria-label": label, title: label, onclick: () => goTo(view, { bin: i }) },
-      el("i", { style: { height: `${Math.max(2, (n / most) * 100)}%` } }, el("b", { style: { height: `${n ? (here[i] / n) * 100 : 0}%` } })), el("em", {}, say(low)));
+      el("i", { style: { height: `${Math.max(2, (n / most) * 100)}%` } }, el("b", { style: { height: `${n ? (here[i] / n) * 100 : 0}%` } })), el("em", {}, say(low === high ? low : Number(low.toPrecision(2)))));
   }));
   if (focused >= 0 && view.bars.children[focused]) view.bars.children[focused].focus();
   const kept = here.reduce((a, b) => a + b, 0);

@@ -1,7 +1,7 @@
 "use strict";
 // What every process was at, and when: a row of bars for each; and how much memory the roles held.
 
-const LANE = 24, HEAD = 26, MANY_KINDS = 7;
+const LANE = 24, HEAD = 26, MANY_KINDS = 8;
 
 function timelinePart(data) {
   const part = el("section", { id: "timeline", "aria-labelledby": "timeline-head" }, el("h2", { id: "timeline-head" }, "What everybody was doing"));
