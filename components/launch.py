@@ -15,6 +15,7 @@ from components.checkpoint import check_resume
 from components.report import reporting
 from components.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
 from components.tracking.alarms import Alarms
+from components.tracking.run_view import printable
 from components.tracking.terminal import Terminal
 
 STOP_GRACE_S = 600.0
@@ -136,10 +137,10 @@ def run_job(
             attempts=result.attempt,
         )
     if result.output and result.status == "failed":
-        print(result.output, file=sys.stderr)
+        print("\n".join(printable(line) for line in result.output.splitlines()), file=sys.stderr)
     if result.status != "finished":
         logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
-        print(f"{recipe}: {result.status}: {result.error}{logs}", file=sys.stderr)
+        print(f"{recipe}: {result.status}: {printable(result.error)}{logs}", file=sys.stderr)
     return result.exit_code
 
 

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shlex
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from core.roles import Role
 _BESIDE_OTHERS = "beside_others"
 _NODE_LABEL = "ray.io/node-id"
 _MOMENT_S = 0.02
+_REACHED_WITHIN_S = 10.0
 _SLOTS = 64
 """So many exported methods of a host have a method of the actor each; the others share one."""
 OBJECT_STORE_BYTES = 2 * 2**30
@@ -160,12 +162,13 @@ class RayBackend:
         """Connect or start Ray, and reserve the job's bundles.
 
         Raises:
-            JobError: the cluster has less than the job needs.
+            JobError: nobody answers at the cluster's address, or it has less than the job needs.
         """
         cpus = math.ceil(sum(bundle.cpu for bundle in placement.bundles))
         if not ray.is_initialized():
             quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if self._address:
+                check_reachable(self._address)
                 ray.init(address=self._address, **quiet)
             else:
                 # A throw-away cluster on this machine: nothing outside it may join, nothing is reported anywhere.
@@ -289,6 +292,17 @@ class RayBackend:
         if self._own_cluster:
             ray.shutdown()
             self._own_cluster = False
+
+
+def check_reachable(address: str) -> None:
+    """Ray itself would try for minutes, and say so in its log."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():  # a client's address, or "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), _REACHED_WITHIN_S).close()
+    except OSError as error:
+        raise JobError(f"no Ray cluster answers at {address} ({error}); start it, or unset RAY_ADDRESS") from error
 
 
 def _ray_resources(bundle: BundlePlan) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from core import CallEvent, Job, JobBuilder, JobEvent, JobResult, Role, RoleGroup
+from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, Role, RoleGroup
+from core.backends.ray import check_reachable
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -258,3 +260,13 @@ def test_a_trainer_knows_what_memory_the_job_takes() -> None:
 
     result = run(script)
     assert result.status == "finished", result.error
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+    for elsewhere in ("auto", "ray://127.0.0.1:1"):  # these Ray looks for itself
+        check_reachable(elsewhere)
+    with pytest.raises(JobError, match=f"no Ray cluster answers at {address} .*; start it, or unset RAY_ADDRESS"):
+        check_reachable(address)
