@@ -135,8 +135,8 @@ ACTOR = (
     _better(
         "actor/nll", "How unlikely the model holds the answers it is shown, per token.", unit="nats", better="lower"
     ),
-    _better("actor/accuracy", "Training pairs whose chosen answer has the higher implicit reward.", unit="share"),
-    _better("actor/margin", "The implicit reward of a chosen answer less the rejected one's, on average."),
+    _better("actor/accuracy", "Training pairs whose chosen answer is rewarded more.", unit="share", better="higher"),
+    _better("actor/margin", "The chosen answer's implicit reward less the rejected one's.", better="higher"),
     _better("actor/chosen_reward", "The mean implicit reward of chosen answers."),
     _better("actor/rejected_reward", "The mean implicit reward of rejected answers."),
     # verl's.
