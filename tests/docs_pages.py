@@ -11,7 +11,7 @@ PAGES = sorted(
     + [f"recipes/{recipe}/README.md" for recipe in RECIPES]
 )
 STARTS = re.compile(
-    r"([A-Z_]+=\S+ +)*(bash|python3?|pytest|pip|git|ray|cp|cd|mkdocs|curl|docker|apt-get|\.\S+/\S+) +\S"
+    r"([A-Z_]+=\S+ +)*(bash|python3?|pytest|pip|git|ray|cp|cd|mkdocs|curl|docker|apt-get|sbatch|scancel|\.\S+/\S+) +\S"
 )
 """How code within a sentence begins when it is a command."""
 

@@ -38,6 +38,7 @@ FOREIGN = {
     "docker": r"run( --rm| -it| --gpus all| --shm-size=\d+g| -v \S+:\S+)+ \S+( .*)?",
     "export": r"[A-Z_]+=\S+",
     "sbatch": r"\S+",
+    "scancel": r"(--batch --signal=TERM )?[A-Z]+",
     "mkdocs": r"(build|serve)( --strict)?",
 }
 """Commands that are not ours, and how those that we show look; others have checks of their own."""
@@ -119,6 +120,8 @@ def check_python(words: list[str], command: Command) -> None:
         module, *rest = rest
         if module == "pytest":
             check_pytest(rest, command)
+        elif found := re.fullmatch(r"recipes\.(\w+)\.main", module):
+            check_recipe(found[1], rest, command)
         elif module == "recipes.reward_model.serve":
             if rest:  # else it is only named
                 load_config(importlib.import_module(module).ServeConfig, rest)
