@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from components.data.rewards import RewardSettings
 from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from components.data.prompts import PromptSource
 
+C = TypeVar("C", bound="RunOptions")
 
 VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "prefix_caching")
 """Options of RolloutOptions that only vLLM knows."""
@@ -529,6 +530,26 @@ class LogOptions:
         names = {"project": self.wandb_project, "run_name": self.wandb_name, "group": self.wandb_group}
         wandb = WandbConfig(**names) if self.wandb else None
         return {"wandb": wandb, "tensorboard": "true" if self.tensorboard else None}
+
+
+def resolved(config: C, gpus: int) -> C:
+    """A configuration of these groups with everything filled in that was left to the machine: precision, who samples,
+    and how many workers a role has.
+
+    Args:
+        config: with the groups model, rollout, train, evaluation and placement, and the number of `groups` that hold
+            the policy.
+        gpus: of each machine.
+
+    Raises:
+        ValueError: it asks for what the machine does not have.
+    """
+    own: Any = config
+    rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
+    placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
+    precision = own.train.precision
+    train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
+    return replace(own, rollout=rollout, placement=placement, train=train)
 
 
 def check_model(path: str) -> None:

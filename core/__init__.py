@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from core.config import Refused, describe_options, given_options, load_config, options_of
+from core.config import Refused, changed_options, describe_options, given_options, load_config, options_of
 from core.context import Identity, Member, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied, WorkerTimeout
 from core.futures import Future, FutureSequence, as_completed
@@ -50,6 +50,7 @@ __all__ = [
     "WorkerTimeout",
     "WorkloadContext",
     "as_completed",
+    "changed_options",
     "describe_options",
     "given_options",
     "load_config",

@@ -62,13 +62,7 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
         ConfigError: an unknown key (with the nearest one), a value of the wrong kind, a file that is not there, or
             whatever the schema's own `__post_init__` refuses.
     """
-    pairs = parse_arguments(schema, arguments)
-    paths = [*files, *(Path(value) for key, value in pairs if key == "config")]
-    merged = OmegaConf.structured(schema)
-    known = _fields(schema)
-    for path in paths:
-        merged = _merge(merged, _file_pairs(schema, path), known, str(path))
-    merged = _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
+    merged = _merged(schema, arguments, files)
     try:
         return typing.cast(T, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
@@ -77,6 +71,29 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def changed_options(schema: type, arguments: Sequence[str], files: Sequence[Path] = ()) -> dict[str, Any]:
+    """What `load_config` would set to something else than the schema's default, by dotted name: as it is written,
+    before the schema makes anything of it.
+    """
+    found, usual = _merged(schema, arguments, files), OmegaConf.structured(schema)
+    values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in _fields(schema)}
+    return {key: _plain(value) for key, (value, default) in values.items() if value != default}
+
+
+def _merged(schema: type, arguments: Sequence[str], files: Sequence[Path]) -> Any:
+    pairs = parse_arguments(schema, arguments)
+    paths = [*files, *(Path(value) for key, value in pairs if key == "config")]
+    merged = OmegaConf.structured(schema)
+    known = _fields(schema)
+    for path in paths:
+        merged = _merge(merged, _file_pairs(schema, path), known, str(path))
+    return _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def given_options(schema: type, arguments: Sequence[str]) -> set[str]:

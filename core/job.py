@@ -110,13 +110,6 @@ class Job(BaseModel):
         master = Master(self, job_name, **options)
         return master.run() if blocking else RunningJob(master.run, master.stop)
 
-    def describe(self) -> str:
-        """Who runs with what, beside the trainer: `on CPU: actor 1 x 2 threads, rollout 1 x 2 threads`."""
-        threads = {role: host.threads for host in self.placement.hosts for role, _ in host.workers}
-        others = [(role, spec.total) for role, spec in self.roles.items() if role != Role.TRAINER]
-        parts = [f"{role.lower()} {count} x {threads[role]} threads" for role, count in others]
-        return f"on {self.device_type}: {', '.join(parts)}"
-
     def check_backend(self, backend: str) -> None:
         """See that the job can run there.
 

@@ -9,10 +9,10 @@ from typing import Any
 from components.data.tasks import get_task
 from components.engines.choice import choose_attention
 from components.hub import find_model
-from components.launch import STOP_GRACE_S, open_run, printed, run_job
-from components.tracking import redact
+from components.launch import STOP_GRACE_S, open_run
+from components.plan import supervised_plan
 from components.warm_start import WARM_START_PREFIX, resolve_model
-from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
+from core import ConfigError, Job, JobBuilder, Role, changed_options, describe_options, given_options, load_config
 from core.placement import detect_devices
 
 from .config import RECIPE, DPOConfig
@@ -20,10 +20,14 @@ from .config import RECIPE, DPOConfig
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
+def presets(arguments: list[str]) -> list[Path]:
+    """What a run starts from: without a model or a configuration file of the user's own the tiny preset."""
+    return [] if given_options(DPOConfig, arguments) & {"pretrain", "config"} else [PRESET]
+
+
 def read_config(arguments: list[str]) -> DPOConfig:
-    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
-    given = given_options(DPOConfig, arguments)
-    return load_config(DPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+    """The configuration."""
+    return load_config(DPOConfig, arguments, files=presets(arguments))
 
 
 def build_job(config: DPOConfig) -> Job:
@@ -72,11 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         config = read_config(arguments)
-        job = build_job(config)
-        job.check_backend(config.backend)
-        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.print_config or config.dry_run:
-            print(printed(config, given_options(DPOConfig, arguments)) if config.print_config else plan)
+        changed = changed_options(DPOConfig, arguments, presets(arguments))
+        plan = supervised_plan(RECIPE, build_job(config), config, changed, Role.ACTOR)
+        if plan.is_all(config, given_options(DPOConfig, arguments)):
             return 0
         check_models(config)
         rows = look_at_pairs(config)
@@ -85,21 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
             from .data import check_rows
 
             check_rows(replace(config, **models), rows)
-        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan.json())
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = replace(config, run_dir=str(run_dir), **models)
-    return run_job(
-        job,
-        recipe=RECIPE,
-        run_dir=run_dir,
-        seed=config.seed,
-        backend=config.backend,
-        began=began,
-        job_name=config.job_name,
-        seconds={"warm_start": time.time() - began},
-    )
+    plan.job.config = replace(config, run_dir=str(run_dir), **models)
+    return plan.run(run_dir, began, warm_start=time.time() - began)
 
 
 if __name__ == "__main__":

@@ -763,6 +763,7 @@ class PPOConfig:
             max_sequences=0 if self.use_dynamic_batch else self.micro_train_batch_size,
             forward_max_tokens=self.forward_limits[0],
             forward_max_sequences=self.forward_limits[1],
+            gradient_checkpointing=self.gradient_checkpointing,
             adam_offload=self.adam_offload,
             overlap_comm=self.overlap_comm,
             packing=self.packing_samples,

@@ -51,8 +51,8 @@ def evaluation_options(config: PPOConfig) -> EvaluationOptions:
     )
 
 
-def check_inputs(config: PPOConfig) -> None:
-    """See that model, data and reward can be there, before any process starts.
+def check_inputs(config: PPOConfig) -> int:
+    """See that model, data and reward can be there, before any process starts; how many prompts there are.
 
     Raises:
         ConfigError: one of them cannot; the message says what to set.
@@ -82,6 +82,7 @@ def check_inputs(config: PPOConfig) -> None:
             f"{config.prompt_data} gives {len(rows)} prompts, fewer than rollout_batch_size="
             f"{config.rollout_batch_size}; lower it, or raise max_samples or num_episodes"
         )
+    return len(rows)
 
 
 def _check_model(option: str, path: str, normalize: bool) -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from components.engines.choice import choose_attention
-from core import ConfigError
+from components.engines.memory import Need, together
+from components.plan import Estimate
+from core import ConfigError, Job, Role
 from core.placement import detect_devices
 
 from .config import PPOConfig
@@ -56,6 +58,25 @@ def engine_of(config: PPOConfig) -> str:
         return config.rollout.chosen(detect_devices(), config.pretrain, config.eval_temperature)[1]
     except ValueError as error:
         raise ConfigError(config.renamed(str(error))) from error
+
+
+def memory_needs(config: PPOConfig, job: Job) -> dict[str, Need]:
+    """What a process of each role takes that holds a model."""
+    policy, dtype, passes = config.pretrain, config.dtype, config.forward_limits
+    estimate = Estimate(job, policy, config.prompt_max_len, config.generate_max_len, config.agent)
+    engine, batch, sleeps = config.engine(0.0, 1), config.train_batch_size, config.deepspeed_enable_sleep
+    averaged, answers = (
+        config.engine(0.0, 1, config.enable_ema),
+        config.rollout_batch_size * config.n_samples_per_prompt,
+    )
+    judges = [estimate.judged(path, dtype, passes, has_head=False) for path in config.reward_models]
+    return {
+        Role.ACTOR: estimate.trained(Role.ACTOR, policy, averaged, batch, publishes=True, sleeps=sleeps),
+        Role.CRITIC: estimate.trained(Role.CRITIC, config.critic_start, engine, batch, has_head=False, sleeps=sleeps),
+        Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.engine_config(), answers),
+        Role.REFERENCE: estimate.judged(policy, dtype, passes),
+        Role.REWARD: together(Need(), *judges),
+    }
 
 
 def _at_home(path: str) -> str:

@@ -5,23 +5,27 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, printed, run_job
-from components.tracking import redact
+from components.launch import STOP_GRACE_S, open_run
+from components.plan import Plan, steps_text
 from components.warm_start import resolve_model
-from core import Job, RLJobBuilder, Role, describe_options, given_options, load_config
+from core import Job, RLJobBuilder, Role, changed_options, describe_options, given_options, load_config
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
-from .layout import engine_of, resolved
+from .layout import engine_of, memory_needs, resolved
 
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
+def presets(arguments: list[str]) -> list[Path]:
+    """What a run starts from: without a model or a configuration file of the user's own the tiny preset."""
+    return [] if given_options(PPOConfig, arguments) & {"pretrain", "config"} else [PRESET]
+
+
 def read_config(arguments: list[str]) -> PPOConfig:
-    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
-    given = given_options(PPOConfig, arguments)
-    config = load_config(PPOConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
-    config.check_given(given)
+    """What the user asks for."""
+    config = load_config(PPOConfig, arguments, files=presets(arguments))
+    config.check_given(given_options(PPOConfig, arguments))
     return config
 
 
@@ -55,6 +59,24 @@ def build_job(config: PPOConfig) -> Job:
     return builder.build()
 
 
+def make_plan(asked: PPOConfig, arguments: list[str]) -> Plan:
+    """What the run will use, and why."""
+    config = resolved(asked)
+    job = build_job(config)
+    precision = f"{'bf16' if config.bf16 else 'fp32'}, attention {config.attn_implementation or 'auto'}"
+    return Plan(
+        recipe=RECIPE,
+        job=job,
+        config=config,
+        changed=changed_options(PPOConfig, arguments, presets(arguments)),
+        needs=memory_needs(config, job),
+        steps=steps_text(config.arithmetic, config.prompt_data, config.max_samples, config.prompt_data_probs),
+        choices=[f"deepspeed zero_stage={config.zero_stage} {precision}", engine_of(asked)],
+        notes=replace(asked, rollout_engine=config.rollout_engine).notes(given_options(PPOConfig, arguments)),
+        overlaps=config.async_train,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
@@ -63,37 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(PPOConfig))
         return 0
     try:
-        asked, given = read_config(arguments), given_options(PPOConfig, arguments)
-        config = resolved(asked)
-        notes = replace(asked, rollout_engine=config.rollout_engine).notes(given)
-        job = build_job(config)
-        job.check_backend(config.backend)
-        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.print_config or config.dry_run:
-            print(printed(asked, given) if config.print_config else plan)
-            print("".join(f"{RECIPE}: {note}\n" for note in notes), end="", file=sys.stderr)
+        asked = read_config(arguments)
+        plan = make_plan(asked, arguments)
+        if plan.is_all(asked, given_options(PPOConfig, arguments)):
             return 0
-        check_inputs(config)
-        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
+        config = plan.config
+        plan.steps = config.arithmetic(check_inputs(config))
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan.json())
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
-    return run_job(
-        job,
-        recipe=RECIPE,
-        run_dir=run_dir,
-        seed=config.seed,
-        backend=config.backend,
-        began=began,
-        job_name=config.job_name,
-        lines=[
-            f"{job.describe()}; {'bf16' if config.bf16 else 'fp32'}, {config.attn_implementation or 'auto'}",
-            engine_of(asked),
-            *notes,
-        ],
-        seconds={"warm_start": time.time() - began},
-    )
+    plan.job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
+    return plan.run(run_dir, began, warm_start=time.time() - began)
 
 
 if __name__ == "__main__":

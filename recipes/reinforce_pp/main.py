@@ -5,11 +5,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, printed, run_job, threads_each
-from components.options import check_prompts
-from components.tracking import redact
+from components.launch import STOP_GRACE_S, open_run, threads_each
+from components.options import check_prompts, resolved
+from components.plan import Plan, policy_plan
 from components.warm_start import resolve_model
-from core import ConfigError, Job, RLJobBuilder, Role, describe_options, given_options, load_config
+from core import ConfigError, Job, RLJobBuilder, Role, changed_options, describe_options, given_options, load_config
 from core.placement import detect_devices
 
 from .config import RECIPE, ReinforceConfig
@@ -17,21 +17,14 @@ from .config import RECIPE, ReinforceConfig
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
-def asked_config(arguments: list[str]) -> ReinforceConfig:
-    """What the user asks for. Without a model of the user's own it starts from the tiny preset."""
-    own = "model.path" in given_options(ReinforceConfig, arguments)
-    return load_config(ReinforceConfig, arguments, files=[] if own else [PRESET])
+def presets(arguments: list[str]) -> list[Path]:
+    """What a run starts from: without a model of the user's own the tiny preset."""
+    return [] if "model.path" in given_options(ReinforceConfig, arguments) else [PRESET]
 
 
 def read_config(arguments: list[str]) -> ReinforceConfig:
-    """The same with everything that was left to the machine filled in: precision, and how many workers a role has."""
-    config = asked_config(arguments)
-    gpus = detect_devices()
-    rollout, _ = config.rollout.chosen(gpus, config.model.path, config.evaluation.temperature)
-    placement = config.placement.resolved(gpus, config.groups, rollout.tensor_parallel)
-    auto = config.train.precision == "auto"
-    precision = ("bf16" if gpus else "fp32") if auto else config.train.precision
-    return replace(config, rollout=rollout, placement=placement, train=replace(config.train, precision=precision))
+    """What the user asks for, with everything filled in that was left to the machine."""
+    return resolved(load_config(ReinforceConfig, arguments, files=presets(arguments)), detect_devices())
 
 
 def build_job(config: ReinforceConfig) -> Job:
@@ -56,6 +49,13 @@ def build_job(config: ReinforceConfig) -> Job:
     return builder.build()
 
 
+def make_plan(asked: ReinforceConfig, arguments: list[str]) -> Plan:
+    """What the run will use, and why."""
+    config = resolved(asked, detect_devices())
+    changed = changed_options(ReinforceConfig, arguments, presets(arguments))
+    return policy_plan(RECIPE, build_job(config), asked, config, changed, given_options(ReinforceConfig, arguments))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
@@ -64,48 +64,30 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_options(ReinforceConfig))
         return 0
     try:
-        asked, config, given = (
-            asked_config(arguments),
-            read_config(arguments),
-            given_options(ReinforceConfig, arguments),
-        )
-        job = build_job(config)
-        job.check_backend(config.backend)
-        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.print_config or config.dry_run:
-            print(printed(asked, given) if config.print_config else plan)
+        asked = load_config(ReinforceConfig, arguments, files=presets(arguments))
+        plan = make_plan(asked, arguments)
+        if plan.is_all(asked, given_options(ReinforceConfig, arguments)):
             return 0
-        check_inputs(config)
-        run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan)
+        config = plan.config
+        plan.steps = config.arithmetic(check_inputs(config))
+        run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan.json())
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
     config = replace(config, run_dir=str(run_dir))
-    job.config = replace(config, model=replace(config.model, path=resolve_model(config.model.path)))
-    return run_job(
-        job,
-        recipe=RECIPE,
-        run_dir=run_dir,
-        seed=config.seed,
-        backend=config.backend,
-        began=began,
-        lines=[
-            f"{job.describe()}; {config.train.engine}, {config.train.precision}",
-            asked.rollout.chosen(detect_devices(), asked.model.path, asked.evaluation.temperature)[1],
-            *config.notes(given),
-        ],
-        seconds={"warm_start": time.time() - began},
-    )
+    plan.job.config = replace(config, model=replace(config.model, path=resolve_model(config.model.path)))
+    return plan.run(run_dir, began, warm_start=time.time() - began)
 
 
-def check_inputs(config: ReinforceConfig) -> None:
-    """See that model, prompts and reward can be there, before any process starts."""
+def check_inputs(config: ReinforceConfig) -> int:
+    """See that model, prompts and reward can be there, before any process starts; how many prompts there are."""
     count = check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
     if config.steps(count * config.data.passes) < 1:
         raise ConfigError(
             f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; lower "
             "it, or raise data.max_rows or data.passes"
         )
+    return count
 
 
 if __name__ == "__main__":

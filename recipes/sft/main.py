@@ -8,19 +8,23 @@ from pathlib import Path
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.hub import find_model
-from components.launch import STOP_GRACE_S, open_run, printed, run_job
-from components.tracking import redact
-from core import ConfigError, Job, JobBuilder, Role, describe_options, given_options, load_config
+from components.launch import STOP_GRACE_S, open_run
+from components.plan import supervised_plan
+from core import ConfigError, Job, JobBuilder, Role, changed_options, describe_options, given_options, load_config
 
 from .config import RECIPE, SFTConfig
 
 PRESET = Path(__file__).parent / "tiny.yaml"
 
 
+def presets(arguments: list[str]) -> list[Path]:
+    """What a run starts from: without a model or a configuration file of the user's own the tiny preset."""
+    return [] if given_options(SFTConfig, arguments) & {"pretrain", "config"} else [PRESET]
+
+
 def read_config(arguments: list[str]) -> SFTConfig:
-    """The configuration. Without a model or a configuration file of the user's own it starts from the tiny preset."""
-    given = given_options(SFTConfig, arguments)
-    return load_config(SFTConfig, arguments, files=[] if given & {"pretrain", "config"} else [PRESET])
+    """The configuration."""
+    return load_config(SFTConfig, arguments, files=presets(arguments))
 
 
 def build_job(config: SFTConfig) -> Job:
@@ -56,27 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         config = read_config(arguments)
-        job = build_job(config)
-        job.check_backend(config.backend)
-        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.print_config or config.dry_run:
-            print(printed(config, given_options(SFTConfig, arguments)) if config.print_config else plan)
+        changed = changed_options(SFTConfig, arguments, presets(arguments))
+        plan = supervised_plan(RECIPE, build_job(config), config, changed, Role.ACTOR)
+        if plan.is_all(config, given_options(SFTConfig, arguments)):
             return 0
         check_inputs(config)
-        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan)
+        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan.json())
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = replace(config, run_dir=str(run_dir))
-    return run_job(
-        job,
-        recipe=RECIPE,
-        run_dir=run_dir,
-        seed=config.seed,
-        backend=config.backend,
-        began=began,
-        job_name=config.job_name,
-    )
+    plan.job.config = replace(config, run_dir=str(run_dir))
+    return plan.run(run_dir, began)
 
 
 if __name__ == "__main__":

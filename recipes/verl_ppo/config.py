@@ -895,6 +895,7 @@ class VerlPPOConfig(RunOptions):
             forward_max_tokens=forward_tokens,
             forward_max_sequences=forward_sequences or UNLIMITED,  # 0 would be: as in training
             packing=whole.use_remove_padding if part == "actor" else self.critic.model.use_remove_padding,
+            gradient_checkpointing=(whole if part == "actor" else self.critic.model).enable_gradient_checkpointing,
             adam_offload=shards.param_offload or shards.optimizer_offload or shards.offload_policy,
             seed=self.seed,
             **(lora if part == "actor" else {}),

@@ -91,8 +91,9 @@ def prompt_source(
     return source
 
 
-def check_inputs(config: VerlPPOConfig) -> None:
-    """See that models, data and reward can be there and fit together, before any process starts.
+def check_inputs(config: VerlPPOConfig) -> int:
+    """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
+    are.
 
     Raises:
         ConfigError: one of them cannot; the message says what to set.
@@ -115,6 +116,7 @@ def check_inputs(config: VerlPPOConfig) -> None:
             f"{config.prompts_per_step}; lower it, or raise data.train_max_samples"
         )
     refuse({"few_heldout": 0 < len(heldout) < config.sampling_ranks}, c=config, count=len(heldout))
+    return len(rows)
 
 
 def _check_models(config: VerlPPOConfig) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, printed, run_job, threads_each
-from components.tracking import redact
+from components.launch import STOP_GRACE_S, open_run, threads_each
+from components.plan import Plan, steps_text
 from components.warm_start import resolve_model
-from core import ConfigError, Job, JobBuilder, describe_options, given_options, load_config
+from core import ConfigError, Job, JobBuilder, changed_options, describe_options, given_options, load_config
 from core.placement import detect_devices
 
-from .config import RECIPE, VerlPPOConfig, idle_notes, plain_arguments, renamed
+from .config import RECIPE, VerlPPOConfig, as_list, idle_notes, plain_arguments, renamed
 from .data import check_inputs
+from .layout import memory_needs
 from .resource_pool import POLICY_ROLES, Role
 
 PRESET = Path(__file__).parent / "tiny.yaml"
@@ -33,10 +34,14 @@ def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:  # noqa: AR
     }
 
 
+def presets(arguments: list[str]) -> list[Path]:
+    """What a run starts from: without a model of the user's own the tiny preset."""
+    return [] if "actor_rollout_ref.model.path" in given_options(VerlPPOConfig, arguments) else [PRESET]
+
+
 def asked_config(arguments: list[str]) -> VerlPPOConfig:
-    """What the user asks for. Without a model of the user's own it starts from the tiny preset."""
-    own = "actor_rollout_ref.model.path" in given_options(VerlPPOConfig, arguments)
-    return load_config(VerlPPOConfig, arguments, files=[] if own else [PRESET])
+    """What the user asks for."""
+    return load_config(VerlPPOConfig, arguments, files=presets(arguments))
 
 
 def resolved(asked: VerlPPOConfig) -> tuple[VerlPPOConfig, str]:
@@ -90,6 +95,25 @@ def build_job(config: VerlPPOConfig) -> Job:
     return builder.build()
 
 
+def make_plan(asked: VerlPPOConfig, arguments: list[str]) -> Plan:
+    """What the run will use, and why."""
+    (config, engine), data = resolved(asked), asked.data
+    job = build_job(config)
+    return Plan(
+        recipe=RECIPE,
+        job=job,
+        config=config,
+        changed=changed_options(VerlPPOConfig, arguments, presets(arguments)),
+        needs=memory_needs(config, job),
+        steps=steps_text(
+            config.arithmetic, ",".join(as_list(data.train_files)), max(data.train_max_samples, 0) or None
+        ),
+        choices=[f"fsdp, {config.dtype}", engine],
+        notes=[*config.notes(given_options(VerlPPOConfig, arguments)), *idle_notes(arguments)],
+        overlaps=config.asynchronous.ahead > 0,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
     began = time.time()
@@ -99,33 +123,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         arguments = plain_arguments(arguments)
-        asked, given = asked_config(arguments), given_options(VerlPPOConfig, arguments)
-        config, engine = resolved(asked)
-        notes = [*config.notes(given), *idle_notes(arguments)]
-        job = build_job(config)
-        job.check_backend(config.backend)
-        plan = job.model_copy(update={"config": redact(config)}).model_dump_json(indent=2)
-        if config.print_config or config.dry_run:
-            print(printed(asked, given) if config.print_config else plan)
-            print("".join(f"{RECIPE}: {note}\n" for note in notes), end="", file=sys.stderr)
+        asked = asked_config(arguments)
+        plan = make_plan(asked, arguments)
+        if plan.is_all(asked, given_options(VerlPPOConfig, arguments)):
             return 0
-        check_inputs(config)
-        run_dir = open_run(config.run_dir, config.resume_from, config.trainer.default_local_dir, plan)
+        plan.steps = plan.config.arithmetic(check_inputs(plan.config))
+        run_dir = open_run(asked.run_dir, asked.resume_from, asked.trainer.default_local_dir, plan.json())
     except (ValueError, OSError) as error:
         print(f"{RECIPE}: {error}", file=sys.stderr)
         return 2
-    job.config = config = replace(config, run_dir=str(run_dir))
+    plan.job.config = config = replace(plan.config, run_dir=str(run_dir))
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path)
-    return run_job(
-        job,
-        recipe=RECIPE,
-        run_dir=run_dir,
-        seed=config.seed,
-        backend=config.backend,
-        began=began,
-        lines=[f"{job.describe()}; fsdp, {config.dtype}", engine, *notes],
-        seconds={"warm_start": time.time() - began},
-    )
+    return plan.run(run_dir, began, warm_start=time.time() - began)
 
 
 if __name__ == "__main__":
