@@ -116,11 +116,11 @@ def run_job(
     Returns:
         The exit code: 0 finished, 1 failed, 130 stopped.
     """
-    for line in (f"run folder {run_dir}", *lines):
-        print(f"{recipe}: {line}", flush=True)
     events, sizes = EventLog(run_dir / "events.jsonl"), {name: role.total for name, role in job.roles.items()}
     with reporting(run_dir):
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
+            for line in (f"run folder {run_dir}", *lines):
+                terminal.say(f"{recipe}: {line}")
             observers = [events, terminal, alarm_bell(events, terminal)]
             result: Result = job.submit(
                 job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=observers

@@ -144,7 +144,7 @@ class RunView:
             for role in self._roles.values():
                 role.starting, role.idle_since = {}, self._clock()
         elif event.kind == "restart":
-            self._attempt += 1
+            self._attempt, self._has_phases = self._attempt + 1, False
             self._all_start()
         elif event.kind == "stop":
             self._status = "stopping"
