@@ -188,7 +188,7 @@ class VerlPPOTrainer(BaseTrainer):
         """Say what the step was like, and judge it; returns whether the policy is the best so far."""
         step = self.stream.step
         took = self.progress.count(self.clock.take(), experience, self.job_memory_bytes)
-        saved = {name.replace("/checkpoint", "/save_checkpoint"): x for name, x in self.checkpoints.metrics.items()}
+        saved = {name.replace("timing_s/", "timing_s/save_"): x for name, x in self.checkpoints.metrics.items()}
         metrics |= experience_metrics(experience, self.config) | took | saved | self.stream.metrics
         metrics |= performance(experience, took, len(self.actor_wg))
         metrics |= {"training/global_step": float(step), "training/epoch": float(self.prompts.epoch)}

@@ -50,15 +50,14 @@ class RunFolder:
         """AssertionError where a metric is not in the registry, or one is missing that all recipes have."""
         for line in self.metrics:
             names = line.keys() - NOT_METRICS
-            assert [name for name in names if metric_of(name) is None] == []
+            assert not (unknown := [name for name in names if metric_of(name) is None]), unknown
             if "timing_s/step" in names:
                 phases = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
-                shares = {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
-                assert names >= OF_STEPS | shares
-                if "reward/score" in names:
-                    assert names >= OF_ANSWERS
-                    # Where the critic learns alone, nobody may have asked the policy.
-                    assert names >= {"rollout/logprob_gap_mean"} or "actor/loss" not in names
+                wanted = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
+                wanted |= OF_ANSWERS if "reward/score" in names else set()
+                # Where the critic learns alone, nobody may have asked the policy.
+                wanted |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
+                assert not (missing := wanted - names), missing
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
