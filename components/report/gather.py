@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from components.tracking.metrics import METRICS, house_name, metric_of
+from components.tracking.metrics import METRICS, Metric, Row, house_name, metric_of
 
 MAX_CURVES = 300
 MAX_ROWS = 48
@@ -27,7 +27,13 @@ MAX_MEMORY_POINTS = 400
 TRAINER = "TRAINER"
 START_SCORES = {"eval/score": "start", "eval/score_greedy": "start_greedy"}
 """Curves that begin, at step 0, with a field of summary.json's score."""
-DEFAULT_ROWS = {"eval": "better", "reward": "better", "rollout": "says", "timing_s": "fast", "perf": "fast"}
+DEFAULT_ROWS: dict[str, Row] = {
+    "eval": "better",
+    "reward": "better",
+    "rollout": "says",
+    "timing_s": "fast",
+    "perf": "fast",
+}
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,8 @@ def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     described = {}
     for name in first:
         row = DEFAULT_ROWS.get(name.partition("/")[0], "healthy")
-        found = known[name]
-        described[name] = (
-            {"row": found.row, "meaning": found.meaning, "unit": found.unit, "better": found.better}
-            if found
-            else {"row": row, "meaning": "", "unit": "", "better": ""}
-        )
+        metric = known[name] or Metric(name=name, meaning="", row=row)
+        described[name] = {part: getattr(metric, part) for part in ("row", "meaning", "unit", "better")}
     return described
 
 

@@ -12,21 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from components.report.gather import (
-    MAX_CURVES,
-    Events,
-    Limits,
-    describe_metrics,
-    flatten,
-    is_written,
-    json_file,
-    number,
-    pack_curves,
-    pack_memory,
-    pack_timeline,
-    read_curves,
-    read_events,
-)
+from components.report import gather
+from components.report.gather import Events, Limits, json_file, number
 from components.report.samples import read_rollouts
 from components.tracking.plain import write_whole
 
@@ -43,9 +30,12 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> int:
     """Write the report of some runs; returns its size in bytes.
 
     Raises:
-        ValueError: a folder holds no run; the message names it.
+        ValueError: a folder holds no run, or `out` is something else than a file; the message names it.
         OSError: a file cannot be read, or the report not be written.
     """
+    if out.exists() and not out.is_file():
+        # The new file takes the old one's place, which would be the end of a device such as /dev/null.
+        raise ValueError(f"{out} is no file; name another one with --out")
     page = build_page(run_dirs)
     write_whole(out, page)
     return len(page.encode())
@@ -58,27 +48,27 @@ def build_page(run_dirs: Sequence[Path], limits: Limits | None = None) -> str:
             raise ValueError(f"{run_dir} holds no run (none of {', '.join(RUN_FILES)}); name the folder of a run")
     limits = limits or Limits()
     while True:
-        page = _render(gather(run_dirs, limits))
+        page = _render(collect(run_dirs, limits))
         if len(page.encode()) <= MOST_BYTES or limits.tokens < 1000:
             return page
         limits = limits.over(2)
 
 
-def gather(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
+def collect(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
     """All that a page shows: plain data."""
     runs = [_run(run_dir, limits.over(len(run_dirs))) for run_dir in run_dirs]
     names = list(dict.fromkeys(name for run in runs for name in run["curves"]))
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": runs,
-        "metrics": describe_metrics(names),
+        "metrics": gather.describe_metrics(names),
         "differs": differences(run_dirs) if len(runs) > 1 else None,
     }
 
 
 def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     summary, plan = json_file(run_dir / "summary.json"), json_file(run_dir / "plan.json")
-    events, curves = read_events(run_dir / "events.jsonl"), read_curves(run_dir / "metrics.jsonl")
+    events, curves = gather.read_events(run_dir / "events.jsonl"), gather.read_curves(run_dir / "metrics.jsonl")
     score = summary.get("score")
     score = score if isinstance(score, dict) else {}
     last = max((int(curve.x[-1]) for curve in curves.values() if curve.x), default=0)
@@ -92,11 +82,11 @@ def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         "facts": facts(summary, last, events),
         "alarms": events.alarms,
         "jobs": [job for job in events.jobs if job["kind"] not in ("start", "end")][-50:],
-        "changed": sorted(flatten(changed).items()) if isinstance(changed, dict) else None,
-        "curves": pack_curves(curves, score, limits.points),
-        "left_out": max(0, len(curves) - MAX_CURVES),
-        "timeline": pack_timeline(events, limits.bars),
-        "memory": pack_memory(events),
+        "changed": sorted(gather.flatten(changed).items()) if isinstance(changed, dict) else None,
+        "curves": gather.pack_curves(curves, score, limits.points),
+        "left_out": max(0, len(curves) - gather.MAX_CURVES),
+        "timeline": gather.pack_timeline(events, limits.bars),
+        "memory": gather.pack_memory(events),
         "rollouts": read_rollouts(run_dir, limits.tokens),
     }
 
@@ -106,7 +96,7 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
     status = summary.get("status")
     if status in SAID:
         return str(status)
-    return "running" if is_written(run_dir) else "cut off"
+    return "running" if gather.is_written(run_dir) else "cut off"
 
 
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
@@ -170,7 +160,7 @@ def differences(run_dirs: Sequence[Path]) -> dict[str, Any]:
     configs = []
     for run_dir in run_dirs:
         try:
-            configs.append(flatten(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))))
+            configs.append(gather.flatten(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))))
         except (OSError, ValueError, yaml.YAMLError):
             configs.append({})
     names = list(dict.fromkeys(name for config in configs for name in config if name != "run_dir"))

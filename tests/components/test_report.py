@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_of(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    return page.gather([folder], limits or Limits())["runs"][0]
+    return page.collect([folder], limits or Limits())["runs"][0]
 
 
 def data_in(html: str) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def test_hostile_text_is_data_and_no_part_of_the_page(tmp_path: Path) -> None:
 
 def test_options_that_differ_stand_beside_each_other(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, learning_rate=rate) for name, rate in (("a", 0.1), ("b", 0.3))]
-    found = page.gather(runs, Limits())
+    found = page.collect(runs, Limits())
     assert found["differs"] == {"rows": [["train.learning_rate", "0.1", "0.3"]], "of": 1}
 
 
@@ -320,10 +321,12 @@ def test_the_script_writes_one_file_and_says_where(tmp_path: Path) -> None:
 def test_the_script_says_what_is_wrong(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", steps=1)
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "device")
     for arguments, code, said in (
         ([tmp_path / "nowhere"], 2, "no such folder"),
         ([tmp_path / "empty"], 2, "holds no run"),
         ([run, "--out", tmp_path / "no/such/folder/x.html"], 1, "cannot be written"),
+        ([run, "--out", tmp_path / "device"], 2, "is no file"),
     ):
         result = script(*arguments)
         assert (result.returncode, "Traceback" in result.stderr) == (code, False)
