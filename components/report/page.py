@@ -81,7 +81,7 @@ def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         "error": str(summary.get("error") or ""),
         "facts": facts(summary, last, events),
         "alarms": events.alarms,
-        "jobs": [job for job in events.jobs if job["kind"] not in ("start", "end")][-50:],
+        "jobs": [job for job in events.jobs if job["kind"] not in ("start", "stop", "end")][-50:],
         "changed": sorted(gather.flatten(changed).items()) if isinstance(changed, dict) else None,
         "curves": gather.pack_curves(curves, score, limits.points),
         "left_out": max(0, len(curves) - gather.MAX_CURVES),

@@ -221,7 +221,7 @@ function memoryChart(run, named) {
       width: plot.clientWidth, height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, (high || 1) * 1.06] } },
       series: [{}, ...roles.map((_, i) => ({ stroke: colour(i), width: 1.8, dash: DASHES[i % DASHES.length] }))],
-      axes: [{ ...axis, size: 24, values: (u, ticks) => ticks.map((t) => seconds(t)) }, { ...axis, size: 52 }],
+      axes: [{ ...axis, size: 24, space: 70, incrs: [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 36000, 360000], values: (u, ticks) => ticks.map((t) => seconds(t)) }, { ...axis, size: 52 }],
     }, [run.memory.t, ...roles.map((role) => run.memory.gb[role])], plot);
   };
   repaints.push(draw);
