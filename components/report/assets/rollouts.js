@@ -127,7 +127,7 @@ function drawHistogram(view) {
   if (focused >= 0 && view.bars.children[focused]) view.bars.children[focused].focus();
   const kept = here.reduce((a, b) => a + b, 0);
   const shown = view.bin === null ? "" : ` Shown: those with reward ${data.bins[view.bin][0] === data.bins[view.bin][1] ? say(data.bins[view.bin][0]) : `${say(data.bins[view.bin][0])} to ${say(data.bins[view.bin][1])}`} (f shows all).`;
-  view.binWords.textContent = `${count(data.of, "answer")} to ${count(data.of_groups, "prompt")}; dark: the ${kept.toLocaleString("en")} that are in this file.${shown}`;
+  view.binWords.textContent = `${count(data.of, "answer")} to ${count(data.of_groups, "prompt")}; in the stronger colour the ${kept.toLocaleString("en")} that are in this file.${shown}`;
 }
 
 function drawLegend(view) {
