@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -133,7 +134,7 @@ def check_python(words: list[str], command: Command) -> None:
     path = ROOT / script
     assert path.is_file(), f"there is no {script}"
     if script == "scripts/cluster/submit.py":
-        asked = importlib.import_module("scripts.cluster.submit").parse(rest)
+        asked = runpy.run_path(str(path))["parse"](rest)
         check_recipe(asked.recipe.name, asked.options, command)
         return
     # A script that is one of several may have its options in the file beside it.
