@@ -212,8 +212,9 @@ def test_dark_mode_follows_the_system_and_a_key(show: Open) -> None:
     page.keyboard.press("d")
     assert (dark, back()) == ("rgb(16, 19, 23)", "rgb(246, 247, 249)")
     page.emulate_media(color_scheme="light")
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it is seen
     page.emulate_media(color_scheme="dark")
-    assert back() == dark
+    page.wait_for_function("dark => getComputedStyle(document.body).backgroundColor === dark", arg=dark)
 
 
 @pytest.mark.parametrize("name", ["one", "evil", "both", "supervised"])
