@@ -1,0 +1,294 @@
+"""scripts/cluster on two Ray nodes that are both this machine.
+
+Ray and its job server are real; the commands of Slurm are stand-ins that run what they are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests.processes import is_alive
+
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).resolve().parents[1]
+SUBMIT = ROOT / "scripts" / "cluster" / "submit.py"
+RAY = Path(sys.executable).with_name("ray")
+NODE = ["--num-cpus=8", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+LIMIT_S = 300
+MAIN = """
+import sys
+from core import JobBuilder
+
+def main():
+    options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    builder = JobBuilder().device_type("CPU").config(options).recovery(stop_grace=120)
+    builder.role("trainer").run("toy.parts:Trainer")
+    builder.role("place").train("toy.parts:Place").nnodes(2).nproc_per_node(1)
+    job = builder.build()
+    if "--dry_run" in sys.argv:
+        print(job.model_dump_json())
+        return 0
+    if "fail" in options:
+        return int(options["fail"])
+    result = job.submit("toy")
+    print(result.error)
+    return result.exit_code
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+PARTS = """
+import time
+from pathlib import Path
+from core import BaseTrainer, BaseWorkload, trainer_invocation
+
+class Place(BaseWorkload):
+    @trainer_invocation()
+    def node(self):
+        import ray
+        return ray.get_runtime_context().get_node_id()
+
+class Trainer(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        self.say(f"nodes {len(set(self.RG_PLACE.node()))}, code in {Path(__file__).parents[1]}")
+        while not self.stop_requested:
+            time.sleep(0.05)
+        self.say("saved")
+"""
+SLURM = {
+    "srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',
+    "scontrol": "printf '%s\\n' node-a node-b\n",
+    "sbatch": (
+        "export SLURM_JOB_ID=$PORT_OFFSET SLURM_JOB_NODELIST='node-[a-b]' SLURM_CPUS_ON_NODE=4\n"
+        'echo "batch $$"\nexec bash "$1"\n'
+    ),
+}
+
+
+@dataclass
+class RayNodes:
+    """A cluster of two nodes."""
+
+    address: str
+    env: dict[str, str]
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without this checkout on the path: what a job imports is what was shipped."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    return env | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"} | more
+
+
+def await_nodes(count: int, address: str, env: dict[str, str]) -> None:
+    command = [sys.executable, str(SUBMIT.with_name("await_nodes.py")), str(count)]
+    subprocess.run(command, env=env | {"RAY_ADDRESS": address}, check=True, timeout=120)
+
+
+def await_agent(address: str) -> None:
+    """Wait until the job server takes a job: it needs a process of the head that comes up last."""
+    from ray.job_submission import JobSubmissionClient
+
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            JobSubmissionClient(address).submit_job(entrypoint="true")
+            return
+        except (ConnectionError, RuntimeError):
+            assert time.monotonic() < deadline, "the job server takes no job"
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A head with a job server, and a node beside it with a folder of its own; ended by their ids."""
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # paths of sockets are short
+    env, port, board = environment(), free_port(), free_port()
+    head = [f"--port={port}", f"--dashboard-port={board}", "--head", f"--temp-dir={folder / 'a'}"]
+    started: list[subprocess.Popen[bytes]] = []
+    with (folder / "log").open("wb") as log:
+        try:
+            for count, words in enumerate((head, [f"--address=127.0.0.1:{port}", f"--temp-dir={folder / 'b'}"]), 1):
+                # Its usual port may be another cluster's, and without the agent no job is taken.
+                agent = f"--dashboard-agent-listen-port={free_port()}"
+                command = [str(RAY), "start", *NODE, *words, agent]
+                started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
+                await_nodes(count, f"127.0.0.1:{port}", env)
+            await_agent(f"http://127.0.0.1:{board}")
+            yield RayNodes(f"http://127.0.0.1:{board}", env)
+        finally:
+            for process in reversed(started):
+                process.terminate()
+                process.wait(60)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A recipe outside of the project, of two parts that say where they are, until they are stopped."""
+    folder = tmp_path / "elsewhere" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "main.py").write_text(MAIN)
+    (folder / "parts.py").write_text(PARTS)
+    shutil.copy(ROOT / "recipes" / "grpo" / "run.sh", folder)
+    return folder
+
+
+def submit(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SUBMIT), *map(str, words)]
+    return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def started(*words: str | Path, env: dict[str, str]) -> tuple[subprocess.Popen[str], IO[str]]:
+    command = [sys.executable, str(SUBMIT), *map(str, words)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    return process, process.stdout
+
+
+def on_ray(recipe: str | Path, nodes: RayNodes) -> list[str | Path]:
+    return ["ray", recipe, "--address", nodes.address, "--python", sys.executable]
+
+
+def actors(address: str) -> list[Any]:
+    from ray.util.state import list_actors
+
+    return list_actors(address=address, limit=1000)
+
+
+def test_grpo_trains_on_two_nodes_from_the_code_that_was_shipped(nodes: RayNodes, tmp_path: Path) -> None:
+    small = ["data.max_rows=64", "evaluation.max_rows=16", "placement.nodes=2", "placement.actor_ranks=2"]
+    done = submit(*on_ray("recipes/grpo", nodes), "--", f"run_dir={tmp_path}/run", *small, env=nodes.env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the copy that is shipped has " in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 1)
+    ranks = {a.name.partition("-")[2].partition("-")[2]: a.node_id for a in actors(nodes.address) if a.name}
+    assert ranks["ACTOR-0"] != ranks["ACTOR-1"]
+
+
+def test_ctrl_c_lets_the_job_save_and_ends_with_130(nodes: RayNodes, toy: Path, tmp_path: Path) -> None:
+    process, output = started(*on_ray(toy, nodes), "--", f"run_dir={tmp_path}/run", env=nodes.env)
+    lines = []
+    for line in output:
+        lines.append(line)
+        if line.startswith("nodes"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, "".join(lines[-12:])
+    (where,) = [line for line in lines if line.startswith("nodes")]
+    assert where.startswith("nodes 2, code in ")
+    assert "/_ray_pkg_" in where
+    assert "saved\n" in lines
+
+
+def test_the_exit_code_is_that_of_the_run(nodes: RayNodes, toy: Path) -> None:
+    done = submit(*on_ray(toy, nodes), "--", "run_dir=/any", "fail=7", env=nodes.env)
+    assert done.returncode == 7, done.stdout + done.stderr
+
+
+def test_a_server_that_is_not_there_is_told(toy: Path) -> None:
+    done = submit("ray", toy, "--address", f"http://127.0.0.1:{free_port()}", "--", "run_dir=/any")
+    assert done.returncode == 2
+    assert "toy: nothing was started; is a job server at http://127.0.0.1:" in done.stderr
+
+
+def test_a_slurm_job_brings_up_its_nodes_and_ends_them_after_a_stop_that_saves(toy: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in SLURM.items():
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}")
+        (tools / name).chmod(0o755)
+    env = environment(PATH=f"{tools}:{os.environ['PATH']}", PORT_OFFSET=str(free_port() % 10000))
+    for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"):
+        env.pop(name, None)
+    process, output = started("slurm", toy, "--nodes", "2", "--", f"run_dir={tmp_path}/run", env=env)
+    lines: list[str] = []
+    steps: list[int] = []
+    batch = 0
+    for line in output:
+        lines.append(line)
+        if line.startswith("batch "):
+            batch = int(line.split()[1])
+        if line.startswith("nodes 2, code in"):
+            steps = [int(pid) for pid in Path(f"/proc/{batch}/task/{batch}/children").read_text().split()]
+            os.kill(batch, signal.SIGTERM)
+    assert process.wait(60) == 130, "".join(lines[-12:])
+    assert "saved\n" in lines
+    assert "toy: ended with exit code 130\n" in lines
+    assert len(steps) == 3 and not any(is_alive(pid) for pid in steps)
+    script = (tmp_path / "run" / "job.sbatch").read_text()
+    assert f"#SBATCH --output={tmp_path}/run/logs/slurm-%j.log\n" in script
+
+
+def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(tmp_path: Path) -> None:
+    asked = ["--nodes", "2", "--gpus_per_node", "8", "--time", "1:00:00", "--account", "me"]
+    own = ["placement.nodes=2", f"run_dir={tmp_path}/run", "data.path=task:sort", "log.wandb_name=it's mine"]
+    done = submit("slurm", "recipes/grpo", *asked, "--dry_run", "--", *own)
+    assert done.returncode == 0, done.stderr
+    for directive in ("nodes=2", "gpus-per-node=8", "time=1:00:00", "account=me", "requeue", "signal=B:TERM@660"):
+        assert f"\n#SBATCH --{directive}\n" in done.stdout
+    assert "'log.wandb_name=it'\"'\"'s mine'" in done.stdout
+    assert not (tmp_path / "run").exists()
+    done = submit("ray", "recipes/grpo", "--address", "http://h:8265", "--gpus_per_node", "2", "--dry_run", "--", *own)
+    assert "-- exec env CUDA_VISIBLE_DEVICES=0,1 python -m recipes.grpo.main placement.nodes=2 " in done.stdout
+    assert '"RAY_JOB_STOP_WAIT_TIME_S": "660"' in done.stdout
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=20).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["ray", "recipes/grpo", "--address", "x", "--"], "is not absolute; on a cluster it must be a path that all"),
+        (["ray", "recipes/none", "--address", "x", "--"], "recipes/none is no folder of a recipe: it has no run.sh"),
+        (["slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2"], "did you mean 'placement.nodes'?"),
+        (["slurm", "recipes/grpo", "--nodes", "0", "--"], "--nodes 0: set it to at least 1"),
+        (["slurm", "recipes/grpo", "--nodes", "1", "--time", "1 h", "--"], "--time '1 h' is nothing that sbatch takes"),
+        (["slurm", "recipes/grpo", "--nodes", "1", "--", "run_dir=a b"], "takes no blanks or % in its path"),
+        (["slurm", "recipes/grpo", "--nodes", "1", "--"], "there is no sbatch here; run this where jobs are submitted"),
+        (
+            ["slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nodes=2", "placement.actor_ranks=2"],
+            "--nodes 1, but the options put a role on 2 machines; set --nodes 2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_sent(words: list[str], says: str) -> None:
+    done = submit(*words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weights(tmp_path: Path) -> None:
+    home, copy = tmp_path / "home", tmp_path / "copy"
+    for name in (".venv/bin/python", ".git/HEAD", "runs/a/b", "core/job.py", "core/.x", "recipes/g/model.safetensors"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    copy.mkdir()
+    (line,) = [line for line in SUBMIT.with_name("ray_job.sh").read_text().splitlines() if " tar " in line]
+    line = line.replace("$home", str(home)).replace("$not_shipped", str(SUBMIT.with_name("not_shipped.txt")))
+    command = f"copy={copy}\n{line.replace('$$', '$')}"
+    subprocess.run(["bash", "-c", command], check=True, timeout=20)
+    assert [str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()] == ["core/job.py"]
