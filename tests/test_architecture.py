@@ -39,7 +39,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-FLOOR_LINES = {"core": 3350, "components": 12200, "agents": 2400}
+FLOOR_LINES = {"core": 3400, "components": 13200, "agents": 2400}
 RECIPE_LINES = 900
 LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "reward_model": 1000, "verl_ppo": 2000}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
@@ -407,10 +407,10 @@ def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> N
 
 
 def test_a_floor_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
-    files = {f"core/{i}.py": "x = 1\n" * 367 for i in range(9)}
+    files = {f"core/{i}.py": "x = 1\n" * 378 for i in range(9)}
     files |= {f"recipes/{name}/config.py": "x = 1\n" * 901 for name in ("grpo", "openrlhf_ppo")}
     assert floor_size_faults(tree(tmp_path, files)) == [
-        "core has 3303 lines of code, over 3300",
+        "core has 3402 lines of code, over 3400",
         "recipes/grpo has 901 lines of code, over 900",
     ]
 

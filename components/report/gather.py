@@ -166,12 +166,18 @@ def pack_curves(curves: Mapping[str, Curve], score: Mapping[str, Any], most: int
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What the registry says of each name, in its order; a name that it does not know gets a row by its group."""
+    """What the registry says of each name: what an alarm watches first, then in its order. A name that it does not know
+    gets a row by its group.
+    """
     order = {metric.name: i for i, metric in enumerate(METRICS)}
     known = {name: metric_of(name) for name in names}
-    first = sorted(names, key=lambda n: (order.get(m.name, 0) if (m := known[n]) else len(order), n))
+
+    def place(name: str) -> tuple[bool, int, str]:
+        metric = known[name]
+        return (not metric.alarm, order[metric.name], name) if metric else (True, len(order), name)
+
     described = {}
-    for name in first:
+    for name in sorted(names, key=place):
         row = DEFAULT_ROWS.get(name.partition("/")[0], "healthy")
         metric = known[name] or Metric(name=name, meaning="", row=row)
         described[name] = {part: getattr(metric, part) for part in ("row", "meaning", "unit", "better")}

@@ -193,7 +193,8 @@ class GRPOTrainer(BaseTrainer):
             config.data, config.data.rows(config.seed), self.tokenizer, config.seed, say=self.say
         )
         self.say(self.prompts.describe_first())
-        self.say(config.arithmetic(len(self.prompts)))
+        if self.prompts.too_long:  # fewer than the plan has counted
+            self.say(config.arithmetic(len(self.prompts)))
         source = config.reward_source
         self.reward = None if source is None else open_reward(source, config.reward.settings())
         self.filter, self.groups = self.prompt_filter(), self.groups_in_flight()

@@ -170,7 +170,8 @@ class MultiTurnTrainer(BaseTrainer):
             config.data, config.data.rows(config.seed), self.tokenizer, config.seed, say=self.say
         )
         self.say(self.prompts.describe_first())
-        self.say(config.arithmetic(len(self.prompts)))
+        if self.prompts.too_long:  # fewer than the plan has counted
+            self.say(config.arithmetic(len(self.prompts)))
         self.groups = self.groups_in_flight()
         self.stream = SampleStream(
             self.samples,

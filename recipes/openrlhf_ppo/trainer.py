@@ -249,7 +249,8 @@ class PPOTrainer(BaseTrainer):
         self.tokenizer = model_options(config).tokenizer()
         self.prompts = self.read_prompts(data_options(config).rows(config.seed))
         self.say(self.prompts.describe_first())
-        self.say(config.arithmetic(len(self.prompts)))
+        if self.prompts.too_long:  # fewer than the plan has counted
+            self.say(config.arithmetic(len(self.prompts)))
         self.filter, self.groups = self.prompt_filter(), self.groups_in_flight()
         self.stream = SampleStream(
             self.generate,

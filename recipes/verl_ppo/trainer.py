@@ -240,7 +240,8 @@ class VerlPPOTrainer(BaseTrainer):
         self.tokenizer = config.tokenizer()
         self.prompts = prompt_source(config, read_rows(config), self.tokenizer, say=self.say)
         self.say(self.prompts.describe_first())
-        self.say(config.arithmetic(len(self.prompts)))
+        if self.prompts.too_long:  # fewer than the plan has counted
+            self.say(config.arithmetic(len(self.prompts)))
         self.reward = RewardManager(config, self.tokenizer, self.say)
         self.make_groups()
         self.filter, self.groups = self.prompt_filter(), self.groups_in_flight()
