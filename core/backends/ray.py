@@ -189,10 +189,9 @@ class RayBackend:
         self._check_capacity(placement, cpus)
         nodes = self._machines(placement)
         where = [{_NODE_LABEL: nodes[bundle.machine]} if bundle.machine else {} for bundle in placement.bundles]
+        selected: dict[str, Any] = {"bundle_label_selector": where} if nodes else {}
         bundles = [_ray_resources(bundle) for bundle in placement.bundles]
-        self._group = placement_group(
-            bundles, strategy="PACK", name=f"troupe-{self._run_id}", bundle_label_selector=where if nodes else None
-        )
+        self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
         if not self._group.wait(30):
             raise JobError(
                 f"the cluster could not reserve the job's {len(bundles)} bundles within 30 s; free resources now: "
@@ -226,7 +225,7 @@ class RayBackend:
         held: list[PlacementGroup] = []
         try:
             for role, machines in needs.items():
-                each = [dict(machines[index]) for index in sorted(machines)]
+                each = [{k: float(v) for k, v in machines[index].items()} for index in sorted(machines)]
                 able = [node for node in ray.nodes() if node["Alive"] and _fits(each[0], node["Resources"])]
                 wish = f"{role} is to be on {len(each)} machines with {_short(each[0])} on each"
                 if len(able) < len(each):
