@@ -41,7 +41,7 @@ FUNCTION_LINES = 60
 FILE_LINES = 400
 FLOOR_LINES = {"core": 3400, "components": 13200, "agents": 2400}
 RECIPE_LINES = 900
-LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "reward_model": 1000, "verl_ppo": 2000}
+LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "reward_model": 1000, "verl_ppo": 2050}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
 
 RECIPE_ROOMS = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
