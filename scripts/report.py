@@ -9,11 +9,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from components.report.page import write_report
+from own_python import use_own_python
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the project may not be installed
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the report; returns the exit code: 0 written, 1 the disk said no, 2 no such run."""
+    from components.report.page import write_report
+
     parser = argparse.ArgumentParser(prog="report.py", description="Write the report of runs into one HTML file.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, such as runs/a")
     parser.add_argument(
@@ -43,4 +47,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_own_python()
     sys.exit(main())

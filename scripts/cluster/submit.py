@@ -30,6 +30,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+from own_python import use_own_python  # noqa: E402
+
 STOP_S = 660
 """Seconds from a stop to the end by force: the 10 minutes that core gives a step, and some."""
 WAIT_S = 300
@@ -284,6 +288,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    use_own_python()
     try:
         sys.exit(main())
     except KeyboardInterrupt:
