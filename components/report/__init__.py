@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,6 +15,8 @@ logger = logging.getLogger(__name__)
 REWRITE_EVERY_S = 30.0
 SHARE = 0.02
 """At most so much of the time goes into the report of a run that is not at its end."""
+LAST_WAIT_S = 120.0
+"""So long a run waits at its end for a report that is being written (a disk may hang)."""
 
 
 @contextmanager
@@ -47,9 +50,13 @@ class _Keeper(threading.Thread):
     def finish(self) -> None:
         """Write the report for the last time, and say where it is."""
         self._ended.set()
-        self.join()
-        if self._write():
-            print(f"report: {self._run_dir / 'report.html'}", flush=True)
+        self.join(LAST_WAIT_S)
+        if self.is_alive():
+            logger.warning("%s is not done after %g s, and stays as it is", self._run_dir / "report.html", LAST_WAIT_S)
+        elif self._write():
+            # A terminal that is gone, a pipe that nobody reads: the run has ended well all the same.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"report: {self._run_dir / 'report.html'}", flush=True)
 
     def _write(self) -> bool:
         """Write the report if anything changed; whether it is there."""

@@ -75,7 +75,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
@@ -95,6 +95,12 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < 1e300 else math.nan
+
+
+def finite(value: Any) -> float | None:
+    """A number that is finite; None for everything else."""
+    found = number(value)
+    return None if found is None or math.isnan(found) else found
 
 
 @dataclass
@@ -117,8 +123,8 @@ def read_curves(path: Path) -> dict[str, Curve]:
     """The numbers of metrics.jsonl, by name; of steps that were done again the last."""
     curves: dict[str, Curve] = defaultdict(Curve)
     for record in json_lines(path):
-        step = number(record.get("step"))
-        if step is None or not math.isfinite(step):
+        step = finite(record.get("step"))
+        if step is None:
             continue
         broken = record.get("nonfinite")
         for name in broken if isinstance(broken, list) else ():
@@ -212,40 +218,42 @@ class Events:
 
 
 def read_events(path: Path) -> Events:
-    """Read events.jsonl in one pass."""
+    """Read events.jsonl in one pass. A record whose time, seconds, rank or step is no number is passed over."""
     events = Events()
     shift: float | None = None
     for record in json_lines(path):
-        at = number(record.get("began", record.get("time")))
-        if at is None:
+        at, seconds = finite(record.get("began", record.get("time"))), finite(record.get("seconds", 0.0))
+        rank, step, steps = (finite(record.get(name, 0)) for name in ("rank", "step", "steps"))
+        if at is None or seconds is None or rank is None or step is None or steps is None:
             continue
         kind = record.get("event")
         if shift is None:
             shift = at
         elif kind == "job" and record.get("kind") == "start":
             shift = max(shift, at - events.end)  # nobody worked between two starts
-        begin, seconds = at - shift, number(record.get("seconds")) or 0.0
+        begin = at - shift
         events.end = max(events.end, begin + seconds)
         if kind == "phase" or (kind == "call" and record.get("role") != TRAINER):  # its one call is the whole run
-            _add_bar(events, record, begin, seconds)
+            _add_bar(events, record, int(rank), begin, seconds)
         elif kind == "step":
-            events.steps.append((int(record.get("step", 0)), begin))
-            events.total = int(record.get("steps", 0))
+            events.steps.append((int(step), begin))
+            events.total = int(steps)
         elif kind == "memory" and isinstance(record.get("bytes"), dict):
             events.memory.append((begin, record["bytes"]))
         elif kind == "alarm":
-            events.alarms.append({name: record.get(name, "") for name in ("alarm", "step", "text", "advice")})
+            said = {name: str(record.get(name, "")) for name in ("alarm", "text", "advice")}
+            events.alarms.append(said | {"step": int(step)})
         elif kind == "job":
             about = {name: str(record.get(name, ""))[:500] for name in ("kind", "process", "text")}
             events.jobs.append({"t": round(begin, 3), **about})
     return events
 
 
-def _add_bar(events: Events, record: Mapping[str, Any], begin: float, seconds: float) -> None:
-    role, rank, what = record.get("role", TRAINER), record.get("rank", 0), record.get("method", record.get("phase"))
+def _add_bar(events: Events, record: Mapping[str, Any], rank: int, begin: float, seconds: float) -> None:
+    role, what = record.get("role", TRAINER), record.get("method", record.get("phase"))
     if "phase" in record and events.training is None:
         events.training = begin
-    bars = events.bars[str(role), int(rank)]
+    bars = events.bars[str(role), rank]
     bars.begin.append(begin)
     bars.seconds.append(seconds)
     bars.kind.append(events.kinds.setdefault(str(what), len(events.kinds)))
@@ -299,29 +307,27 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
     each_role = max(1, MAX_ROWS // len(ranks))
     shown = [(role, own[i]) for role, own in ranks.items() for i in evenly(len(own), each_role)]
     each = max(8, most // len(shown))
+    idle = {key: 1 - busy_share(bars, since, events.end) for key, bars in events.bars.items()}
     rows = []
     for role, rank in shown:
         merged = merge_bars(events.bars[role, rank], each)
         begins = [round(bar[0] * 1000) for bar in merged]
         row = {"role": role, "rank": rank, "b": steps_between(begins), "k": [bar[2] for bar in merged]}
-        row["d"] = [round(bar[1] * 1000) for bar in merged]
+        row |= {"d": [round(bar[1] * 1000) for bar in merged], "idle": round(idle[role, rank], 4)}
         if len(merged) < len(events.bars[role, rank].begin):
             row["s"] = [round(bar[3], 2) for bar in merged]
         rows.append(row)
-    idle = {
-        role: round(1 - sum(busy_share(events.bars[role, r], since, events.end) for r in own) / len(own), 4)
-        for role, own in ranks.items()
-    }
     marks = [events.steps[i] for i in evenly(len(events.steps), MAX_STEP_MARKS)] if events.steps else []
     return {
         "end": round(events.end, 3),
         "training": round(since, 3),
         "kinds": list(events.kinds),
         "rows": rows,
-        "idle": idle,
+        "idle": {role: round(sum(idle[role, r] for r in own) / len(own), 4) for role, own in ranks.items()},
         "ranks": {role: len(own) for role, own in ranks.items()},
         "bars": sum(len(bars.begin) for bars in events.bars.values()),
         "steps": [[step, round(t, 3)] for step, t in marks],
+        "thinned": len(marks) < len(events.steps),
         "starts": [job["t"] for job in events.jobs if job["kind"] == "start"],
         "calls": [[*key, *(short(v) for v in call)] for key, call in sorted(events.calls.items())],
     }

@@ -15,7 +15,7 @@ from typing import Any
 from components.report import gather
 from components.report.gather import Events, Limits, json_file, number
 from components.report.samples import read_rollouts
-from components.tracking.plain import write_whole
+from components.tracking.plain import duration, write_whole
 
 MOST_BYTES = 1_900_000
 MAX_DIFFERENCES = 40
@@ -102,7 +102,9 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
     """What became of a run, in a few sentences."""
     recipe = summary.get("recipe") or "The run"
-    steps = f"step {last} of {events.total}" if events.total and events.total != last else f"{last} steps"
+    steps = f"{last} step{'s' * (last != 1)}"
+    if events.total and events.total != last:
+        steps = f"step {last} of {events.total}"
     became = "is running; so far" if status == "running" else SAID.get(status, "was cut off")
     text = f"{recipe} {became} {'' if status in ('finished', 'running') else 'after '}{steps}"
     text += f" in {duration(events.end)}." if events.end else "."
@@ -129,13 +131,6 @@ def _gain(score: Mapping[str, Any]) -> str:
     on = f" ({examples:,.0f} examples)" if examples else ""
     text = f" The held-out score {sampled}{on}" if sampled else ""
     return text + (f"; greedily it {greedy}" if text and greedy else "") + ("." if text else "")
-
-
-def duration(seconds: float) -> str:
-    """As a person says it: "33 s", "12 min", "3.2 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def facts(summary: Mapping[str, Any], last: int, events: Events) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Values as JSON knows them, and files that are written whole."""
+"""Values as JSON knows them and as a person says them, and files that are written whole."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def json_line(record: Mapping[str, Any]) -> str:
     if nonfinite:
         cleaned["nonfinite"] = nonfinite
     return json.dumps(cleaned, allow_nan=False) + "\n"
+
+
+def duration(seconds: float) -> str:
+    """A time in words: `12 s`, `3 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    whole = max(0, round(seconds))
+    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
+    return f"{whole} s"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from components.tracking.events import event_name
 from components.tracking.metrics import house_name
+from components.tracking.plain import duration
 from components.tracking.told import AlarmEvent, PhaseEvent, StepEvent
 from components.tracking.tracker import console_number
 
@@ -187,7 +188,7 @@ class RunView:
         parts = [f"step {self._step} of {self._steps}"] if self._steps else ["no step yet"]
         parts += [f"attempt {self._attempt}"] * (self._attempt > 1)
         parts += [self._status or self._time_left(), f"{duration(self._now() - self._began)} elapsed"]
-        parts += [f"{self._memory / 2**30:.1f} GiB"] * (self._memory > 0)
+        parts += [f"{self._memory / 1e9:.1f} GB"] * (self._memory > 0)
         text = "  ".join(part for part in parts if part)
         room = min(width - len(text) - 2, _BAR_WIDTH)
         if not self._steps or room < _BAR_WIDTH // 3:
@@ -320,12 +321,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if low == high:
         return _SPARK[3] * len(means)
     return "".join(_SPARK[round((mean - low) / (high - low) * (len(_SPARK) - 1))] for mean in means)
-
-
-def duration(seconds: float) -> str:
-    """A time in words: `12 s`, `3 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
-    whole = max(0, round(seconds))
-    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
-    return f"{whole} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import itertools
 import json
@@ -23,7 +24,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from components import report
-from components.report import page, reporting
+from components.report import gather, page, reporting
 from components.report.gather import (
     Bars,
     Limits,
@@ -59,9 +60,9 @@ def curve(packed: dict[str, Any]) -> list[tuple[float, float]]:
 
 def test_a_run_is_told_in_a_sentence_and_its_curves_begin_with_the_score_of_its_start(tmp_path: Path) -> None:
     run = run_of(write_run(tmp_path / "one"))
-    assert (
-        run["outcome"] == "grpo finished 6 steps in 70 s. The held-out score went from 0.250 to 0.750 (2,048 examples)."
-    )
+    score = "The held-out score went from 0.250 to 0.750 (2,048 examples)."
+    assert run["outcome"] == f"grpo finished 6 steps in 1 min 10 s. {score}"
+    assert run_of(write_run(tmp_path / "short", steps=1))["outcome"] == f"grpo finished 1 step in 30 s. {score}"
     assert run["status"] == "finished"
     assert curve(run["curves"]["eval/score"]) == [(0, 0.25), (6, 0.75)]
     assert curve(run["curves"]["reward/score"])[:2] == [(1, 0.16667), (2, 0.33333)]
@@ -80,8 +81,8 @@ def test_the_time_between_two_starts_is_left_out_and_idle_shares_are_of_the_trai
     assert (line["training"], line["end"], line["starts"]) == (10, 50, [0, 30])
     # TRAINER 20 of 40 s; ACTOR 12 + 20 of 40; ROLLOUT's ranks 8 and 4 of 40.
     assert line["idle"] == {"TRAINER": 0.5, "ACTOR": 0.2, "ROLLOUT": 0.85}
-    assert [(row["role"], row["rank"]) for row in line["rows"]] == [
-        ("TRAINER", 0), ("ACTOR", 0), ("ROLLOUT", 0), ("ROLLOUT", 1),
+    assert [(row["role"], row["rank"], row["idle"]) for row in line["rows"]] == [
+        ("TRAINER", 0, 0.5), ("ACTOR", 0, 0.2), ("ROLLOUT", 0, 0.8), ("ROLLOUT", 1, 0.9),
     ]  # fmt: skip
     (actor,) = (row for row in line["rows"] if row["role"] == "ACTOR")
     assert (sums_of(actor["b"]), actor["d"]) == ([14000, 24000, 30000], [6000, 6000, 20000])
@@ -127,6 +128,35 @@ def test_steps_that_were_done_again_count_once_and_half_a_line_not_at_all(tmp_pa
     assert list(curves) == ["a"]
     assert list(curves["a"].x) == [1, 2, 4]
     assert list(curves["a"].y)[:2] == [1, 20] and math.isnan(curves["a"].y[2])
+
+
+def test_odd_records_are_passed_over_one_by_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=2)
+    known = run_of(run)
+    nan = math.nan
+    odd = [
+        {"event": "call", "role": "ACTOR", "rank": None, "method": "update", "began": 1020.0, "seconds": 1.0},
+        {"event": "call", "role": "ACTOR", "rank": 0, "method": "update", "began": 1020.0, "seconds": nan},
+        {"event": "step", "step": None, "steps": 2, "time": 1020.0},
+        {"event": "step", "step": 2, "steps": "two", "time": 1020.0},
+        {"event": "alarm", "alarm": "odd", "step": nan, "time": 1020.0},
+        {"event": "memory", "time": nan, "bytes": {"ACTOR": 1}},
+    ]
+    found = (run / "events.jsonl").read_text()
+    lines(run / "events.jsonl", odd)
+    (run / "events.jsonl").write_text((run / "events.jsonl").read_text() + "[" * 100_000 + "\n" + found)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"reward/score": 5, "step": NaN}\n{"reward/score": 5, "step": "3"}\n')
+    assert run_of(run) == known
+
+
+def test_of_many_steps_some_are_marked_which_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "one")
+    whole = run_of(run)["timeline"]
+    monkeypatch.setattr(gather, "MAX_STEP_MARKS", 2)
+    few = run_of(run)["timeline"]
+    assert (len(whole["steps"]), whole["thinned"]) == (6, False)
+    assert (few["steps"], few["thinned"]) == ([[1, 20], [6, 70]], True)
 
 
 def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
@@ -381,6 +411,37 @@ def test_a_report_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
     (warning,) = caplog.records
     assert "report.html of" in warning.getMessage() and "is switched off" in warning.getMessage()
     assert capsys.readouterr().out == ""
+
+
+def test_nobody_who_reads_where_the_report_is_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "one", steps=1)
+    full = Path("/dev/full").open("w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    with reporting(run):
+        pass
+    assert (run / "report.html").exists()
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):  # what print left
+        full.close()
+
+
+def test_a_run_does_not_wait_for_ever_for_a_report_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        began.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.01)
+    monkeypatch.setattr(report, "LAST_WAIT_S", 0.01)
+    monkeypatch.setattr(page, "write_report", hang)
+    with reporting(write_run(tmp_path / "one", steps=1)):
+        assert began.wait(60)
+    goes_on.set()
+    (warning,) = caplog.records
+    assert "is not done after 0.01 s" in warning.getMessage()
 
 
 def test_reading_no_events_gives_no_timeline(tmp_path: Path) -> None:

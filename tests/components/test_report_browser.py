@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one, evil = write_run(base / "one"), write_run(base / "evil", evil=True, steps=2)
     two, supervised = write_run(base / "two", learning_rate=0.3, steps=8), write_run(base / "supervised", steps=2)
     shutil.rmtree(supervised / "rollouts")
+    with (supervised / "metrics.jsonl").open("a") as file:
+        file.write('{"actor/pg_loss": 0.5, "step": 1}\n')
     for runs, name in (([one], "one"), ([evil], "evil"), ([supervised], "supervised"), ([one, two], "both")):
         write_report(runs, base / f"{name}.html")
     return base
@@ -110,6 +113,54 @@ def test_a_cursor_is_shared_by_all_charts_and_moves_by_keys(show: Open) -> None:
     for name in ("reward/score", "actor/entropy"):
         chart = page.locator(".chart", has=page.get_by_role("heading", name=name))
         expect(chart.locator(".readout")).to_contain_text("step 2")
+
+
+def test_all_charts_keep_one_range_of_steps(show: Open) -> None:
+    page = show("supervised")
+    ranges = lambda: page.evaluate("[...new Set([...charts].map((c) => `${c.u.scales.x.min} ${c.u.scales.x.max}`))]")
+    page.evaluate("document.querySelector('#curves').scrollIntoView({behavior: 'instant'})")
+    box = page.locator(".chart .u-over").first.bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.25, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.95, y, steps=5)
+    page.mouse.up()
+    scroll_through(page)  # actor/policy_loss has only step 1; some charts are only drawn now
+    (shown,) = ranges()
+    low, high = map(float, shown.split())
+    assert 0.45 < low < 0.55 and 1.85 < high < 1.95
+    page.locator("#smoothing").fill("0.5")  # draws them anew
+    page.wait_for_function("shown => [...charts].every((c) => shown.startsWith(c.u.scales.x.min))", arg=shown)
+    page.locator(".chart .u-over").last.dblclick()
+    page.wait_for_function("[...charts].every((c) => c.u.scales.x.min === 0 && c.u.scales.x.max === 2)")
+
+
+def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
+    page = show("one")
+    scroll_through(page)
+    press = """([where, options]) => document.querySelector(where).dispatchEvent(
+        new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true, cancelable: true, ...options}))"""
+    for where in (".chart", ".lanes canvas", ".answer"):
+        taken = [not page.evaluate(press, [where, {key: True}]) for key in ("shiftKey", "ctrlKey", "metaKey", "altKey")]
+        assert taken == [True, False, False, False], where
+
+
+def test_a_chart_tells_verls_own_name(show: Open) -> None:
+    chart = show("supervised").locator(".chart", has_text="actor/policy_loss")
+    expect(chart).to_have_attribute("title", re.compile("In verl: actor/pg_loss"))
+
+
+def test_steps_between_marks_are_told_about(show: Open) -> None:
+    page = show("one")
+    # Steps 2 to 10 have no mark; each is taken to last 10 s.
+    line = {"training": 0, "steps": [[1, 10], [11, 110], [12, 120]]}
+    ended = page.evaluate("line => [5, 10, 55, 109, 110, 115, 130].map((t) => stepsBy(line, t))", line)
+    assert ended == [0, 1, 5, 10, 11, 11, 12]
+    assert page.evaluate("line => [0, 1, 6, 11, 99].map((s) => endOf(line, s))", line) == [0, 10, 60, 110, 120]
+    # Steps 2 and 3 were done again.
+    again = {"training": 0, "steps": [[1, 10], [2, 20], [3, 30], [2, 40], [3, 50], [4, 60]]}
+    assert page.evaluate("line => [25, 35, 45, 55].map((t) => stepsBy(line, t))", again) == [2, 1, 2, 3]
 
 
 def test_smoothing_draws_the_mean_over_the_raw_curve(show: Open) -> None:

@@ -82,11 +82,11 @@ def test_a_frame_says_how_far_the_run_is_what_it_gained_who_does_what_and_shows_
         view.take(call("ROLLOUT", rank, "generate"))
         clock.now += 2
     view.take(AlarmEvent("kl", 3, 0.0, "the policy is far away", "lower the learning rate"))
-    view.take(MemoryEvent(0.0, {"DRIVER": 2**30, "ROLLOUT": 2**31}))
+    view.take(MemoryEvent(0.0, {"DRIVER": 10**9, "ROLLOUT": 2 * 10**9}))
     assert shown(view) == [
         "── grpo  runs/a ───────────────────────────────────────────────────────────────",
         # 2 steps in 40 s: 7 more take 140 s, of which 4 have gone.
-        "step 3 of 10  about 2 min 16 s left  1 min 04 s elapsed  3.0 GiB  ━━━━─────────",
+        "step 3 of 10  about 2 min 16 s left  1 min 04 s elapsed  3.0 GB  ━━━━──────────",
         "reward/score          1  ▁▅█",
         "eval/score         0.25  ▄▄▄",
         "actor/approx_kl 0.001235",
@@ -407,7 +407,7 @@ def test_on_a_terminal_a_hang_shows_its_name_until_two_interrupts_end_it(
         "stopping at the next safe place, with what is to be kept; Ctrl-C again stops at once",
     ]
     (top,) = [number for number, line in enumerate(lines) if line.startswith("── demo")]
-    assert re.fullmatch(r"step 3 of 3  stopped  .* elapsed(  .* GiB)?  ━*", lines[top + 1])
+    assert re.fullmatch(r"step 3 of 3  stopped  .* elapsed(  .* GB)?  ━*", lines[top + 1])
     assert lines[top + 2].split() == ["reward/score", "0.75", "▁▅█"]
     assert re.fullmatch(r"SLEEPER x2  slumber +\d+ s(  rank \d longest)?", lines[top + 5])
     assert lines[top + 6 : top + 9] == ["an answer of step 3: reward 1", "1+1=", "�[2J[bold]2[/bold] �"]

@@ -3,7 +3,7 @@
 
 const FIRST_CHARTS = 8;
 const charts = new Set();
-const curveState = { smoothing: 0, all: { min: 0, max: 1 } };
+const curveState = { smoothing: 0, all: null, shown: null };
 
 // The mean of what came before, with less weight the longer ago; what has no number stays a gap.
 function smooth(values, weight) {
@@ -26,7 +26,8 @@ function curvesPart(data) {
     return part;
   }
   const ends = data.runs.flatMap((run) => Object.values(run.curves).map((curve) => [curve.x[0], sums(curve.x).at(-1)]));
-  curveState.all = { min: Math.min(...ends.map((end) => end[0])), max: Math.max(...ends.map((end) => end[1])) };
+  const min = Math.min(...ends.map((end) => end[0])), max = Math.max(...ends.map((end) => end[1]));
+  curveState.shown = curveState.all = { min, max: max > min ? max : min + 1 };
   const cards = [];
   part.append(curveTools(data, (wanted) => filterCharts(cards, wanted)));
   for (const [row, members] of Object.entries(rows)) {
@@ -52,7 +53,7 @@ function curveTools(data, filter) {
   return el("div", { class: "tools" },
     el("label", {}, "Smoothing", slider, shown),
     el("label", {}, "Find", el("input", { type: "search", placeholder: "a metric", oninput: (event) => filter(event.target.value) })),
-    el("button", { type: "button", onclick: () => charts.forEach((chart) => chart.reset()) }, "All steps"),
+    el("button", { type: "button", onclick: allSteps }, "All steps"),
     el("span", { class: "soft small" }, "Drag over a chart to see some steps only; double-click brings all back."),
     data.runs.length > 1 && runLegend(data));
 }
@@ -116,14 +117,14 @@ function chartData(data, name) {
 
 function chartCard(data, name, metric) {
   const aim = { higher: "↑ is better", lower: "↓ is better" }[metric.better] || "";
-  const title = [metric.meaning, metric.unit && `Unit: ${metric.unit}.`, metric.better && `${metric.better} is better.`].filter(Boolean).join(" ");
+  const others = [...new Set(data.runs.map((run) => run.curves[name]?.name).filter(Boolean))].join(", ");
+  const title = [metric.meaning, others && `In verl: ${others}.`, metric.unit && `Unit: ${metric.unit}.`, metric.better && `${metric.better} is better.`].filter(Boolean).join(" ");
   const plot = el("div", { class: "plot" });
   const readout = el("div", { class: "readout" });
   const card = el("article", { class: "chart", tabindex: "0", title, "aria-label": chartWords(data, name, metric) },
     el("h4", { class: "mono" }, name), metric.meaning && el("p", { class: "meaning" }, metric.meaning.replace(/`/g, "")), readout, plot);
   const chart = { card, name, plot, readout, data, aim, unit: metric.unit, u: null };
   chart.build = () => buildChart(chart);
-  chart.reset = () => chart.u && chart.u.setScale("x", { ...curveState.all });
   card.addEventListener("keydown", (event) => chartKey(event, chart));
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
@@ -147,7 +148,6 @@ function chartWords(data, name, metric) {
 function buildChart(chart) {
   const { data, plot, name } = chart;
   const columns = chartData(data, name);
-  const range = chart.u && chart.u.scales.x.min !== undefined ? { ...chart.u.scales.x } : null;
   if (chart.u) chart.u.destroy();
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", gap: 3 };
   const runs = data.runs.length;
@@ -160,23 +160,20 @@ function buildChart(chart) {
   });
   chart.u = new uPlot({
     width: Math.max(plot.clientWidth, 120), height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
-    scales: { x: { time: false, range: (u, low, high) => stepRange(u, low, high) }, y: { range: (u, low, high) => spread(low, high) } },
+    scales: { x: { time: false, range: (u, low, high) => [low, high] }, y: { range: (u, low, high) => spread(low, high) } },
     series: [{}, ...series],
     axes: [{ ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2.5e3, 5e3, 1e4, 2e4, 2.5e4, 5e4, 1e5, 1e6, 1e7] },
       { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => say(Number(tick.toPrecision(10)))) }],
-    cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 7 } },
-    hooks: { setCursor: [() => readCursor(chart)] },
+    cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 7 }, bind: { dblclick: () => allSteps } },
+    hooks: { setCursor: [() => readCursor(chart)], setScale: [(u, key) => { if (key === "x") curveState.shown = { min: u.scales.x.min, max: u.scales.x.max }; }] },
   }, columns, plot);
-  if (range) chart.u.setScale("x", { min: range.min, max: range.max });
+  chart.u.setScale("x", { ...curveState.shown }); // uPlot would take the steps of its own curve
   chart.u.root.setAttribute("aria-hidden", "true");
   readCursor(chart);
 }
 
-// All charts show the same steps: those of all curves, where uPlot would take those of its own.
-function stepRange(u, low, high) {
-  const xs = u.data[0], { min, max } = curveState.all;
-  const whole = low === null || (low <= xs[0] && high >= xs.at(-1));
-  return whole ? [min, max > min ? max : min + 1] : [low, high];
+function allSteps() {
+  charts.forEach((chart) => chart.u.setScale("x", { ...curveState.all }));
 }
 
 // Room above and below; a flat line gets some too.
@@ -203,7 +200,7 @@ function readCursor(chart) {
 
 function chartKey(event, chart) {
   const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-  if (move === undefined || !chart.u) return;
+  if (move === undefined || !chart.u || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   const xs = chart.u.data[0];
   const now = chart.u.cursor.idx ?? (move > 0 ? -1 : xs.length);

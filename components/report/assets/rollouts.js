@@ -219,7 +219,7 @@ function mark(view, token) {
 function walk(view, event, card) {
   const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
   const all = [...card.querySelectorAll(".tok")];
-  if (move === undefined || !all.length) return;
+  if (move === undefined || !all.length || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   const now = all.findIndex((token) => token.classList.contains("at"));
   const next = all[Math.max(0, Math.min(all.length - 1, now < 0 ? (move > 0 ? 0 : all.length - 1) : now + move))];

@@ -22,7 +22,7 @@ function lanes(line) {
   if (!(view.to > view.from)) view.from = 0;
   view.canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": `Timeline: ${laneWords(line)}. Left and right arrow keys move, plus and minus zoom, 0 shows all.` });
   view.tip = el("div", { class: "tip", hidden: true });
-  const labels = el("div", { class: "labels" }, rows.map((row) => el("div", {}, el("strong", {}, line.ranks[row.role] > 1 ? `${row.role} ${row.rank}` : row.role), el("span", { class: "soft" }, `idle ${percent(line.idle[row.role])}`))));
+  const labels = el("div", { class: "labels" }, rows.map((row) => el("div", {}, el("strong", {}, line.ranks[row.role] > 1 ? `${row.role} ${row.rank}` : row.role), el("span", { class: "soft" }, `idle ${percent(row.idle)}`))));
   const legend = el("div", { class: "legend small" });
   const box = el("div", { class: "card" }, laneTools(view), el("div", { class: "lanes" }, labels, el("div", {}, view.canvas)), legend, el("p", { class: "soft small" }, laneNotes(view)), callTable(line), view.tip);
   listen(view);
@@ -50,9 +50,7 @@ function laneTools(view) {
   view.first = edge("From step");
   view.last = edge("To step");
   const apply = () => {
-    const before = line.steps.filter(([step]) => step < Number(view.first.value)).at(-1);
-    const last = line.steps.find(([step]) => step >= Number(view.last.value)) || line.steps.at(-1);
-    show(view, before ? before[1] : line.training, last[1]);
+    show(view, endOf(line, Number(view.first.value) - 1), endOf(line, Number(view.last.value) || Infinity));
   };
   [view.first, view.last].forEach((input) => input.addEventListener("change", apply));
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
@@ -68,7 +66,7 @@ function laneNotes(view) {
   const { line, rows } = view;
   const drawn = rows.reduce((sum, row) => sum + row.k.length, 0);
   const processes = Object.values(line.ranks).reduce((a, b) => a + b, 0);
-  const notes = [`Idle: the share of the time since the first training phase in which a role had nothing to do${processes > Object.keys(line.ranks).length ? ", a mean over its processes" : ""}. TRAINER's row shows its phases.`];
+  const notes = [`Idle: the share of the time since the first training phase in which a process had nothing to do. TRAINER's row shows its phases.`];
   if (processes > rows.length) notes.push(`${rows.length} of ${count(processes, "process", "processes")} are drawn.`);
   if (rows.some((row) => row.share)) notes.push(`Of ${count(line.bars, "call")} the first and the last are drawn one by one, those between put together into ${count(drawn, "bar")}: each shows what took longest, paler the more idle time is in it.`);
   if (line.starts.length > 1) notes.push(`The run was started ${line.starts.length} times (dashed lines); the time between is left out.`);
@@ -130,8 +128,26 @@ function drawLanes(view) {
       }
     }
   });
-  view.first.value = (line.steps.find(([, t]) => t > view.from) || [""])[0];
-  view.last.value = (line.steps.filter(([, t]) => t <= view.to + 1e-3).at(-1) || [""])[0];
+  if (!line.steps.length) return;
+  view.first.value = Math.min(stepsBy(line, view.from) + 1, line.steps.at(-1)[0]);
+  view.last.value = stepsBy(line, view.to);
+}
+
+// How many steps had ended by then. Of a long run only some are marked; between them it is about so many.
+function stepsBy(line, t) {
+  const i = line.steps.findIndex(([, at]) => at > t + 1e-3);
+  if (i < 0) return line.steps.at(-1)?.[0];
+  const [next, end] = line.steps[i], [step, begin] = line.steps[i - 1] || [next - 1, end];
+  if (!(next - step > 1 && end > begin)) return next - 1;
+  return step + Math.floor((next - step) * Math.max(0, t - begin) / (end - begin) + 1e-6);
+}
+
+// When a step had ended, about.
+function endOf(line, step) {
+  const i = line.steps.findIndex(([mark]) => mark >= step);
+  if (i < 0) return line.steps.at(-1)[1];
+  const [next, end] = line.steps[i], [before, begin] = line.steps[i - 1] || [next - 1, line.training];
+  return begin + (end - begin) * Math.max(0, (step - before) / (next - before));
 }
 
 function drawSteps(view, pen, x, width, height) {
@@ -163,6 +179,7 @@ function listen(view) {
   const { canvas } = view;
   let drag = null;
   canvas.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
     const act = { ArrowLeft: () => pan(view, -0.2), ArrowRight: () => pan(view, 0.2), "+": () => zoom(view, 0.6), "-": () => zoom(view, 1 / 0.6), 0: () => show(view, 0, view.line.end) }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
@@ -193,8 +210,8 @@ function pointAt(view, event) {
   const i = row ? row.begin.findIndex((begin, j) => begin - slack <= t && t <= begin + row.d[j] + slack) : -1;
   tip.hidden = i < 0;
   if (i < 0) return;
-  const step = line.steps.find(([, at]) => at * 1000 >= row.begin[i]);
-  tip.textContent = `${row.role}${line.ranks[row.role] > 1 ? " " + row.rank : ""} · ${line.kinds[row.k[i]]} · ${seconds(row.d[i] / 1000)}${row.share && row.share[i] < 1 ? `, busy ${percent(row.share[i])}` : ""} · at ${seconds(row.begin[i] / 1000)}${step ? `, in step ${step[0]}` : ""}`;
+  const step = stepsBy(line, row.begin[i] / 1000) + 1;
+  tip.textContent = `${row.role}${line.ranks[row.role] > 1 ? " " + row.rank : ""} · ${line.kinds[row.k[i]]} · ${seconds(row.d[i] / 1000)}${row.share && row.share[i] < 1 ? `, busy ${percent(row.share[i])}` : ""} · at ${seconds(row.begin[i] / 1000)}${step <= line.steps.at(-1)?.[0] ? `, in ${line.thinned ? "about " : ""}step ${step}` : ""}`;
   tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${event.clientY + 14}px`;
 }
