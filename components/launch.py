@@ -146,9 +146,10 @@ def run_job(
 
 def alarm_bell(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
     """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, but for
-    what the event log has of an earlier start of the run.
+    what the event log has of an earlier start of the run, whose metrics are the first.
     """
     alarms, heard = Alarms(), events.alarms()
+    alarms.recall(events.path.with_name("metrics.jsonl"))
 
     def look(event: Any) -> None:
         if isinstance(event, StepEvent):

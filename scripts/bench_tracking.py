@@ -69,17 +69,13 @@ class SwitchedTracker(Tracker):
         self.on = True
         self.seconds = 0.0
 
-    @property
-    def wants_samples(self) -> bool:
-        return self.on and self.tracker.wants_samples
-
     def log(self, step: int, metrics: Mapping[str, Any], **told: Any) -> None:
         self._do(lambda: self.tracker.log(step, metrics, **told))
 
     def keep_tokenizer(self, tokenizer: Any) -> None:
         self._do(lambda: self.tracker.keep_tokenizer(tokenizer))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._do(lambda: self.tracker.samples(step, rows))
 
     def rollouts(self, step: int, batch: Batch) -> None:

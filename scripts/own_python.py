@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"
+STARTED = "TROUPE_STARTED_IN"
+"""The process that has gone on in another Python already. What starts a Python may hide which one it is."""
 
 
 def use_own_python() -> None:
-    """Go on in the Python of .venv, where there is one, this is another, and TROUPE_PYTHON names none."""
-    python = VENV / "bin" / "python"
-    if Path(sys.prefix).resolve() != VENV and python.is_file() and not os.environ.get("TROUPE_PYTHON"):
-        os.execv(python, [str(python), *sys.argv])
+    """Go on in the Python that TROUPE_PYTHON names, else in that of .venv, where it is there and this is another."""
+    given = os.environ.get("TROUPE_PYTHON")
+    python = shutil.which(given or str(VENV / "bin" / "python"))
+    is_this = python == sys.executable if given else Path(sys.prefix).resolve() == VENV.resolve()
+    if python and not is_this and os.environ.get(STARTED) != str(os.getpid()):
+        os.environ[STARTED] = str(os.getpid())
+        os.execv(python, [python, *sys.argv])

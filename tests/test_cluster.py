@@ -5,6 +5,7 @@ Ray and its job server are real; the commands of Slurm are stand-ins that run wh
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import pytest
@@ -157,6 +159,16 @@ def toy(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    """submit.py as a module."""
+    spec = importlib.util.spec_from_file_location("submit", SUBMIT)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
 def submit(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SUBMIT), *map(str, words)]
     return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=LIMIT_S)
@@ -243,52 +255,120 @@ def test_a_slurm_job_brings_up_its_nodes_and_ends_them_after_a_stop_that_saves(t
     assert f"#SBATCH --output={tmp_path}/run/logs/slurm-%j.log\n" in script
 
 
-def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(tmp_path: Path) -> None:
+def plan_of(run_dir: str, machines: int = 1) -> dict[str, Any]:
+    """As far as submit.py looks at a plan."""
+    bundles = [{"machine": ["ACTOR", index]} for index in range(machines)]
+    return {"config": {"run_dir": run_dir}, "placement": {"bundles": bundles}}
+
+
+def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(
+    module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["--nodes", "2", "--gpus_per_node", "8", "--time", "1:00:00", "--account", "me"]
     own = ["placement.nodes=2", f"run_dir={tmp_path}/run", "data.path=task:sort", "log.wandb_name=it's mine"]
     done = submit("slurm", "recipes/grpo", *asked, "--dry_run", "--", *own)
     assert done.returncode == 0, done.stderr
     for directive in ("nodes=2", "gpus-per-node=8", "time=1:00:00", "account=me", "requeue", "signal=B:TERM@660"):
         assert f"\n#SBATCH --{directive}\n" in done.stdout
-    assert "'log.wandb_name=it'\"'\"'s mine'" in done.stdout
+    assert f"'log.wandb_name=it'\"'\"'s mine' run_dir={tmp_path}/run &\n" in done.stdout
+    assert done.stdout.count("run_dir=") == 1
     assert not (tmp_path / "run").exists()
-    done = submit("ray", "recipes/grpo", "--address", "http://h:8265", "--gpus_per_node", "2", "--dry_run", "--", *own)
-    assert "-- exec env CUDA_VISIBLE_DEVICES=0,1 python -m recipes.grpo.main placement.nodes=2 " in done.stdout
-    assert '"RAY_JOB_STOP_WAIT_TIME_S": "660"' in done.stdout
-    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=20).returncode == 0
+    words = ["ray", "recipes/grpo", "--address", "http://h:8265", "--gpus_per_node", "2", "--dry_run", "--", *own]
+    assert module.run_on_ray(module.parse(words), plan_of("/shared/run")) == 0
+    script = capsys.readouterr().out
+    assert "-- exec env CUDA_VISIBLE_DEVICES=0,1 python -m recipes.grpo.main placement.nodes=2 " in script
+    assert '"RAY_JOB_STOP_WAIT_TIME_S": "660"' in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=60).returncode == 0
+
+
+def test_what_a_recipe_refuses_is_refused_before_anything_is_sent() -> None:
+    done = submit("slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2")
+    assert done.returncode == 2
+    assert "did you mean 'placement.nodes'?" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["ray", "recipes/grpo", "--address", "x", "--"], "is not absolute; on a cluster it must be a path that all"),
         (["ray", "recipes/none", "--address", "x", "--"], "recipes/none is no folder of a recipe: it has no run.sh"),
-        (["slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2"], "did you mean 'placement.nodes'?"),
         (["slurm", "recipes/grpo", "--nodes", "0", "--"], "--nodes 0: set it to at least 1"),
-        (["slurm", "recipes/grpo", "--nodes", "1", "--time", "1 h", "--"], "--time '1 h' is nothing that sbatch takes"),
-        (["slurm", "recipes/grpo", "--nodes", "1", "--", "run_dir=a b"], "takes no blanks or % in its path"),
-        (["slurm", "recipes/grpo", "--nodes", "1", "--"], "there is no sbatch here; run this where jobs are submitted"),
         (
-            ["slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nodes=2", "placement.actor_ranks=2"],
-            "--nodes 1, but the options put a role on 2 machines; set --nodes 2",
+            ["slurm", "recipes/grpo", "--nodes", "1", "--", "seed=1", "log.use_wandb=geheim"],
+            "the option log.use_wandb=*** has a key, which would be written down and shown; leave it out, and set",
         ),
+        (["ray", "recipes/grpo", "--address", "x", "--", "--use_wandb", "geheim"], "the option --use_wandb *** has a"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_sent(words: list[str], says: str) -> None:
-    done = submit(*words)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_is_refused_before_the_recipe_is_asked(
+    module: ModuleType, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert module.main(words) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "geheim" not in told
 
 
-def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "run_dir", "says"),
+    [
+        (["ray", "--address", "x"], "runs/a", "is not absolute; on a cluster it must be a path that all"),
+        (["slurm", "--nodes", "2", "--time", "1 h"], "/a", "--time '1 h' is nothing that sbatch takes"),
+        (["slurm", "--nodes", "2"], "/a b", "takes no blanks or % in its path"),
+        (["slurm", "--nodes", "2"], "/a", "there is no sbatch here; run this where jobs are submitted"),
+        (["slurm", "--nodes", "1"], "/a", "--nodes 1, but the options put a role on 2 machines; set --nodes 2"),
+    ],
+)
+def test_what_does_not_fit_a_plan_is_refused_before_anything_is_sent(
+    module: ModuleType, words: list[str], run_dir: str, says: str
+) -> None:
+    kind, *rest = words
+    asked = module.parse([kind, "recipes/grpo", *rest])
+    with pytest.raises(module.Refused) as refused:
+        (module.run_on_ray if kind == "ray" else module.run_on_slurm)(asked, plan_of(run_dir, machines=2))
+    assert says in str(refused.value)
+
+
+def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weights(
+    module: ModuleType, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, copy = tmp_path / "home", tmp_path / "copy"
-    for name in (".venv/bin/python", ".git/HEAD", "runs/a/b", "core/job.py", "core/.x", "recipes/g/model.safetensors"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).touch()
+    dropped = ("home/.venv/python", "home/runs/a/b", "home/core/.x", "home/recipes/g/model.safetensors", "home/docs/a")
+    dropped = (*dropped, "home/core/__pycache__/a", "elsewhere/toy/.git/HEAD", "elsewhere/toy/runs/a")
+    for name in (*dropped, "home/core/job.py", "home/recipes/g/models/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     copy.mkdir()
-    (line,) = [line for line in SUBMIT.with_name("ray_job.sh").read_text().splitlines() if " tar " in line]
-    line = line.replace("$home", str(home)).replace("$not_shipped", str(SUBMIT.with_name("not_shipped.txt")))
-    command = f"copy={copy}\n{line.replace('$$', '$')}"
-    subprocess.run(["bash", "-c", command], check=True, timeout=20)
-    assert [str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()] == ["core/job.py"]
+    monkeypatch.setattr(module, "ROOT", home)
+    asked = module.parse(["ray", str(toy), "--address", "x"])
+    lines = module.ray_script(asked, plan_of("/shared/run"), "toy-1").splitlines()
+    ship = [line for line in lines if line.startswith("ship")]
+    subprocess.run(["bash", "-euc", f"copy={copy}\n" + "\n".join(ship)], check=True, timeout=60)
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
+        "core/job.py",
+        "recipes/g/models/__init__.py",
+        *(f"toy/{name}" for name in ("__init__.py", "main.py", "parts.py", "run.sh")),
+    ]
+
+
+def test_a_script_goes_on_in_the_projects_python_once_however_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "own_python.py", tmp_path / "scripts")
+    (tmp_path / "scripts" / "a.py").write_text(
+        "import sys\nfrom own_python import use_own_python\nuse_own_python()\nprint(sys.prefix, sys.argv[1:])\n"
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "made"], check=True, timeout=LIMIT_S)
+    (tmp_path / ".venv").symlink_to("made")
+    hidden = tmp_path / "hidden"  # which Python it is, its own name does not say
+    hidden.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    hidden.chmod(0o755)
+
+    def prefix(python: str | Path, **env: str) -> str:
+        command = [python, tmp_path / "scripts" / "a.py", "b"]
+        done = subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.stdout.endswith(" ['b']\n"), done.stderr
+        return done.stdout.split()[0]
+
+    assert Path(prefix(sys.executable)).resolve() == tmp_path / "made"
+    assert Path(prefix(tmp_path / ".venv" / "bin" / "python")).resolve() == tmp_path / "made"
+    assert prefix(tmp_path / ".venv" / "bin" / "python", TROUPE_PYTHON=str(hidden)) == sys.prefix

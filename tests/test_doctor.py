@@ -18,6 +18,9 @@ import packaging
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.timeout(400)
+LIMIT_S = 300
+"""The doctor itself gives up what it asks after 120 s."""
 Lines = dict[str, list[dict[str, str]]]
 WORKING_TORCH = """
 from types import SimpleNamespace
@@ -63,11 +66,10 @@ class House:
         if state:
             (self.home / ".venv" / ".setup").write_text("\n".join(state) + "\n")
 
-    def doctor(self, *, own_python: bool = True, **env: str) -> Lines:
+    def doctor(self, **env: str) -> Lines:
         """What it finds; the exit code must say the same."""
-        bare = {"PATH": os.environ["PATH"], "HOME": str(self.home)}
-        given = {"TROUPE_PYTHON": str(self.python)} if own_python else {}
-        done = run(self.home / "scripts" / "doctor.py", "--json", env=bare | given | env)
+        own = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TROUPE_PYTHON": str(self.python)}
+        done = run(self.home / "scripts" / "doctor.py", "--json", env=own | env)
         page: dict[str, Any] = json.loads(done.stdout)
         assert (done.returncode == 0) == page["well"], done.stderr
         assert "Traceback" not in done.stderr
@@ -76,7 +78,7 @@ class House:
 
 def run(script: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def line(lines: list[dict[str, str]], name: str) -> dict[str, str]:
@@ -119,6 +121,14 @@ def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House
     assert "  .venv: bash scripts/setup.sh\n" in done.stdout[done.stdout.index("\nWrong (") :]
 
 
+def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the doctor of a house says of its .venv."""
+    monkeypatch.setattr(module, "HOME", house.home)
+    monkeypatch.setattr(module, "VENV", house.home / ".venv")
+    monkeypatch.delenv("TROUPE_PYTHON", raising=False)
+    return line(module.environment(None), ".venv")
+
+
 @pytest.mark.parametrize(
     ("state", "says", "verdict"),
     [
@@ -129,19 +139,28 @@ def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House
         ((), "made by hand", "note"),
     ],
 )
-def test_a_venv_that_is_not_ready_is_told(house: House, state: tuple[str, ...], says: str, verdict: str) -> None:
+def test_a_venv_that_is_not_ready_is_told(
+    house: House,
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    state: tuple[str, ...],
+    says: str,
+    verdict: str,
+) -> None:
     house.venv(*[str(house.home) if part == "HOME" else part for part in state])
-    found = line(house.doctor(own_python=False)["Python"], ".venv")
+    found = venv_line(house, module, monkeypatch)
     assert says in found["text"]
     assert (found["state"], found["mend"]) == (verdict, "bash scripts/setup.sh")
 
 
-def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(house: House) -> None:
+def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(
+    house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     functions = "sed -n '/^fingerprint()/,/^}/p; /^stamp()/p' scripts/setup.sh"
     command = f'home="$PWD"; venv_python="$1"; eval "$({functions})"; stamp'
     done = subprocess.run(["bash", "-c", command, "-", sys.executable], cwd=house.home, capture_output=True, text=True)
     house.venv(done.stdout.strip(), "base train", "cpu", str(house.home))
-    found = line(house.doctor(own_python=False)["Python"], ".venv")
+    found = venv_line(house, module, monkeypatch)
     assert (found["state"], found["text"].partition(", ")[2]) == ("ok", "torch for cpu; has base train")
 
 
@@ -245,7 +264,7 @@ def test_a_section_that_raises_is_a_line_of_the_page(module: ModuleType, monkeyp
 def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, str(house.home / "scripts" / "doctor.py")]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert done.returncode == 1
     assert done.stderr == "doctor: the page cannot be printed: [Errno 28] No space left on device\n"
 

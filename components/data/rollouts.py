@@ -123,11 +123,11 @@ def record_step(
     """
     if (gap := metrics.get("actor/first_engine_gap")) is not None:
         metrics = {"rollout/logprob_gap_mean": gap} | metrics
-    tracker.log(step, metrics, steps=steps, sample=readable(samples, tokenizer, 1)[0])
+    tracker.log(step, metrics, steps=steps, sample=lambda: readable(samples, tokenizer, 1)[0])
     tracker.rollouts(step, samples)
     tracker.keep_tokenizer(tokenizer)
-    if tracker.wants_samples and step % SHOW_SAMPLES_EVERY == 1:
-        tracker.samples(step, readable(samples, tokenizer, SHOWN_SAMPLES))
+    if step % SHOW_SAMPLES_EVERY == 1:
+        tracker.samples(step, lambda: readable(samples, tokenizer, SHOWN_SAMPLES))
     tracker.update_summary(steps=step)
 
 

@@ -5,14 +5,20 @@ A limit stands where a run goes wrong, not where it could be better: none of the
 
 from __future__ import annotations
 
+import itertools
+import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from components.tracking.metrics import house_name
 from components.tracking.told import AlarmEvent
+
+logger = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
 """A step's metrics under the house's names, of those that are finite numbers."""
@@ -37,6 +43,8 @@ MOST_EQUAL = 0.9
 """Of the answers, to prompts whose answers all earned the same."""
 MOST_TRUNCATED = 0.5
 """Of the answers."""
+BEGINNING = 100
+"""So many lines of metrics have the first value of each, also of what is logged now and then."""
 
 LOWER_RATE = "lower the learning rate (train.learning_rate, actor_learning_rate, actor_rollout_ref.actor.optim.lr)"
 
@@ -145,12 +153,13 @@ ALARMS = (
     Alarm(
         name="failed_rewards",
         watches="reward/failed",
-        when="over 0",
+        when="over 0, twice in a row",
         text="answers whose reward could not be computed: {now:.0f} in this step; they got 0",
         advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
         "(reward.timeout_s, reward_timeout, reward_model.timeout_s; of an agent agent.step_timeout_s, "
         "agent_step_timeout)",
         sounds=lambda now, _: now["reward/failed"] > 0,
+        steps=2,
     ),
     Alarm(
         name="length",
@@ -189,20 +198,34 @@ class Alarms:
             step: its number.
             metrics: as they were logged, under any system's names; what is no number is passed over.
         """
+        now = self._taken_in(metrics)
+        wrong = [alarm for alarm in ALARMS if self._is_wrong(alarm, now)]
+        found = [self._event(alarm, step, alarm.text.format(**self._numbers(alarm, now))) for alarm in wrong]
+        if odd := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
+            text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
+            found.append(self._event(NOT_A_NUMBER, step, text))
+        fresh = [event for event in found if event.alarm not in self._sounded]
+        self._sounded |= {event.alarm for event in fresh}
+        return fresh
+
+    def recall(self, file: Path) -> None:
+        """Take the first values of a run that is gone on with from its metrics.jsonl, where there is one."""
+        try:
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                for line in itertools.islice(lines, BEGINNING):
+                    self._taken_in(json.loads(line))
+        # No such file, or half a line of a killed process: what follows is first then.
+        except (OSError, ValueError) as error:
+            logger.debug("%s was not read to its end: %s", file, error)
+
+    def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
         numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
         # A house's name that is logged beside another system's is what its text speaks of.
         named = {house_name(name): x for name, x in numbers.items()} | numbers
         now = {name: x for name, x in named.items() if math.isfinite(x)}
         for name, x in now.items():
             self._first.setdefault(name, x)
-        wrong = [alarm for alarm in ALARMS if self._is_wrong(alarm, now)]
-        found = [self._event(alarm, step, alarm.text.format(**self._numbers(alarm, now))) for alarm in wrong]
-        if odd := [name for name, x in numbers.items() if not math.isfinite(x)]:
-            text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
-            found.append(self._event(NOT_A_NUMBER, step, text))
-        fresh = [event for event in found if event.alarm not in self._sounded]
-        self._sounded |= {event.alarm for event in fresh}
-        return fresh
+        return now
 
     def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
         if alarm.watches not in now:

@@ -61,9 +61,9 @@ class EventLog:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     if line.startswith(_ALARM_LINE):
-                        # Half a line of a killed process names none.
+                        # Half a line of a killed process names none, nor does somebody's own class of that name.
                         with contextlib.suppress(ValueError):
-                            found.add(json.loads(line)["alarm"])
+                            found.add(str(json.loads(line).get("alarm")))
         except OSError as error:
             logger.debug("no alarms are known: %s", error)
         return found

@@ -177,8 +177,8 @@ CRITIC = (
         "How much of the differences between returns the values foresee: 1 is all, 0 nothing.",
         better="higher",
     ),
-    *_spread(_better("critic/score", "The mean reward of answers.", better="higher", same_as="reward/reward")),
-    *_spread(_better("critic/rewards", "The mean reward less the KL's part.", same_as="reward/shaped")),
+    *_spread(_better("critic/score", "The mean reward of answers.", better="higher")),
+    *_spread(_better("critic/rewards", "The mean reward less the KL's part.")),
     *_spread(_healthy("critic/advantages", "The mean advantage, over the tokens that are trained on.")),
     *_spread(
         _healthy("critic/returns", "The mean return, over the tokens that are trained on.", same_as="critic/return")
@@ -321,7 +321,7 @@ PERF = (
 
 _LENGTH = "What an answer has, a world's words included"
 VERL = (
-    *_spread(_says("response_length", f"{_LENGTH}.", unit="tokens", same_as="rollout/response_length")),
+    *_spread(_says("response_length", f"{_LENGTH}.", unit="tokens")),
     _says("response_length/clip_ratio", "Answers cut off.", unit="share", same_as="rollout/truncated_share"),
     *_spread(_says("response_length_non_aborted", f"{_LENGTH}, empty answers left out.", unit="tokens")),
     _says("response_length_non_aborted/clip_ratio", "Answers cut off, of those that are not empty.", unit="share"),

@@ -13,7 +13,6 @@ from typing import Any
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
-from components.tracking.events import event_name
 from components.tracking.metrics import house_name
 from components.tracking.plain import duration
 from components.tracking.told import AlarmEvent, PhaseEvent, StepEvent
@@ -70,19 +69,21 @@ class RunView:
         self._others: dict[str, Any] = {}
         self._sample: list[tuple[str, str]] = []
         self._alarms: deque[AlarmEvent] = deque(maxlen=_ALARMS)
+        self._takes: dict[type | str, Callable[[Any], None]] = {
+            StepEvent: self._take_step,
+            PhaseEvent: self._take_phase,
+            AlarmEvent: self._alarms.append,
+            "core.observers.CallEvent": self._take_call,
+            "core.observers.JobEvent": self._take_job,
+            "core.observers.MemoryEvent": self._take_memory,
+        }
         self._lock = threading.Lock()
         self._all_start()
 
     def take(self, event: Any) -> None:
         """Take in one event; core's are known by their names, others are passed over."""
-        take = {
-            "step": self._take_step,
-            "phase": self._take_phase,
-            "alarm": self._alarms.append,
-            "call": self._take_call,
-            "job": self._take_job,
-            "memory": self._take_memory,
-        }.get(event_name(type(event)))
+        kind = type(event)
+        take = self._takes.get(kind) or self._takes.get(f"{kind.__module__}.{kind.__name__}")
         if take is not None:
             with self._lock:
                 take(event)

@@ -54,7 +54,9 @@ class Terminal:
                 undo.callback(self._screen.close)
             # A frame must be the only thing that is written to the terminal.
             undo.enter_context(driver_log(self._log, self.say, (2,) if self._screen is None else (1, 2)))
-            undo.enter_context(redirect_stdout(_Lines(self.say)))
+            lines = _Lines(self.say)
+            undo.callback(lines.end)
+            undo.enter_context(redirect_stdout(lines))
             self._undo = undo.pop_all()
         return self
 
@@ -96,6 +98,11 @@ class _Lines(io.TextIOBase):
         for line in lines:
             self._say(line)
         return len(text)
+
+    def end(self) -> None:
+        """Hand on the line that has no end."""
+        if self._begun:
+            self.write("\n")
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -94,7 +94,7 @@ class Tracker:
 
     @property
     def wants_samples(self) -> bool:
-        """Whether anybody reads what `samples` is given; without, no text need be decoded for it."""
+        """Whether anybody reads what `samples` is given."""
         return any(isinstance(sink, SampleSink) for sink in self._sinks.values())
 
     def log(
@@ -103,7 +103,7 @@ class Tracker:
         metrics: Mapping[str, Any],
         *,
         steps: int = 0,
-        sample: Mapping[str, Any] | None = None,
+        sample: Callable[[], Mapping[str, Any]] | None = None,
         show: bool = True,
     ) -> None:
         """Record the metrics of one step.
@@ -112,25 +112,29 @@ class Tracker:
             step: its number.
             metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
             steps: how many the run is to have; 0: not known.
-            sample: one answer of the step, for who watches.
+            sample: gives one answer of the step, for who watches.
             show: whether a person is to see a line of it, where lines are what they see.
         """
         values: dict[str, Any] = {}
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._tell(lambda sink: sink.log(step, values))
             shown = tuple(name for wanted in self._shown for name in values if show and _is(name, wanted))
-            event = StepEvent(step, steps, time.time(), values, shown, sample and plain(sample))
+            answer: dict[str, Any] = {}
+            if sample is not None:
+                self._guard("an answer of each step", lambda: answer.update(plain(sample())))
+            event = StepEvent(step, steps, time.time(), values, shown, answer or None)
             self._guard("what is told of steps", lambda: self._announce(event))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard.
+    def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them,
+        and is not asked where there is neither.
 
         The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
         """
-        if not rows or not self.wants_samples:
+        if not self.wants_samples:
             return
         values: list[dict[str, Any]] = []
-        if self._guard("samples", lambda: values.extend(plain(rows))):
+        if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
             self._tell(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
 
     def rollouts(self, step: int, batch: Batch) -> None:

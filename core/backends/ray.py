@@ -299,7 +299,7 @@ def check_reachable(address: str) -> None:
     if "://" in address or not port.isdecimal():  # a client's address, or "auto"
         return
     try:
-        socket.create_connection((host, int(port)), _REACHED_WITHIN_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN_S).close()
     except OSError as error:
         raise JobError(f"no Ray cluster answers at {address} ({error}); start it, or unset RAY_ADDRESS") from error
 

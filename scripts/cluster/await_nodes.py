@@ -22,7 +22,7 @@ def main() -> None:
     host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
     is_up = False
     while not is_up:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
             is_up = True
         time.sleep(PAUSE_S)
     while True:

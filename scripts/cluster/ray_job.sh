@@ -4,8 +4,9 @@ set -euo pipefail
 
 copy="$$(mktemp -d)"
 trap 'rm -rf -- "$$copy"' EXIT
-(cd -- $home && tar --exclude-from=$not_shipped -cf - -- *) | tar -C "$$copy" -xf -
-$extra_copy
+ship() { tar -C "$$1" --anchored --exclude-from=$not_shipped -cf - "$${@:2}" | tar -C "$$copy" -xf -; }
+ship $home .
+$ship_recipe
 size="$$(du -sm -- "$$copy" | cut -f1)"
 echo "$id: the copy that is shipped has $$size MB, in $$(find "$$copy" -type f | wc -l) files"
 if ((size > $limit_mb)); then

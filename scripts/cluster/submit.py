@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / "scripts"), str(ROOT)]
 
 from own_python import use_own_python  # noqa: E402
 
@@ -87,6 +87,7 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
         raise Refused(f"{asked.recipe} is no folder of a recipe: it has no run.sh")
     if not re.fullmatch(r"[\w.-]+", asked.name):
         raise Refused(f"--name {asked.name!r}: use letters, digits, '-', '_' and '.'")
+    refuse_keys(asked)
     counts = {name: getattr(asked, name, None) for name in ("nodes", "gpus_per_node", "cpus_per_node")}
     for name, count in counts.items():
         if count is not None and count < (name != "gpus_per_node"):
@@ -102,14 +103,31 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
         raise Refused(f"{run_sh} --dry_run has not answered within {CHECK_S} s") from error
     if done.returncode:
         raise Refused((done.stderr or done.stdout).strip() or f"{run_sh} --dry_run failed")
-    plan = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def refuse_keys(asked: argparse.Namespace) -> None:
+    """Refused for a key among the options: what is submitted is kept in plain text, and shown to others."""
+    from components.tracking import redact  # of the project's Python
+
+    for before, given, shown in zip(["", *asked.options], asked.options, redact(asked.options), strict=False):
+        if given != shown:
+            name = shown if "=" in shown else f"{before} {shown}"
+            where = "where sbatch is called" if asked.kind == "slurm" else "where Ray is started"
+            raise Refused(
+                f"the option {name} has a key, which would be written down and shown; leave it out, and set the key "
+                f"{where}, as WANDB_API_KEY (then use_wandb=true), HF_TOKEN or the like"
+            )
+
+
+def check_nodes(asked: argparse.Namespace, plan: dict[str, Any]) -> None:
+    """Refused unless Slurm is asked for as many nodes as the plan needs."""
     on = {tuple(bundle["machine"]) for bundle in plan["placement"]["bundles"] if bundle.get("machine")}
     needed = max([index for _, index in on], default=0) + 1
-    if asked.kind == "slurm" and asked.nodes < needed:
+    if asked.nodes < needed:
         raise Refused(f"--nodes {asked.nodes}, but the options put a role on {needed} machines; set --nodes {needed}")
-    if asked.kind == "slurm" and asked.nodes > needed and asked.gpus_per_node == 0:
+    if asked.nodes > needed and asked.gpus_per_node == 0:
         say(asked, f"the options put each role on up to {needed} of {asked.nodes} nodes")
-    return plan
 
 
 def devices(count: int) -> str:
@@ -154,7 +172,7 @@ def ray_script(asked: argparse.Namespace, plan: dict[str, Any], identity: str) -
         id=identity,
         home=shlex.quote(str(ROOT)),
         not_shipped=shlex.quote(str(HERE / "not_shipped.txt")),
-        extra_copy=":" if is_own else f'cp -rL -- {shlex.quote(str(asked.recipe))} "$copy"',
+        ship_recipe=":" if is_own else shlex.join(["ship", str(asked.recipe.parent), "-h", f"./{asked.recipe.name}"]),
         limit_mb=LIMIT_MB,
         stop_s=STOP_S,
         ray=shlex.quote(program("ray")),
@@ -175,16 +193,23 @@ async def follow(asked: argparse.Namespace, identity: str) -> int:
 
     client = JobSubmissionClient(asked.address)
     loop = asyncio.get_running_loop()
-    was_asked = False
+    stopping: asyncio.Task[None] | None = None
+
+    async def ask_to_stop() -> None:
+        nonlocal stopping
+        try:
+            await loop.run_in_executor(None, client.stop_job, identity)
+        except (OSError, RuntimeError) as error:
+            say(asked, f"the job could not be asked to stop ({error}); try it again")
+            stopping = None
 
     def stop() -> None:
-        nonlocal was_asked
-        if was_asked:
+        nonlocal stopping
+        if stopping is not None:
             say(asked, f"still waiting for the job; to leave it alone, end this process ({os.getpid()}) with SIGQUIT")
             return
-        was_asked = True
         say(asked, "asking the job to stop; it finishes its step and writes a checkpoint")
-        loop.run_in_executor(None, client.stop_job, identity)
+        stopping = loop.create_task(ask_to_stop())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -238,6 +263,7 @@ def slurm_script(asked: argparse.Namespace, run_dir: Path) -> str:
     for name, value in named.items():
         if value is not None and not re.fullmatch(r"[\w.,:@+-]+", str(value)):
             raise Refused(f"--{name} {value!r} is nothing that sbatch takes")
+    options = [word for word in asked.options if not re.match("(--)?run_dir=", word)]
     gpus = f" --gpus-per-node={asked.gpus_per_node}" if asked.gpus_per_node else ""
     return rendered(
         "slurm.sbatch",
@@ -256,12 +282,13 @@ def slurm_script(asked: argparse.Namespace, run_dir: Path) -> str:
         await_nodes=shlex.quote(str(HERE / "await_nodes.py")),
         resources=f'"--num-cpus=$SLURM_CPUS_ON_NODE" --num-gpus={asked.gpus_per_node}',
         step_options=f'"--cpus-per-task=$SLURM_CPUS_ON_NODE"{gpus}',
-        command=shlex.join(["bash", str(asked.recipe / "run.sh"), *asked.options, f"run_dir={run_dir}"]),
+        command=shlex.join(["bash", str(asked.recipe / "run.sh"), *options, f"run_dir={run_dir}"]),
     )
 
 
 def run_on_slurm(asked: argparse.Namespace, plan: dict[str, Any]) -> int:
     """Write the script into the run's folder, and queue it; returns the exit code."""
+    check_nodes(asked, plan)
     run_dir = Path(plan["config"]["run_dir"]).expanduser().absolute()
     script = slurm_script(asked, run_dir)
     if asked.dry_run:
@@ -271,14 +298,16 @@ def run_on_slurm(asked: argparse.Namespace, plan: dict[str, Any]) -> int:
         raise Refused("there is no sbatch here; run this where jobs are submitted, or see the script with --dry_run")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     file = run_dir / "job.sbatch"
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)  # what it is run with is nobody else's
     file.write_text(script, encoding="utf-8")
     say(asked, f"run folder {run_dir}, which all nodes must see; sbatch {file} goes on with it later")
     return subprocess.run(["sbatch", str(file)], check=False).returncode
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    asked = parse(sys.argv[1:])
+    asked = parse(arguments)
     try:
         plan = check(asked)
         return run_on_ray(asked, plan) if asked.kind == "ray" else run_on_slurm(asked, plan)
@@ -290,6 +319,6 @@ def main() -> int:
 if __name__ == "__main__":
     use_own_python()
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

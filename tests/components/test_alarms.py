@@ -58,7 +58,7 @@ def cut(share: float) -> dict[str, float]:
         ("equal_groups", 4, [equal(0.9, 0.0), *[equal(0.91, 0.0)] * 3]),
         # Right from the start it is no success: there is nothing to learn.
         ("equal_groups", 3, [equal(1.0, 1.0)] * 3),
-        ("failed_rewards", 2, [{"reward/failed": 0.0}, {"reward/failed": 1.0}]),
+        ("failed_rewards", 3, [{"reward/failed": 0.0}, *[{"reward/failed": 1.0}] * 2]),
         ("length", 3, [cut(0.5), cut(0.51), cut(0.51)]),
         ("not_a_number", 2, [{"mine": 1.0}, {"mine": math.nan}]),
     ],
@@ -79,6 +79,7 @@ def test_an_alarm_sounds_beyond_its_limit(name: str, at: int, steps: list[dict[s
         [apart(0.9, 1.0)] * 9,  # of older weights
         [equal(0.5, 0.3), *[equal(1.0, 0.9)] * 9],  # has learnt it all
         [cut(0.6), cut(0.4)] * 9,
+        [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a server that stumbles
     ],
 )
 def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:

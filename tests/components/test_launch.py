@@ -83,9 +83,20 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
 
 
+def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/entropy": 1.0, "reward/score": null}\n{"step": 2, "ac')
+    events, said = EventLog(tmp_path / "events.jsonl"), list[Any]()
+    bell = alarm_bell(events, said.append)
+    for step in (2, 3):
+        bell(StepEvent(step, 10, 0.0, {"actor/entropy": 0.05}))  # no less than in the first step after the stop
+    assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
+    events.close()
+
+
 def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n')  # and half a line
+    # A call, half a line, and an event of somebody's own class.
+    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n{"event": "alarm"}\n')
     said: list[Any] = []
     for step in (1, 2):
         events = EventLog(path)
@@ -93,6 +104,6 @@ def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tm
         bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
         bell(said[0])  # an event of another kind
         events.close()
-    written = [json.loads(line) for line in path.read_text().splitlines()[2:]]
+    written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
     assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
     assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]

@@ -217,6 +217,14 @@ def test_what_a_model_writes_moves_no_cursor_and_is_no_markup() -> None:
     assert printable("日本 é") == "日本 é"
 
 
+def test_events_of_somebodys_own_are_passed_over_whatever_they_are_called() -> None:
+    view = view_of({"TRAINER": 1}, Clock())
+    before = shown(view)
+    for name in ("Step", "Phase", "Alarm", "Memory", "CallEvent"):
+        view.take(type(name, (), {})())
+    assert shown(view) == before
+
+
 # --- drawing
 
 
@@ -368,11 +376,13 @@ def test_without_a_terminal_a_step_is_one_line_and_so_is_an_alarm(
         terminal(StepEvent(4, 10, 0.0, {"actor/loss": 1.0}))  # none that a person is to see
         terminal(AlarmEvent("kl", 3, 0.0, "the policy is far away", "lower the learning rate"))
         terminal(call("ACTOR", 0, "update"))
+        print("the end of it", end="")
     assert sys.stdout is before
     assert capsys.readouterr().out.splitlines() == [
         "said",
         "step=3 reward/score=0.5123 actor/kl=1e-09",
         "warning: the policy is far away; lower the learning rate",
+        "the end of it",
     ]
 
 

@@ -45,7 +45,7 @@ def test_tensorboard_shows_numbers_and_samples_in_the_run_folder(tmp_path: Path)
     assert tracker.wants_samples
     tracker.log(1, {"reward": 0.5, "note": "text", "heads": {"a": 2}, "done": True})
     tracker.log(2, {"reward": 0.25})
-    tracker.samples(2, [{"prompt": "a|b\nc", "reward": 1.0}, {"reward": 0.0, "prompt": f"sk-{'k' * 20}"}])
+    tracker.samples(2, lambda: [{"prompt": "a|b\nc", "reward": 1.0}, {"reward": 0.0, "prompt": f"sk-{'k' * 20}"}])
     # All of it is there at once, not when the tracker is closed.
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "reward") == [(1, 0.5), (2, 0.25)]
@@ -72,7 +72,7 @@ def test_tensorboard_goes_to_a_folder_that_is_named_and_is_off_without_one(tmp_p
     for option in (None, "", "false"):
         tracker = Tracker(tmp_path / "run", "toy", {}, seed=0, tensorboard=option)
         assert not tracker.wants_samples
-        tracker.samples(1, [{"prompt": "for nobody"}])
+        tracker.samples(1, lambda: [{"prompt": "for nobody"}])
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: P
     for step in range(1, 40):
         tracker.log(step, {"reward": 0.5, "note": "x" * 100})
         tracker.rollouts(step, batch)
-        tracker.samples(step, [{"prompt": "x" * 100}])
+        tracker.samples(step, lambda: [{"prompt": "x" * 100}])
         events(Note("x" * 100))
     tracker.update_summary(steps=step)
     tracker.close()

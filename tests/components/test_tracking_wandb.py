@@ -153,9 +153,9 @@ def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig())
     assert tracker.wants_samples
-    tracker.samples(1, [])
-    tracker.samples(1, [{"prompt": "p1", "reward": torch.tensor(0.5)}, {"reward": "none", "prompt": "p2"}])
-    tracker.samples(4, [{"prompt": "p3", "more": 1}])
+    tracker.samples(1, list)
+    tracker.samples(1, lambda: [{"prompt": "p1", "reward": torch.tensor(0.5)}, {"reward": "none", "prompt": "p2"}])
+    tracker.samples(4, lambda: [{"prompt": "p3", "more": 1}])
     tracker.close()
     wandb_records(tmp_path)
     tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda path: path.name)
@@ -248,7 +248,7 @@ def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pyte
     tracker = Tracker(run_dir, "toy", config, 0, wandb=options, tensorboard="true", code=code)
     events = EventLog(run_dir / "events.jsonl")
     tracker.log(1, {"note": everything, "reward": 1.0})
-    tracker.samples(1, [{"prompt": everything, "reward": 1.0}])
+    tracker.samples(1, lambda: [{"prompt": everything, "reward": 1.0}])
     tracker.rollouts(1, Batch([1], {"tokens": torch.tensor([1])}))
     events(FailedEvent(everything))
     tracker.close()
@@ -277,7 +277,7 @@ def test_wandb_leaves_nothing_outside_the_run_folder(
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "code.py").write_text("1")
     tracker = Tracker(tmp_path / "run", "toy", {}, 0, wandb=WandbConfig(), code=tmp_path)
-    tracker.samples(1, [{"prompt": "a"}])
+    tracker.samples(1, lambda: [{"prompt": "a"}])
     tracker.close()
     assert list(home.rglob("*")) == []
     assert "WANDB_DATA_DIR" not in os.environ

@@ -251,12 +251,12 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
 
 def test_a_trainer_knows_what_memory_the_job_takes() -> None:
     def script(trainer: Any) -> None:
-        deadline = time.monotonic() + 30
-        while not trainer.job_memory_bytes and time.monotonic() < deadline:
-            time.sleep(0.1)
-        trainer.say(f"MB {trainer.job_memory_bytes / 2**20:.0f}")
         own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        assert 1.2 * own / 3 < trainer.job_memory_bytes < 2**32  # three processes, which share what Python is made of
+        deadline = time.monotonic() + 90
+        # Three processes, which share what Python is made of; they tell one after the other.
+        while trainer.job_memory_bytes < 1.2 * own / 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert 1.2 * own / 3 < trainer.job_memory_bytes < 2**32
 
     result = run(script)
     assert result.status == "finished", result.error
@@ -266,6 +266,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         check_reachable(address)
+        check_reachable(f"[127.0.0.1]:{server.getsockname()[1]}")  # as addresses of IPv6 are written
     for elsewhere in ("auto", "ray://127.0.0.1:1"):  # these Ray looks for itself
         check_reachable(elsewhere)
     with pytest.raises(JobError, match=f"no Ray cluster answers at {address} .*; start it, or unset RAY_ADDRESS"):

@@ -182,6 +182,21 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
+def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, tensorboard="true", tell=told.append)
+    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()))
+    samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
+    tokenizer: Any = object()  # it has neither decode nor save_pretrained
+    for step in (1, 11):
+        record_step(tracker, step, 20, {"reward/score": 0.5}, samples, tokenizer)
+    tracker.close()
+    assert [(event.step, event.sample) for event in told] == [(1, None), (11, None)]
+    switched_off = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" of ")[0] for text in switched_off] == ["an answer", "tokenizer", "samples"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
     told: list[StepEvent] = []
     tracker = Tracker(tmp_path, "demo", {}, 0, tell=told.append)
