@@ -35,9 +35,17 @@ _COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "hos
 _HEADS = {"gradients": "grads", "optimizer": "optim"}
 _NOT_OF_THE_RUN = ("run_dir", "dry_run", "print_config")
 _ON_GPU = {"zero_stage": 3, "adam_offload": True, "offload_policy": True}
+_ON_HOST = (
+    *("adam_offload", "param_offload", "optimizer_offload", "offload_policy"),
+    *("enable_ema", "deepspeed_enable_sleep", "vllm_enable_sleep", "free_cache_engine"),
+)
 _CHECKPOINTING = {"gradient_checkpointing": True, "enable_gradient_checkpointing": True}
 _SHARES = ("gpu_memory", "gpu_memory_utilization", "vllm_gpu_memory_utilization")
+_PARALLEL = ("tensor_parallel", "tensor_model_parallel_size", "vllm_tensor_parallel_size")
+_PROCESSES = ("actor_ranks", "references", "engines", "gpus_per_node")
 _BUDGETS = ("max_tokens", "max_tokens_per_gpu", "train_max_tokens_per_gpu", "ppo_max_token_len_per_gpu")
+_COUNTED_BYTES = 64_000_000
+"""Of a file whose lines are counted before a run starts, at most."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +57,28 @@ class Capacity:
 
     @classmethod
     def here(cls, gpus: object, nodes: int = 1) -> Capacity:
-        """Of this machine, or what its control group allows, and of the smallest of its GPUs. On a cluster the machine
-        at hand says nothing about the others.
+        """Of this machine, or what its control group allows, and of each of its GPUs. On a cluster the machine at hand
+        says nothing about the others.
         """
-        machine = None
-        if nodes == 1 and not os.environ.get("RAY_ADDRESS"):
-            limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-            for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-                text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
-                limits += [int(text)] if text.isdecimal() else []
-            machine = min(limits)
-        return cls(machine, _smallest_gpu() if gpus else None)
+        if nodes > 1 or os.environ.get("RAY_ADDRESS"):
+            return cls()
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
+            limits += [int(text)] if text.isdecimal() else []
+        visible, order = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("CUDA_DEVICE_ORDER")
+        # CUDA's numbers are nvidia-smi's where both count by the bus.
+        named = visible and (order == "PCI_BUS_ID" or not visible[0].isdecimal())
+        return cls(min(limits), gpu_bytes(visible if named else "") if gpus else None)
 
 
 @functools.cache
-def _smallest_gpu() -> int | None:
-    shown = answer("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    return min((int(line) * 2**20 for line in shown.split() if line.isdecimal()), default=None)
+def gpu_bytes(names: str) -> int | None:
+    """Of each of these GPUs, of all by default; None: not known, or not alike."""
+    chosen = [f"--id={names}"] if names else []
+    shown = answer("nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    sizes = {int(line) * 2**20 for line in shown.split() if line.isdecimal()}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 class Planned(Submittable, Protocol):
@@ -138,8 +151,9 @@ class Plan:
         )
 
     def is_all(self, asked: Any, given: Collection[str]) -> bool:
-        """Print what `--print_config` or `--dry_run` ask for, and say whether one of them did. `--dry_run` prints
-        JSON on stdout, and for a person the table on stderr.
+        """Print what `--print_config` or `--dry_run` ask for, and say whether one of them did. For a person there is on
+        stderr: with `--print_config` what should be known of these options; with `--dry_run`, and where a run cannot
+        fit, the table.
 
         Args:
             asked: the configuration before anything was filled in.
@@ -150,13 +164,22 @@ class Plan:
         """
         if asked.print_config:
             print(printed(asked, given))
+            self._say(self.notes)
             return True
         if asked.dry_run:
             print(self.json())
-            for line in self.lines():
-                print(f"{self.recipe}: {line}", file=sys.stderr)
-        self.check()
+        try:
+            self.check()
+        except ValueError:
+            self._say(self.lines())
+            raise
+        if asked.dry_run:
+            self._say(self.lines())
         return asked.dry_run
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            print(f"{self.recipe}: {line}", file=sys.stderr)
 
     def run(self, run_dir: Path, began: float, **seconds: float) -> int:
         """Show the plan, and run its job to the end; arguments and exit code are those of `run_job`."""
@@ -178,6 +201,13 @@ class Plan:
         Raises:
             ValueError: it does not; the message says what to set.
         """
+        for role, need in self.needs.items():
+            if need.short:
+                taken = (need.weights or 0) + need.base
+                raise ValueError(
+                    f"it cannot fit: {role}'s engine may take {amount(taken - need.short)} of a GPU, and needs "
+                    f"{amount(taken)} for its weights and its context alone; {self._larger_share(role)}"
+                )
         for place in self._places():
             if place.there is None or place.least <= place.there:
                 continue
@@ -283,27 +313,45 @@ class Plan:
 
     def _remedy(self, place: Place, role: str = "") -> str:
         """What to set, of the options of this recipe; with a role, so that it takes less in any case."""
-        options, gpu = dict(_flat(redact(self.config))), place.name != "this machine"
-        learns = not role or self.needs[role].optimizer != 0
-        better: dict[str, object] = _ON_GPU if gpu and learns else {}
-        weights = (self.needs[role].weights or 0) * (1 if gpu else self._count(role)) if role else 0
+        gpu, here = self.job.device_type == "GPU", place.name == "this machine"
+        needs = [self.needs[name] for name in ([role] if role else place.certain)]
+        learns = any(need.optimizer != 0 or (need.host and not need.cache) for need in needs)
+        caches = any(need.cache and not need.grows for need in needs)
+        weights = (needs[0].weights or 0) * (self._count(role) if here else 1) if role else 0
+        better: dict[str, object] = {} if role else dict(_CHECKPOINTING)
+        lower = _BUDGETS * (not role)
         if learns and weights < (place.there or 0):
-            better = {"lora_rank": 16, **better}
-        lower = _SHARES * gpu + ("cpu_cache_gb",) * (not gpu) if role and not learns else ()
-        if self.job.device_type == "GPU" and not gpu:
-            better = {}
-        elif not role:
-            better, lower = {**_CHECKPOINTING, **better}, _BUDGETS
+            better["lora_rank"] = 16
+        if here and gpu:
+            better, lower = dict[str, object](dict.fromkeys(_ON_HOST, False)), ()
+        elif gpu:
+            better, lower = better | (_ON_GPU if learns else {}), lower + _SHARES * caches
+        else:
+            lower += ("cpu_cache_gb",) * caches
         found = list[str]()
-        for name, value in options.items():
+        for name, value in _flat(redact(self.config)):
             last = name.rpartition(".")[2]
             if last in better and value in (0, 1, 2) and value != better[last]:
                 found.append(f"{name}={_short(better[last])}")
-            elif last in lower and value is not None:
+                continue
+            if here and name == "train.ema_beta" and value is not None:
+                found.append(f"{name}=null")
+            fewer = here and not gpu and last.endswith(_PROCESSES) and (value or 0) > 1
+            if fewer or (last in lower and (value is not None or last in _SHARES)):
                 found.append(f"{name} lower")
-        models = [name for name in options if name.endswith(("model.path", "pretrain")) and options[name]]
-        found = found[:3] + ["more GPUs"] * (self.job.device_type == "GPU")
-        return f"set {', '.join(found)}{', or ' * bool(found)}a smaller model ({(models or ['the model'])[0]})"
+        return self._or_smaller(found[:4] + ["more GPUs"] * (gpu and not here))
+
+    def _larger_share(self, role: str) -> str:
+        """What to set where an engine may not take what its weights do."""
+        alone = not self.needs[role].optimizer and not any(role in group for group in self.job.collocations)
+        wanted = _SHARES + _PARALLEL * alone
+        names = [name for name, _ in _flat(redact(self.config)) if name.rpartition(".")[2] in wanted]
+        return self._or_smaller([f"{name} higher" for name in names])
+
+    def _or_smaller(self, found: Sequence[str]) -> str:
+        options = _flat(redact(self.config))
+        models = [name for name, value in options if name.endswith(("model.path", "pretrain")) and value]
+        return f"set {', '.join([*found, ''])}{'or ' * bool(found)}a smaller model ({(models or ['the model'])[0]})"
 
 
 def amount(count: int | None) -> str:
@@ -342,7 +390,7 @@ def _count_rows(name: str, most: int | None) -> int | None:
     if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
         return DEFAULT_TASK_ROWS if most is None else most
     try:
-        if path.suffix == ".jsonl" and path.is_file():
+        if path.suffix == ".jsonl" and path.is_file() and path.stat().st_size <= _COUNTED_BYTES:
             with path.open("rb") as file:
                 return sum(1 for line in file if line.strip())
         if path.suffix == ".parquet" and path.is_file():
@@ -420,7 +468,7 @@ def policy_plan(
         needs=needs,
         steps=steps_text(config.arithmetic, data.path, data.max_rows, data.probs),
         choices=[
-            f"{train.engine} zero_stage={train.zero_stage} {train.precision}",
+            f"{train.engine} zero_stage={engine.stage} {train.precision}",
             asked.rollout.chosen(gpu, asked.model.path, asked.evaluation.temperature)[1],
         ],
         notes=config.notes(given),
@@ -428,28 +476,43 @@ def policy_plan(
     )
 
 
-def supervised_plan(recipe: str, job: Planned, config: Any, changed: Mapping[str, Any], role: str) -> Plan:
+def supervised_plan(
+    recipe: str, job: Planned, config: Any, changed: Mapping[str, Any], role: str, rows: str = "pairs"
+) -> Plan:
     """The plan of a recipe that trains one model on data that is there.
 
     Args:
         recipe: its name.
         job: what runs where.
-        config: with `engine`, `arithmetic`, and the options that sft, dpo and reward_model share.
+        config: with `engine`, and the options that sft, dpo and reward_model share.
         changed: as in Plan.
         role: that trains; REWARD has a head of its own.
+        rows: what the data are.
     """
     gpu = job.device_type == "GPU"
     engine, ranks, size = config.engine(1, gpu), job.placement.processes[role], model_size(config.pretrain)
     longest = min(config.max_len, (size and size.positions) or config.max_len)
     tokens = micro_batch_tokens(engine, longest, -(-2 * config.train_batch_size // ranks))  # of pairs both answers
+
+    def arithmetic(count: int) -> str:
+        held = 0 if getattr(config, "eval_dataset", None) else config.eval_samples
+        if count <= held:
+            return f"none: eval_samples={held} holds out all {count} {rows}"
+        steps = config.max_epochs * -(-(count - held) // config.train_batch_size)
+        return (
+            f"{steps} optimizer steps of {config.train_batch_size} {rows}: {count - held} {rows} x {config.max_epochs} "
+            f"epochs, {held} held out; in micro-batches of at most {config.max_tokens_per_gpu} tokens on each of "
+            f"{ranks} processes"
+        )
+
     return Plan(
         recipe=recipe,
         job=job,
         config=config,
         changed=changed,
         needs={role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=role != "REWARD")},
-        steps=steps_text(config.arithmetic, config.dataset, config.max_samples),
-        choices=[f"{engine.engine} zero_stage={engine.zero_stage} {engine.precision}"],
+        steps=steps_text(arithmetic, config.dataset, config.max_samples),
+        choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
     )
 
 

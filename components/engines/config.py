@@ -99,6 +99,11 @@ class TrainOptions:
             remedy = "engine='fsdp' overlaps always, and nobody can choose; leave it False"
             _require(not self.overlap_comm, "overlap_comm", self.overlap_comm, remedy)
 
+    @property
+    def stage(self) -> int:
+        """`zero_stage` as it is used: without ZeRO, DeepSpeed trains bfloat16 with a loss scale of its own."""
+        return max(self.zero_stage, 1) if self.precision == "bf16" else self.zero_stage
+
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """The engine's configuration in a run of so many optimizer steps, with that seed."""
         own = {option.name: getattr(self, option.name) for option in fields(TrainOptions)}

@@ -33,7 +33,7 @@ class DeepSpeedEngine(TrainEngine):
         optimizer = adam_of(model, config)
         self._deepspeed = deepspeed
         self._adam = optimizer
-        self._stage = _deepspeed_stage(config)
+        self._stage = config.stage
         settings = _deepspeed_json(model, config)
         # Some of its optimizers print how much memory they take, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -116,13 +116,8 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
-def _deepspeed_stage(config: TrainConfig) -> int:
-    # Without ZeRO, DeepSpeed trains bfloat16 as it does float16, with a loss scale that changes the result.
-    return max(config.zero_stage, 1) if config.precision == "bf16" else config.zero_stage
-
-
 def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
-    stage = _deepspeed_stage(config)
+    stage = config.stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}

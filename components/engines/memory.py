@@ -92,6 +92,8 @@ class Need:
     """The cache follows from the longest sequences that there may be, and is not taken before there are."""
     sleeps: bool = False
     """All of it is given back while other roles that share the device work."""
+    short: int = 0
+    """What an engine's share of a GPU lacks for its weights alone."""
 
     @property
     def certain(self) -> int:
@@ -130,6 +132,7 @@ def together(*needs: Need) -> Need:
         first=sum(need.first for need in needs),
         published=sum(need.published for need in needs),
         grows=any(need.grows for need in needs),
+        short=max(need.short for need in needs),
     )
 
 
@@ -195,13 +198,14 @@ def training(
         return Need(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
     count = size.parameters - (0 if has_head else size.head)
     trained = count if trained == size.parameters else trained
-    width, adapters = (2 if config.precision == "bf16" else 4), trained if config.lora_rank else 0
+    stage, width, adapters = config.stage, (2 if config.precision == "bf16" else 4), trained if config.lora_rank else 0
     if config.engine == "fsdp":
         weights, gradients, optimizer = 4 * (count + adapters) // ranks, 4 * trained // ranks, 8 * trained // ranks
-        whole = count if config.zero_stage < 3 else count // max(1, size.layers)
-        gathered = width * whole + (width * trained if config.zero_stage < 3 else 0)
+        # What no layer has stays; of the layers one computes, the next one is on its way, and one has its gradient.
+        rest, layers = size.vocabulary * size.hidden + size.head * has_head, max(1, size.layers)
+        kept = count + trained if stage < 3 else rest + 2 * (count - rest) // layers + trained // layers
+        gathered = width * kept
     else:
-        stage = max(config.zero_stage, 1) if config.precision == "bf16" else config.zero_stage
         weights = width * (count + adapters) // (ranks if stage == 3 else 1)
         gradients = 4 * trained // (ranks if stage >= 2 else 1)
         optimizer = 8 * trained if stage == 0 else 12 * trained // ranks
@@ -211,7 +215,9 @@ def training(
         gathered += width * min(count, _GATHERED) if stage == 3 and ranks > 1 else 0
     host, first = 0, 4 * trained * (config.ema_beta is not None)
     if config.adam_offload and gpu:
-        host, optimizer, gradients = optimizer + gradients, 0, 0
+        host, optimizer = optimizer + 4 * trained // ranks, 0
+        # Those that are not partitioned wait on the GPU for the end of the step.
+        gradients = gradients if stage < 2 else 0
         if config.engine == "fsdp":
             host, weights = host + weights, 0
     if sleeps:
@@ -263,12 +269,13 @@ def sampling(
     parts = config.tensor_parallel_size
     if not gpu:
         return Need(weights=weights, cache=int(config.cpu_cache_gb * 2**30), base=base * parts)
+    # While it sleeps its weights are on the machine.
+    asleep = {"sleeps": config.enable_sleep, "host": (weights or 0) * config.enable_sleep}
     weights = None if weights is None else weights // parts
-    if device_bytes is None:
-        return Need(weights=weights, cache=None, base=base, sleeps=config.enable_sleep)
-    share = int(config.gpu_memory_utilization * device_bytes)
-    cache = None if weights is None else max(share - weights - base, 0)
-    return Need(weights=weights, cache=cache, base=base, sleeps=config.enable_sleep)
+    if device_bytes is None or weights is None:
+        return Need(weights=weights, cache=None, base=base, **asleep)
+    left = int(config.gpu_memory_utilization * device_bytes) - weights - base
+    return Need(weights=weights, cache=max(left, 0), base=base, short=max(-left, 0), **asleep)
 
 
 _WIDTH = {"float32": 4, "bfloat16": 2}

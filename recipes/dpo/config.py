@@ -1,6 +1,5 @@
 """Every option of the recipe. `--flag value` and `flag=value` mean the same."""
 
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +148,7 @@ class DPOConfig:
     """Ranks per machine. Default: 1."""
     save_path: str | None = None
     """A second place for the trained policy; it is always in the run folder's checkpoints."""
-    logging_steps: int = 10
+    logging_steps: int = 1
     """Show every so many steps in the terminal; the files have all."""
     use_wandb: str | None = None
     """Log to W&B: an API key, or `true` to use WANDB_API_KEY. Without a key it stays offline, in the run folder."""
@@ -243,16 +242,6 @@ class DPOConfig:
             project=self.wandb_project,
             group=self.wandb_group,
             run_name=self.wandb_run_name,
-        )
-
-    def arithmetic(self, num_rows: int) -> str:
-        """How much of what a run does, in a sentence; of so many pairs, if none is too long."""
-        held = 0 if self.eval_dataset else self.eval_samples
-        per_epoch = math.ceil(max(num_rows - held, 0) / self.train_batch_size)
-        return (
-            f"{self.max_epochs * per_epoch} optimizer steps of {self.train_batch_size} pairs: "
-            f"{num_rows - held} pairs x {self.max_epochs} epochs, {held} held out; in micro-batches of at most "
-            f"{self.max_tokens_per_gpu} tokens on each of {self.ranks} processes"
         )
 
     def engine(self, total_steps: int, has_gpu: bool) -> TrainConfig:

@@ -71,7 +71,7 @@ def make_plan(asked: PPOConfig, arguments: list[str]) -> Plan:
         changed=changed_options(PPOConfig, arguments, presets(arguments)),
         needs=memory_needs(config, job),
         steps=steps_text(config.arithmetic, config.prompt_data, config.max_samples, config.prompt_data_probs),
-        choices=[f"deepspeed zero_stage={config.zero_stage} {precision}", engine_of(asked)],
+        choices=[f"deepspeed zero_stage={config.engine(0.0, 1).stage} {precision}", engine_of(asked)],
         notes=replace(asked, rollout_engine=config.rollout_engine).notes(given_options(PPOConfig, arguments)),
         overlaps=config.async_train,
     )

@@ -1,6 +1,5 @@
 """Every option of the recipe. `--flag value` and `flag=value` mean the same."""
 
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,17 +121,6 @@ class SFTConfig:
     def checkpoint_dir(self) -> Path:
         """Where the step folders are."""
         return Path(self.ckpt_path).expanduser() if self.ckpt_path else Path(self.run_dir) / "checkpoints"
-
-    def arithmetic(self, num_rows: int) -> str:
-        """How much of what a run does, in a sentence; of so many demonstrations, if none is too long."""
-        held = self.eval_samples
-        per_epoch = math.ceil(max(num_rows - held, 0) / self.train_batch_size)
-        ranks = self.num_nodes * (self.num_gpus_per_node or 1)
-        return (
-            f"{self.max_epochs * per_epoch} optimizer steps of {self.train_batch_size} demonstrations: "
-            f"{num_rows - held} demonstrations x {self.max_epochs} epochs, {held} held out; in micro-batches of at "
-            f"most {self.max_tokens_per_gpu} tokens on each of {ranks} processes"
-        )
 
     def engine(self, total_steps: int, has_gpu: bool) -> TrainConfig:
         """The training engine."""

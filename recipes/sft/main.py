@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_config(arguments)
         changed = changed_options(SFTConfig, arguments, presets(arguments))
-        plan = supervised_plan(RECIPE, build_job(config), config, changed, Role.ACTOR)
+        plan = supervised_plan(RECIPE, build_job(config), config, changed, Role.ACTOR, "demonstrations")
         if plan.is_all(config, given_options(SFTConfig, arguments)):
             return 0
         check_inputs(config)

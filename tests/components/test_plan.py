@@ -1,13 +1,14 @@
 """What models take, worked by hand, and the plan that every recipe shows before it starts."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.engines.config import HFRolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.config import HFRolloutConfig, TrainConfig, TrainOptions, VLLMRolloutConfig
 from components.engines.memory import (
     PROCESS_BYTES,
     ModelSize,
@@ -19,8 +20,8 @@ from components.engines.memory import (
     together,
     training,
 )
-from components.options import DataOptions, ModelOptions
-from components.plan import Capacity, Plan, amount, steps_text
+from components.options import DataOptions, ModelOptions, PlacementOptions
+from components.plan import Capacity, Plan, amount, gpu_bytes, steps_text
 from core import JobBuilder
 from recipes.grpo.config import GRPOConfig
 
@@ -136,6 +137,9 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     assert less.passes == 16 * (230 * 4 + 2 * 10 * 4) * 5 // 4 + rest
     # ZeRO's gradients wait in a buffer: beside each other 2 x 4 x 100000 more.
     assert training(SMALL, TrainConfig(zero_stage=2), 1, tokens=16).passes == need.passes + 800_000
+    # FSDP gathers the embedding, 100 x 10, which stays, two layers of (100000 - 1000) / 2, and a layer's gradient.
+    whole = training(SMALL, TrainConfig(engine="fsdp", zero_stage=3), 2, tokens=16)
+    assert whole.passes == need.passes + 4 * (1_000 + 99_000 + 50_000)
 
 
 def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
@@ -143,8 +147,15 @@ def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
     need = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True, publishes=True)
     assert (need.weights, need.gradients, need.optimizer, need.host) == (2000, 0, 0, 2000 + 6000)
     assert (need.first, need.published) == (4000, 2 * 2000)
+    # Gradients that are not partitioned are on the GPU until the step ends; then a rank's half is on the machine.
+    config = TrainConfig(zero_stage=1, adam_offload=True)
+    need = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True)
+    assert (need.weights, need.gradients, need.optimizer, need.host) == (4000, 4000, 0, 2000 + 6000)
     asleep = training(ModelSize(parameters=1000), TrainConfig(), 1, tokens=1, gpu=True, sleeps=True)
     assert (asleep.certain, asleep.host) == (16_000, 16_000)
+    shared = VLLMRolloutConfig(enable_sleep=True, tensor_parallel_size=2)
+    engine = sampling(ModelSize(parameters=1000), shared, 1, 1, GB, gpu=True)
+    assert (engine.weights, engine.host) == (2000, 4000)  # of both devices
 
 
 def test_a_head_over_the_vocabulary_is_not_a_critics() -> None:
@@ -235,20 +246,70 @@ def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
     assert "set train.zero_stage=3, train.lora_rank=16, train.adam_offload=true, more GPUs, or a smaller" in str(
         error.value
     )
-    with pytest.raises(ValueError, match=r"2 x \(offloaded or asleep 60 GB\); set more GPUs, or a smaller"):
-        plan_of({"ACTOR": learner(host=60 * GB)}, device=None).check()
+    plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
+    plan.config = replace(plan.config, train=TrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
+    with pytest.raises(ValueError, match=r"2 x \(offloaded or asleep 60 GB\); set ") as error:
+        plan.check()
+    assert "; set train.adam_offload=false, train.ema_beta=null, or a smaller model" in str(error.value)
     plan_of({"ACTOR": learner()}, device=None).check()  # nobody knows what there is
     assert "maybe too much" in "\n".join(plan_of({"ACTOR": learner()}, device=41 * GB).lines())
-    with pytest.raises(ValueError, match="this machine would hold 160 GB, and has 100 GB"):
-        plan_of({"A": learner(), "B": learner()}, device=None, collocated=False, kind="CPU").check()
+    plan = plan_of({"A": learner(), "B": learner()}, device=None, collocated=False, kind="CPU")
+    plan.config = replace(plan.config, placement=PlacementOptions(actor_ranks=2))
+    with pytest.raises(ValueError, match="this machine would hold 160 GB, and has 100 GB") as error:
+        plan.check()
+    assert "; set train.lora_rank=16, placement.actor_ranks lower, or a smaller model" in str(error.value)
+    sampler = Need(weights=10 * GB, cache=50 * GB)
+    with pytest.raises(ValueError, match=r"; set rollout.cpu_cache_gb lower, or a smaller model"):
+        plan_of({"ROLLOUT": sampler}, device=None, collocated=False, kind="CPU").check()
 
 
-def test_the_machine_of_a_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
+    size = ModelSize(parameters=20 * GB)
+    need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
+    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights and 0.6 GB of context.
+    assert (need.cache, need.short) == (0, 4_600_000_000)
+    message = (
+        "ROLLOUT's engine may take 36 GB of a GPU, and needs 41 GB .*; set rollout.gpu_memory higher, or a smaller"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB).check()
+    with pytest.raises(
+        ValueError, match=r"set rollout.tensor_parallel higher, rollout.gpu_memory higher, or a smaller"
+    ):
+        plan_of({"ROLLOUT": need}, device=80 * GB, collocated=False).check()
+
+
+def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
+    """An nvidia-smi that shows GPUs of these sizes, or the first of them where some are chosen by name."""
+    sizes = " ".join(map(str, mebibytes))
+    answers = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
+    (path / "nvidia-smi").write_text(f"#!/bin/sh\n{answers}\n")
+    (path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
+    gpu_bytes.cache_clear()
+
+
+def test_the_machine_of_a_cluster_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert (Capacity.here(0).machine or 0) > GB
-    assert Capacity.here(0, nodes=2).machine is None
+    gpus(tmp_path, monkeypatch, 8192)
+    here = Capacity.here(1)
+    assert ((here.machine or 0) > GB, here.device) == (True, 8 * 2**30)
+    assert Capacity.here(1, nodes=2) == Capacity()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert Capacity.here(0).machine is None
+    assert Capacity.here(1) == Capacity()
+
+
+def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    gpus(tmp_path, monkeypatch, 8192, 2048)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # in CUDA's order the fastest, in nvidia-smi's the first on the bus
+    assert Capacity.here(1).device is None
+    for name, value in (("CUDA_VISIBLE_DEVICES", "GPU-1a2b"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")):
+        monkeypatch.setenv(name, value)
+        assert Capacity.here(1).device == 8 * 2**30
+    gpu_bytes.cache_clear()
 
 
 def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
@@ -257,6 +318,20 @@ def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
     assert steps_text(str, f"{tmp_path}/a.jsonl,task:sort", 9) == "9"
     assert steps_text(str, "task:sort", None) == "10000"
     assert steps_text(str, "org/data", None) == "not known before org/data is read"
+    with (tmp_path / "large.jsonl").open("wb") as file:
+        file.truncate(65_000_000)
+    assert "not known" in steps_text(str, f"{tmp_path}/large.jsonl", None)
+
+
+def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 20)
+    main, shown = import_module("recipes.dpo.main").main, list[str]()
+    for held in (256, 4):
+        options = ["pretrain=p", f"dataset={tmp_path}/a.jsonl", f"eval_samples={held}", "train_batch_size=8"]
+        assert main([*options, "max_epochs=3", "--dry_run"]) == 0
+        shown.append(json.loads(capsys.readouterr().out)["arithmetic"])
+    assert shown[0] == "none: eval_samples=256 holds out all 20 pairs"
+    assert shown[1].startswith("6 optimizer steps of 8 pairs: 16 pairs x 3 epochs, 4 held out; in micro-batches of")
 
 
 def test_amounts_are_short() -> None:
@@ -303,7 +378,8 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
     given = [option.format(path) for option in options]
     main = import_module(f"recipes.{recipe}.main").main
     assert main([*given, f"run_dir={tmp_path}/run"]) == 2
-    error = capsys.readouterr().err
+    *table, error = capsys.readouterr().err.splitlines()
+    assert sum(f"{recipe}: memory" in line for line in table) == 1  # what the refusal is about
     assert f"{recipe}: it cannot fit: this machine would hold " in error
     assert ("gradients 282 GB" in error, "cache" in error) == (True, False)
     assert "a smaller model (" in error
