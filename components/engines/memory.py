@@ -1,7 +1,7 @@
 """How much memory a model takes where it is trained, frozen or sampled from: arithmetic, before anything is loaded.
 
 Nothing here needs torch, and nothing is invented: what neither weight files nor a known architecture tell is None. The
-numbers were compared with runs, on a CPU, of models of 0.4 and 75 million parameters, and were within a fifth.
+numbers were compared with runs, on a CPU, of models of 0.4 and 75 million parameters, and were within a quarter.
 """
 
 from __future__ import annotations

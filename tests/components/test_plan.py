@@ -387,6 +387,23 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
     assert main([*given, "--print_config"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "option", "note"),
+    [
+        ("grpo", "algorithm.kl_estimator=k3", "no effect of algorithm.kl_estimator: algorithm.kl_coef=0"),
+        ("openrlhf_ppo", "ema_beta=0.5", "no effect of ema_beta: enable_ema is off"),
+        ("verl_ppo", "actor_rollout_ref.ref.fsdp_config.param_offload=true", "no effect of actor_rollout_ref.ref."),
+    ],
+)
+def test_what_has_no_effect_is_said_with_the_printed_configuration(
+    recipe: str, option: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert import_module(f"recipes.{recipe}.main").main(["--print_config", option]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"{recipe}: {note}")
+    assert (shown.err.count("\n"), "no effect" in shown.out) == (1, False)
+
+
 def test_a_key_is_not_shown_among_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
     key = "0123456789abcdef0123456789abcdef01234567"
     assert import_module("recipes.openrlhf_ppo.main").main(["--dry_run", "--use_wandb", key]) == 0

@@ -309,7 +309,7 @@ FLAT = """--pretrain m --ref_pretrain r --ref_offload --dataset d --eval_dataset
     --micro_train_batch_size 2 --max_epochs 3 --beta 0.2 --ipo --nll_loss_coef 0.3 --learning_rate 5e-7
     --lr_warmup_ratio 0.05 --lr_scheduler cosine_with_min_lr --l2 0.1 --adam_betas 0.9 0.99 --zero_stage 3 --bf16
     --gradient_checkpointing --packing_samples --lora_rank 8 --lora_alpha 16 --target_modules q_proj v_proj
-    --save_path s --save_steps 5 --ckpt_path k --load_checkpoint --logging_steps 1 --eval_steps 7 --seed 3
+    --save_path s --save_steps 5 --ckpt_path k --load_checkpoint --logging_steps 5 --eval_steps 7 --seed 3
     --aux_loss_coef 0 --use_wandb true"""
 NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload --data.dataset d --eval.dataset e
     --eval.split test --data.prompt_key p --data.chosen_key c --data.rejected_key w --data.apply_chat_template
@@ -318,7 +318,7 @@ NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload -
     --lr_scheduler cosine_with_min_lr --adam.weight_decay 0.1 --adam.betas 0.9 0.99 --ds.zero_stage 3 --bf16
     --model.gradient_checkpointing_enable --ds.packing_samples --ds.lora.rank 8 --ds.lora.alpha 16
     --ds.lora.target_modules q_proj v_proj --ckpt.output_dir s --ckpt.save_steps 5 --ckpt.path k --ckpt.load_enable
-    --logger.logging_steps 1 --eval.steps 7 --train.seed 3 --model.aux_loss_coef 0 --optim adam
+    --logger.logging_steps 5 --eval.steps 7 --train.seed 3 --model.aux_loss_coef 0 --optim adam
     --logger.wandb.key true"""
 
 
@@ -336,6 +336,7 @@ def test_its_defaults_are_those_of_openrlhf() -> None:
     assert (config.train_batch_size, config.max_epochs, config.learning_rate) == (128, 1, 1e-5)
     assert (config.max_len, config.beta, config.label_smoothing, config.ipo) == (512, 0.1, 0.0, False)
     assert (config.nll_loss_coef, config.ref_pretrain, config.prompt_key) == (0.0, None, None)
+    assert config.logging_steps == 1
 
 
 def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
