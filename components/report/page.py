@@ -107,7 +107,7 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
         steps = f"step {last} of {events.total}"
     became = "is running; so far" if status == "running" else SAID.get(status, "was cut off")
     text = f"{recipe} {became} {'' if status in ('finished', 'running') else 'after '}{steps}"
-    text += f" in {duration(events.end)}." if events.end else "."
+    text += f" in {duration(_took(summary, events))}." if events.end else "."
     score = summary.get("score")
     if isinstance(score, dict):
         text += _gain(score)
@@ -117,6 +117,16 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
     if resumed:
         text += f" It was resumed after step {resumed}."
     return text
+
+
+def _took(summary: Mapping[str, Any], events: Events) -> float:
+    """Seconds since the command, where the run began with it and tells when; else since its first event."""
+    seconds = summary.get("seconds")
+    first = number(seconds.get("to_first_step")) if isinstance(seconds, dict) else None
+    again = summary.get("resumed_from") or (number(summary.get("attempts")) or 1) > 1
+    if first is None or again or not events.steps or events.steps[0][0] != 1:
+        return events.end
+    return max(events.end, first + events.end - events.steps[0][1])
 
 
 def _gain(score: Mapping[str, Any]) -> str:

@@ -70,6 +70,15 @@ def test_a_run_is_told_in_a_sentence_and_its_curves_begin_with_the_score_of_its_
     assert run["alarms"] == [{"alarm": "kl_blow_up", "step": 2, "text": "too far", "advice": "less"}]
 
 
+def test_the_time_of_a_run_is_since_its_command_where_that_is_known(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=2)
+    summary = {"recipe": "grpo", "status": "finished", "seconds": {"to_first_step": 50.0}}
+    for more, told in (({}, "1 min 00 s"), ({"resumed_from": 1}, "30 s"), ({"attempts": 2}, "30 s")):
+        (run / "summary.json").write_text(json.dumps(summary | more))
+        # The first event is at 0 s, step 1 ends at 20 s, the run at 30 s.
+        assert run_of(run)["outcome"].startswith(f"grpo finished 2 steps in {told}.")
+
+
 def test_the_time_between_two_starts_is_left_out_and_idle_shares_are_of_the_training(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     found = (run / "events.jsonl").read_text()

@@ -162,7 +162,7 @@ function buildChart(chart) {
     width: Math.max(plot.clientWidth, 120), height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
     scales: { x: { time: false, range: (u, low, high) => [low, high] }, y: { range: (u, low, high) => spread(low, high) } },
     series: [{}, ...series],
-    axes: [{ ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2.5e3, 5e3, 1e4, 2e4, 2.5e4, 5e4, 1e5, 1e6, 1e7] },
+    axes: [{ ...axis, size: 26, gap: 7, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2.5e3, 5e3, 1e4, 2e4, 2.5e4, 5e4, 1e5, 1e6, 1e7] },
       { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => say(Number(tick.toPrecision(10)))) }],
     cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 7 }, bind: { dblclick: () => allSteps } },
     hooks: { setCursor: [() => readCursor(chart)], setScale: [(u, key) => { if (key === "x") curveState.shown = { min: u.scales.x.min, max: u.scales.x.max }; }] },

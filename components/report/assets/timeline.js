@@ -227,10 +227,10 @@ function memoryPart(data) {
 function memoryChart(run, named) {
   const roles = Object.keys(run.memory.gb);
   const plot = el("div", { class: "plot" }), legend = el("div", { class: "legend small" });
-  const card = el("div", { class: "card" }, named && el("h3", {}, run.name), legend, plot, el("p", { class: "soft small" }, "Gigabytes of each role's processes, over the time of the run."));
+  const card = el("div", { class: "card" }, named && el("h3", {}, run.name), legend, plot, el("p", { class: "soft small" }, "Gigabytes of each role's processes, over the time of the run (minutes:seconds)."));
   let chart = null;
   const draw = () => {
-    legend.replaceChildren(...roles.map((role, i) => el("span", {}, dot(i), `${role}, at most ${say(Math.max(...run.memory.gb[role].map((v) => v ?? 0)))} GB`)));
+    legend.replaceChildren(...roles.map((role, i) => el("span", {}, dot(i), `${role}, at most ${say(Number(Math.max(...run.memory.gb[role].map((v) => v ?? 0)).toPrecision(3)))} GB`)));
     if (chart) chart.destroy();
     if (!plot.clientWidth) return;
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
@@ -238,7 +238,7 @@ function memoryChart(run, named) {
       width: plot.clientWidth, height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, (high || 1) * 1.06] } },
       series: [{}, ...roles.map((_, i) => ({ stroke: colour(i), width: 1.8, dash: DASHES[i % DASHES.length] }))],
-      axes: [{ ...axis, size: 24, space: 70, incrs: [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 36000, 360000], values: (u, ticks) => ticks.map((t) => seconds(t)) }, { ...axis, size: 52 }],
+      axes: [{ ...axis, size: 26, gap: 7, space: 70, incrs: [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 36000, 360000], values: (u, ticks) => ticks.map((t) => `${Math.floor(t / 60).toLocaleString("en")}:${String(Math.round(t % 60)).padStart(2, "0")}`) }, { ...axis, size: 52 }],
     }, [run.memory.t, ...roles.map((role) => run.memory.gb[role])], plot);
   };
   repaints.push(draw);
