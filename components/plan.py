@@ -203,10 +203,10 @@ class Plan:
         """
         for role, need in self.needs.items():
             if need.short:
-                taken = (need.weights or 0) + need.base
                 raise ValueError(
-                    f"it cannot fit: {role}'s engine may take {amount(taken - need.short)} of a GPU, and needs "
-                    f"{amount(taken)} for its weights and its context alone; {self._larger_share(role)}"
+                    f"it cannot fit: {role}'s engine may take {amount(need.share)} of a GPU, and needs "
+                    f"{amount(need.share + need.short)} for its weights and its context alone; "
+                    f"{self._larger_share(need)}"
                 )
         for place in self._places():
             if place.there is None or place.least <= place.there:
@@ -341,10 +341,10 @@ class Plan:
                 found.append(f"{name} lower")
         return self._or_smaller(found[:4] + ["more GPUs"] * (gpu and not here))
 
-    def _larger_share(self, role: str) -> str:
-        """What to set where an engine may not take what its weights do."""
-        alone = not self.needs[role].optimizer and not any(role in group for group in self.job.collocations)
-        wanted = _SHARES + _PARALLEL * alone
+    def _larger_share(self, need: Need) -> str:
+        """What to set where an engine may not take what its weights do. Where it trains too it has one device."""
+        fits = need.share + need.short <= (self.there.device or 0)
+        wanted = _SHARES * fits + _PARALLEL * (not need.optimizer)
         names = [name for name, _ in _flat(redact(self.config)) if name.rpartition(".")[2] in wanted]
         return self._or_smaller([f"{name} higher" for name in names])
 

@@ -92,8 +92,10 @@ class Need:
     """The cache follows from the longest sequences that there may be, and is not taken before there are."""
     sleeps: bool = False
     """All of it is given back while other roles that share the device work."""
+    share: int = 0
+    """What vLLM may take of a GPU; 0: not known, or there is none."""
     short: int = 0
-    """What an engine's share of a GPU lacks for its weights alone."""
+    """What this lacks for its weights alone."""
 
     @property
     def certain(self) -> int:
@@ -132,6 +134,7 @@ def together(*needs: Need) -> Need:
         first=sum(need.first for need in needs),
         published=sum(need.published for need in needs),
         grows=any(need.grows for need in needs),
+        share=max(need.share for need in needs),
         short=max(need.short for need in needs),
     )
 
@@ -274,8 +277,9 @@ def sampling(
     weights = None if weights is None else weights // parts
     if device_bytes is None or weights is None:
         return Need(weights=weights, cache=None, base=base, **asleep)
-    left = int(config.gpu_memory_utilization * device_bytes) - weights - base
-    return Need(weights=weights, cache=max(left, 0), base=base, short=max(-left, 0), **asleep)
+    share = int(config.gpu_memory_utilization * device_bytes)
+    left = share - weights - base
+    return Need(weights=weights, cache=max(left, 0), base=base, share=share, short=max(-left, 0), **asleep)
 
 
 _WIDTH = {"float32": 4, "bfloat16": 2}

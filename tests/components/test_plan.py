@@ -268,15 +268,17 @@ def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
     need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
     # 0.45 x 80 = 36 GB for 20 x 2 GB of weights and 0.6 GB of context.
     assert (need.cache, need.short) == (0, 4_600_000_000)
-    message = (
-        "ROLLOUT's engine may take 36 GB of a GPU, and needs 41 GB .*; set rollout.gpu_memory higher, or a smaller"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB).check()
-    with pytest.raises(
-        ValueError, match=r"set rollout.tensor_parallel higher, rollout.gpu_memory higher, or a smaller"
-    ):
-        plan_of({"ROLLOUT": need}, device=80 * GB, collocated=False).check()
+    plan = plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB)
+    message = r"ROLLOUT's engine may take 36 GB of a GPU, and needs 41 GB .*; set rollout\.tensor_parallel higher, "
+    with pytest.raises(ValueError, match=message + r"rollout\.gpu_memory higher, or a smaller model"):
+        plan.check()
+    # A larger share does not help where the GPU is too small, nor do more devices an engine that trains on its own.
+    plan.there = Capacity(100 * GB, 40 * GB)
+    with pytest.raises(ValueError, match=message + "or a smaller model"):
+        plan.check()
+    plan.needs = {"ROLLOUT": together(need, learner())}
+    with pytest.raises(ValueError, match=r"needs 41 GB .*; set a smaller model"):
+        plan.check()
 
 
 def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
