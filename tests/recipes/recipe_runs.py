@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet
 from safetensors.torch import load_file
 
 from components.tracking.metrics import metric_of
@@ -48,16 +49,46 @@ class RunFolder:
 
     def check_metrics(self) -> None:
         """AssertionError where a metric is not in the registry, or one is missing that all recipes have."""
-        for line in self.metrics:
+        lines, logged = self.metrics, set[str]()
+        for line in lines:
             names = line.keys() - NOT_METRICS
-            assert not (unknown := [name for name in names if metric_of(name) is None]), unknown
+            columns, is_grouped = self._rollouts(line["step"])
+            logged |= columns
+            assert not (unknown := [name for name in names if not is_known(name, names, logged)]), unknown
             if "timing_s/step" in names:
                 phases = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
                 wanted = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
                 wanted |= OF_ANSWERS if "reward/score" in names else set()
                 # Where the critic learns alone, nobody may have asked the policy.
                 wanted |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
+                wanted |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
                 assert not (missing := wanted - names), missing
+        # Processes tell what they take every 2 s, to a master that is in another.
+        if lines and self.starts() and lines[-1]["time"] - lines[0]["time"] > 10:
+            assert any("perf/memory_gb" in line for line in lines)
+
+    def _rollouts(self, step: int) -> tuple[set[str], bool]:
+        """What the rewards of a step logged, by name, and whether any prompt of it has several answers."""
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+        if not path.exists():
+            return set(), False
+        table = pyarrow.parquet.read_table(path)
+        branches = table["branch"].to_pylist() if "branch" in table.column_names else [0] * len(table)
+        prompts = [p for p, branch in zip(table["prompt_id"].to_pylist(), branches, strict=True) if branch == 0]
+        logged = {name.removeprefix("log_") for name in table.column_names if name.startswith("log_")}
+        return logged, len(set(prompts)) < len(prompts)
+
+    def pids(self) -> dict[str, int]:
+        """Process id of each worker as it was started last, from its log."""
+        return {name: pids[-1] for name, pids in self.starts().items()}
+
+    def starts(self) -> dict[str, list[int]]:
+        """Process ids of all starts of each worker."""
+        found = {
+            log.stem: [int(pid) for pid in re.findall(r"^\S+: process (\d+) on ", log.read_text(), re.MULTILINE)]
+            for log in (self.run_dir / "logs").glob("*.log")
+        }
+        return {name: pids for name, pids in found.items() if pids}
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
@@ -95,18 +126,6 @@ class Run(RunFolder):
         self.check_metrics()
         return self
 
-    def pids(self) -> dict[str, int]:
-        """Process id of each worker as it was started last, from its log."""
-        return {name: pids[-1] for name, pids in self.starts().items()}
-
-    def starts(self) -> dict[str, list[int]]:
-        """Process ids of all starts of each worker."""
-        found = {
-            log.stem: [int(pid) for pid in re.findall(r"^\S+: process (\d+) on ", log.read_text(), re.MULTILINE)]
-            for log in (self.run_dir / "logs").glob("*.log")
-        }
-        return {name: pids for name, pids in found.items() if pids}
-
     def left_behind(self) -> list[str]:
         """What of the run is still there: processes, shared memory, actors, placement groups."""
         import ray
@@ -133,6 +152,24 @@ class Run(RunFolder):
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "the run is too slow"
             time.sleep(pause)
+
+
+def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool:
+    """Whether a metric is in the registry; of a family only what there is a reason for.
+
+    Args:
+        name: of the metric.
+        names: of all in its step.
+        logged: what rewards have logged.
+    """
+    metric = metric_of(name)
+    if metric is None:
+        return False
+    if metric.name == "reward/<name>":
+        return name.removeprefix("reward/") in logged
+    if metric.name == "eval/<source>_<name>":
+        return any(name.startswith(other.removesuffix("pass1")) for other in names if other.endswith("_pass1"))
+    return metric.name != "timing_per_token_ms/<phase>" or name.replace("per_token_ms", "s") in names
 
 
 def running(module: str, last_argument: object) -> list[int]:
