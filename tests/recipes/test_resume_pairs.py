@@ -26,8 +26,8 @@ import os, signal, sys
 from importlib import import_module
 from components.tracking import Tracker
 
-def log(tracker, step, metrics, log=Tracker.log):
-    log(tracker, step, metrics)
+def log(tracker, step, metrics, log=Tracker.log, **told):
+    log(tracker, step, metrics, **told)
     if step == {LAST}:
         os.kill(os.getpid(), signal.SIGKILL)
 
