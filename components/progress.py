@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from components.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from components.data.rewards import RewardError
@@ -18,6 +18,8 @@ from components.tracking.told import PhaseEvent
 if TYPE_CHECKING:
     from components.batch import Batch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 BATCHES = Path("state", "batches")
 """Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
 GROUPS = "groups"
@@ -99,17 +101,30 @@ class PhaseClock:
         self._seconds = threading.local()
         self._added: dict[str, float] = {}
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Count what happens inside to the phase `name`; phases may come again, and do not nest."""
+        return self._at(name, counts=True)
+
+    def told(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
+        """`act`, told as the phase `name`, and not counted: what is done beside the steps, such as evaluations."""
+
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._at(name, counts=False):
+                return act(*args, **kwargs)
+
+        return within
+
+    @contextmanager
+    def _at(self, name: str, counts: bool) -> Iterator[None]:
         began, event = time.monotonic(), PhaseEvent(name, time.time())
         self._tell(event)
         try:
             yield
         finally:
             seconds = time.monotonic() - began
-            own: dict[str, float] = vars(self._seconds)
-            own[name] = own.get(name, 0.0) + seconds
+            if counts:
+                own: dict[str, float] = vars(self._seconds)
+                own[name] = own.get(name, 0.0) + seconds
             self._tell(replace(event, seconds=seconds))
 
     def hand_over(self) -> dict[str, float]:

@@ -25,6 +25,8 @@ MAX_ROWS = 48
 MAX_STEP_MARKS = 1000
 MAX_MEMORY_POINTS = 400
 TRAINER = "TRAINER"
+BESIDE_STEPS = ("evaluate", "checkpoint")
+"""Phases of the trainer that are no part of a step: the first evaluation comes before the training."""
 START_SCORES = {"eval/score": "start", "eval/score_greedy": "start_greedy"}
 """Curves that begin, at step 0, with a field of summary.json's score."""
 DEFAULT_ROWS: dict[str, Row] = {
@@ -251,7 +253,7 @@ def read_events(path: Path) -> Events:
 
 def _add_bar(events: Events, record: Mapping[str, Any], rank: int, begin: float, seconds: float) -> None:
     role, what = record.get("role", TRAINER), record.get("method", record.get("phase"))
-    if "phase" in record and events.training is None:
+    if "phase" in record and events.training is None and what not in BESIDE_STEPS:
         events.training = begin
     bars = events.bars[str(role), rank]
     bars.begin.append(begin)

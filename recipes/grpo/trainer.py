@@ -210,7 +210,7 @@ class GRPOTrainer(BaseTrainer):
         )
         self.heldout = Heldout(
             self.heldout_prompts(),
-            self.answer_heldout,
+            self.clock.told("evaluate", self.answer_heldout),
             temperature=config.evaluation.temperature,
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
@@ -220,7 +220,7 @@ class GRPOTrainer(BaseTrainer):
             Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
             self.stream,
             {"heldout": self.heldout, "progress": self.progress},
-            self.write,
+            self.clock.told("checkpoint", self.write),
             every=config.checkpoint.every,
             config=redact(config),
             run_id=self.run_id,

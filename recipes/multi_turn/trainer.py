@@ -185,7 +185,7 @@ class MultiTurnTrainer(BaseTrainer):
         )
         self.heldout = Heldout(
             self.heldout_prompts(),
-            self.play_heldout,
+            self.clock.told("evaluate", self.play_heldout),
             temperature=config.evaluation.temperature,
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
@@ -195,7 +195,7 @@ class MultiTurnTrainer(BaseTrainer):
             Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
             self.stream,
             {"heldout": self.heldout, "progress": self.progress},
-            self.write,
+            self.clock.told("checkpoint", self.write),
             every=config.checkpoint.every,
             config=redact(config),
             run_id=self.run_id,

@@ -264,7 +264,7 @@ class PPOTrainer(BaseTrainer):
         )
         self.heldout = Heldout(
             self.heldout_prompts(),
-            self.answer_heldout,
+            self.clock.told("evaluate", self.answer_heldout),
             temperature=self.evaluation.temperature,
             samples_per_prompt=self.evaluation.samples_per_prompt,
             best_metric_key=self.evaluation.best_metric,
@@ -274,7 +274,7 @@ class PPOTrainer(BaseTrainer):
             Checkpoints(config.checkpoint_dir, config.max_ckpt_num, config.max_ckpt_bytes),
             self.stream,
             {"heldout": self.heldout, "progress": self.progress, "kl": self.kl},
-            self.write,
+            self.clock.told("checkpoint", self.write),
             every=config.save_steps,
             config=redact(config),
             run_id=self.run_id,

@@ -132,7 +132,7 @@ class RewardModelTrainer(BaseTrainer):
                 Checkpoints(config.checkpoint_dir, config.max_ckpt_num),
                 self.stream,
                 {"pairs": data, "progress": self.progress, "accuracy": self.accuracy},
-                self.write,
+                self.clock.told("checkpoint", self.write),
                 every=config.save_steps,
                 config=redact(config),
                 run_id=self.run_id,

@@ -99,7 +99,7 @@ class SFTTrainer(BaseTrainer):
                 Checkpoints(config.checkpoint_dir, config.max_ckpt_num),
                 self.stream,
                 {"demonstrations": data, "progress": self.progress},
-                self.write,
+                self.clock.told("checkpoint", self.write),
                 every=config.save_steps,
                 config=redact(config),
                 run_id=self.run_id,

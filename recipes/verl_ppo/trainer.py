@@ -257,7 +257,7 @@ class VerlPPOTrainer(BaseTrainer):
         )
         self.heldout = Heldout(
             self.heldout_prompts(),
-            self.answer_heldout,
+            self.clock.told("evaluate", self.answer_heldout),
             temperature=config.val_temperature,
             samples_per_prompt=config.val_samples,
             best_metric_key="",
@@ -268,7 +268,7 @@ class VerlPPOTrainer(BaseTrainer):
             Checkpoints(config.checkpoint_folder, config.trainer.max_actor_ckpt_to_keep),
             self.stream,
             {"heldout": self.heldout, "progress": self.progress, "kl": self.kl},
-            self.write,
+            self.clock.told("checkpoint", self.write),
             every=config.trainer.save_freq,
             config=redact(config),
             run_id=self.run_id,

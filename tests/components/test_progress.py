@@ -35,6 +35,18 @@ def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: p
     assert clock.take() == {"timing_s/step": 0}
 
 
+def test_what_is_done_beside_the_steps_is_told_and_not_counted() -> None:
+    heard: list[Any] = []
+    clock = PhaseClock(heard.append)
+    assert clock.told("evaluate", lambda x, y=0: x + y)(1, y=2) == 3
+    with pytest.raises(KeyError), clock.phase("train"):
+        clock.told("checkpoint", {}.__getitem__)("gone")
+    phases = [(event.phase, event.seconds is None) for event in heard]
+    assert phases[:2] == [("evaluate", True), ("evaluate", False)]
+    assert phases[2:] == [("train", True), ("checkpoint", True), ("checkpoint", False), ("train", False)]
+    assert clock.take().keys() == {"timing_s/train", "timing_s/step"}
+
+
 def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
     monkeypatch.setattr(components.progress, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
