@@ -19,7 +19,7 @@ FOLDER_BUDGET_S: dict[str, float] = {
     "agents": 240,
     "recipes": 3000,
     "contracts": 120,
-    TOP_LEVEL: 600,
+    TOP_LEVEL: 800,
 }
 """Seconds that the tests of a folder of tests/ may take together, on two cores. Tests marked slow do not count."""
 
