@@ -320,7 +320,9 @@ def test_a_view_that_fails_is_switched_off_and_the_lines_go_on(
     drawn.close()
     os.close(glass[1])
     assert "still here" in read_on(glass[0])
-    assert [record.getMessage() for record in caplog.records] == ["the view of the run failed and is switched off"]
+    # Of another test's screen, whose terminal has gone, a word may come as late as now.
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count("the view of the run failed and is switched off") == 1
 
 
 # --- what is not for the screen
