@@ -213,7 +213,8 @@ class Alarms:
         try:
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in itertools.islice(lines, BEGINNING):
-                    self._taken_in(json.loads(line))
+                    record = json.loads(line)
+                    self._taken_in(record if isinstance(record, dict) else {})
         # No such file, or half a line of a killed process: what follows is first then.
         except (OSError, ValueError) as error:
             logger.debug("%s was not read to its end: %s", file, error)

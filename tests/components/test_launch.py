@@ -84,7 +84,8 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
 
 
 def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/entropy": 1.0, "reward/score": null}\n{"step": 2, "ac')
+    lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     events, said = EventLog(tmp_path / "events.jsonl"), list[Any]()
     bell = alarm_bell(events, said.append)
     for step in (2, 3):
