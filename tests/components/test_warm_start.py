@@ -191,7 +191,7 @@ def answers(folder: Path, task: Task, temperature: float, count: int) -> list[tu
     return [(text, row["label"]) for text, row in zip(texts, rows, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path: Path, seed: int) -> None:
@@ -213,7 +213,7 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path
     assert greedy_reversed > 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(tmp_path: Path, seed: int) -> None:

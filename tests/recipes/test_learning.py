@@ -24,7 +24,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "recipe",
     # The last two have a critic, and take 43 s each and more.
-    ["grpo", "reinforce_pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openrlhf_ppo", "verl_ppo"))],
+    ["grpo", "reinforce_pp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("openrlhf_ppo", "verl_ppo"))],
 )
 def test_the_recipe_turns_the_policy_over_within_a_few_steps(recipe: str, tmp_path: Path) -> None:
     resolve_model(f"{WARM_START_PREFIX}sort")  # made once, and not in the time of the run

@@ -81,7 +81,7 @@ def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, t
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, policy: Path, tmp_path: Path) -> None:
     given = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
     options = [*given.split(), f"pretrain={policy}"]
