@@ -35,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
+from core.backends.ray_token import own_token  # noqa: E402
+from core.shared_memory import shared_folder  # noqa: E402
 
 SEQUENCES = 200_000
 MEAN_LENGTH = 50
@@ -145,10 +147,11 @@ def main() -> None:
     parser.add_argument("benches", nargs="*", choices=[*BENCHES, []], help="which; both without any")
     parser.add_argument("--rounds", type=int, help="of each; 5 for ops and 21 for crossing without it")
     options = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, torch {torch.__version__}")
-    for name in options.benches or BENCHES:
-        BENCHES[name](options.rounds or {"ops": 5, "crossing": 21}[name])
+    with own_token(shared_folder(f"bench-{os.getpid()}")):
+        for name in options.benches or BENCHES:
+            BENCHES[name](options.rounds or {"ops": 5, "crossing": 21}[name])
 
 
 if __name__ == "__main__":

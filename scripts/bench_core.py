@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from core import BaseWorkload, JobBuilder, RoleGroup, rpc, trainer_invocation  # noqa: E402 (may not be installed)
+from core.backends.ray_token import own_token  # noqa: E402
+from core.shared_memory import shared_folder  # noqa: E402
 
 FANOUT = (1, 2, 4, 8, 16, 32, 64)
 ITEMS = 100_000
@@ -262,15 +264,17 @@ def main() -> None:
     parser.add_argument("benches", nargs="*", choices=[*BENCHES, []], help="which; all without any")
     parser.add_argument("--rounds", type=int, default=21, help="pairs of each")
     options = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=4 * 2**30, log_to_driver=False)
-    print(
-        f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, ray {ray.__version__}, {options.rounds} pairs each"
-    )
-    for name in options.benches or BENCHES:
-        BENCHES[name](options.rounds)
+    with own_token(shared_folder(f"bench-{os.getpid()}")):
+        ray.init(
+            address="local", num_cpus=8, include_dashboard=False, object_store_memory=4 * 2**30, log_to_driver=False
+        )
+        versions = f"Python {sys.version.split()[0]}, ray {ray.__version__}"
+        print(f"{os.cpu_count()} cores, {versions}, {options.rounds} pairs each")
+        for name in options.benches or BENCHES:
+            BENCHES[name](options.rounds)
 
 
 if __name__ == "__main__":

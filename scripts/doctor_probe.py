@@ -120,21 +120,24 @@ def ray(_: Path) -> dict[str, Any]:
 
     import ray as module
 
-    # A throw-away cluster on this machine: nothing outside it may join, nothing is reported anywhere.
-    os.environ["RAY_AUTH_MODE"], os.environ["RAY_USAGE_STATS_ENABLED"] = "disabled", "0"
+    from core.backends.ray_token import own_token
+    from core.shared_memory import shared_folder
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     began = time.monotonic()
-    module.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    started = time.monotonic()
-    pid = module.get(module.remote(process).remote(), timeout=60)
-    ended = time.monotonic()
-    module.shutdown()
+    with own_token(shared_folder(f"doctor-{os.getpid()}")):
+        module.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        started = time.monotonic()
+        pid = module.get(module.remote(process).remote(), timeout=60)
+        ended = time.monotonic()
+        module.shutdown()
     return {"start_s": round(started - began, 1), "task_s": round(ended - started, 1), "pid": pid}
 
 

@@ -1,35 +1,38 @@
-"""What holds for every test: one thread, throw-away Ray clusters, no network, and a time budget per folder."""
+"""What holds for every test: one thread, one Ray that takes only our calls, no network, and a budget of CPU seconds."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-from collections import defaultdict
+import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
-TOP_LEVEL = "(top level)"
+pytest_plugins = ["tests.cpu_budget"]
 
-FOLDER_BUDGET_S: dict[str, float] = {
-    "core": 500,
-    "components": 1200,
-    "agents": 240,
-    "recipes": 3000,
-    "contracts": 120,
-    TOP_LEVEL: 800,
-}
-"""Seconds that the tests of a folder of tests/ may take together, on two cores. Tests marked slow do not count."""
+TESTS = Path(__file__).resolve().parent
+FIRST = ("recipes", "core")
+"""The folders whose tests take longest: with these first, all processes of pytest end at about the same time."""
 
 # Before anything imports torch or ray: both read these once. Processes that a test starts inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# A cluster lives as long as its test, on this machine; nothing outside reaches it and nothing is reported home.
-os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Every Ray of the session, whoever starts it, takes only calls with this token.
+    _private = Path(tempfile.mkdtemp(prefix="troupe-tests-"))
+    atexit.register(shutil.rmtree, _private, ignore_errors=True)
+    with os.fdopen(os.open(_private / "ray_token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as _file:
+        _file.write(secrets.token_hex(32))
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_private / "ray_token")
 # Ray would start a worker for each logical CPU, wanted or not.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray reads it in this spelling
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,53 +40,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
-class FolderBudgets:
-    """Adds up what the tests of each folder take, and fails the session when a folder goes over its budget."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
 
-    def __init__(self, root: Path, budget_s: dict[str, float]) -> None:
-        self.root = root
-        self.budget_s = budget_s
-        self.spent_s: dict[str, float] = defaultdict(float)
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count set-up, call and tear-down; a shared fixture is charged to the folder that asks first."""
-        path = self.root / report.nodeid.partition("::")[0]
-        if "slow" in report.keywords or not path.is_relative_to(TESTS):
-            return
-        parts = path.relative_to(TESTS).parts
-        self.spent_s[parts[0] if len(parts) > 1 else TOP_LEVEL] += report.duration
-
-    def faults(self) -> list[str]:
-        """One line for each folder that took too long or has no budget."""
-        lines = []
-        for folder, spent_s in sorted(self.spent_s.items()):
-            if folder not in self.budget_s:
-                lines.append(f"tests/{folder} has no budget; give it one in FOLDER_BUDGET_S of tests/conftest.py")
-            elif spent_s > self.budget_s[folder]:
-                lines.append(
-                    f"tests/{folder} took {spent_s:.1f} s, over its budget of {self.budget_s[folder]:g} s; make its "
-                    "tests faster (pytest --durations=10), or mark one slow that has to be"
-                )
-        return lines
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.faults() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.spent_s:
-            spent = ", ".join(f"{folder} {spent_s:.1f} s" for folder, spent_s in sorted(self.spent_s.items()))
-            terminalreporter.write_line(f"time per folder: {spent}")
-        if faults := self.faults():
-            terminalreporter.section("over budget", red=True, bold=True)
-            for line in faults:
-                terminalreporter.write_line(line, red=True)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Start counting."""
-    config.pluginmanager.register(FolderBudgets(config.rootpath, FOLDER_BUDGET_S))
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

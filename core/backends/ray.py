@@ -1,5 +1,6 @@
 """Workloads as Ray actors: one plain, single-threaded actor per host, inside one placement group per job."""
 
+import contextlib
 import importlib
 import logging
 import math
@@ -22,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.backends.ray_token import own_token
 from core.context import Member, Outcome
 from core.errors import JobError, WorkerDied, with_note
 from core.host import Host, HostReport, HostSpec
@@ -30,6 +32,7 @@ from core.invocation import Export
 from core.plan import BundlePlan, HostPlan, Placement
 from core.process import HostProcess
 from core.roles import Role
+from core.shared_memory import shared_folder
 
 _BESIDE_OTHERS = "beside_others"
 _NODE_LABEL = "ray.io/node-id"
@@ -154,7 +157,7 @@ class RayBackend:
     def __init__(self, run_id: str, address: str | None) -> None:
         self._run_id = run_id
         self._address = address or os.environ.get("RAY_ADDRESS")
-        self._own_cluster = False
+        self._own_cluster = contextlib.ExitStack()
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -171,8 +174,7 @@ class RayBackend:
                 check_reachable(self._address)
                 ray.init(address=self._address, **quiet)
             else:
-                # A throw-away cluster on this machine: nothing outside it may join, nothing is reported anywhere.
-                os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+                self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 free = os.statvfs("/dev/shm")
                 store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
@@ -183,7 +185,7 @@ class RayBackend:
                     object_store_memory=store,
                     **quiet,
                 )
-                self._own_cluster = True
+                self._own_cluster.callback(ray.shutdown)
                 # Ray prints a paragraph about each process that dies; the master names it in one line.
                 vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
         self._check_capacity(placement, cpus)
@@ -288,9 +290,7 @@ class RayBackend:
 
     def stop(self) -> None:
         """End the cluster if it was started for this job."""
-        if self._own_cluster:
-            ray.shutdown()
-            self._own_cluster = False
+        self._own_cluster.close()
 
 
 def check_reachable(address: str) -> None:

@@ -1,0 +1,111 @@
+"""What a suite may cost: CPU seconds of all its processes, so that a busy machine fails nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SAMPLE_EVERY_S = 0.5
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what scripts/test.sh says of a tier."""
+    parser.addoption("--cpu-budget", type=float, help="CPU seconds that the session may take, all processes together")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start counting, in the process that starts the others."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CpuBudget(config.getoption("--cpu-budget")))
+
+
+class Process(NamedTuple):
+    """A process as /proc shows it; together with its start a process id is never used again."""
+
+    pid: int
+    started: int
+    parent: int
+    cpu_s: float
+
+
+def running_processes() -> list[Process]:
+    """All processes of this machine, each with the CPU seconds of its own threads."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        found.append(Process(int(folder.name), int(fields[19]), int(fields[1]), cpu_s))
+    return found
+
+
+class CpuMeter:
+    """Adds up the CPU seconds of this process and of all that descend from it, Ray's and orphans too.
+
+    It looks twice a second; what a process does after the last look at it is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._spent_s: dict[tuple[int, int], float] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name="cpu-meter", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(SAMPLE_EVERY_S):
+            self.total_s()
+
+    def total_s(self) -> float:
+        """CPU seconds so far."""
+        with self._lock:
+            self._look()
+            return sum(self._spent_s.values())
+
+    def _look(self) -> None:
+        processes = running_processes()
+        # An orphan keeps no parent of ours, so whoever was once ours stays so.
+        ours = {os.getpid()} | {p.pid for p in processes if (p.pid, p.started) in self._spent_s}
+        size = 0
+        while len(ours) > size:
+            size = len(ours)
+            ours |= {p.pid for p in processes if p.parent in ours}
+        for process in processes:
+            if process.pid in ours:
+                self._spent_s[process.pid, process.started] = process.cpu_s
+
+
+class CpuBudget:
+    """Tells what a session took, and fails one that took more than it may."""
+
+    def __init__(self, budget_s: float | None) -> None:
+        self.budget_s = budget_s
+        self.meter = CpuMeter()
+
+    def fault(self) -> str:
+        """Why the session fails; empty when it does not."""
+        spent_s = self.meter.total_s()
+        if self.budget_s is None or spent_s <= self.budget_s:
+            return ""
+        return (
+            f"this tier took {spent_s:.0f} CPU seconds, over its budget of {self.budget_s:g}; make its tests cheaper "
+            "(pytest --durations=20 shows the slowest), or mark some full or nightly"
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and self.fault():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        limit = "" if self.budget_s is None else f" of {self.budget_s:g}"
+        terminalreporter.write_line(f"CPU seconds of all processes: {self.meter.total_s():.0f}{limit}")
+        if fault := self.fault():
+            terminalreporter.section("over budget", red=True, bold=True)
+            terminalreporter.write_line(fault, red=True)

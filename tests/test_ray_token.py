@@ -1,0 +1,142 @@
+"""Nobody but a run reaches the Ray that it starts: without its token no job is taken and nobody joins."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+JOB = """
+import json, os, sys
+from pathlib import Path
+from core import BaseWorkload, JobBuilder, RoleGroup, trainer_invocation
+from ray._private.parameter import RayParams
+
+# The agent's usual port is that of the first Ray of a machine, and a second one goes without.
+RayParams.__init__.__defaults__ = tuple(0 if value == 52365 else value for value in RayParams.__init__.__defaults__)
+
+class Counter(BaseWorkload):
+    @trainer_invocation
+    def count(self, words):
+        return len(words)
+
+if __name__ == "__main__":
+    builder = JobBuilder()
+    builder.role("counter").run("token_job:Counter").total(1)
+    with builder.build().running("token"):
+        import ray
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        (port,) = (int(file.read_text()) for file in session.glob("dashboard_agent_listen_port_*"))
+        counted = sum(RoleGroup("counter").count(["to", "be", "or"]))
+        print(json.dumps({"counted": counted, "gcs": ray.get_runtime_context().gcs_address, "jobs_port": port,
+            "token": os.environ["RAY_AUTH_TOKEN_PATH"]}), flush=True)
+        sys.stdin.read()
+"""
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('joined')"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a job with a Ray of its own knows about it, while it runs."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "token_job.py").write_text(JOB)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))}
+    env["PYTHONPATH"] = f"{folder}:{ROOT}"
+    # What the user's own shell has asked for opens no Ray of ours.
+    env |= {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "of-another-cluster"}
+    command = [sys.executable, str(folder / "token_job.py")]
+    job = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdin is not None
+    assert job.stdout is not None
+    lines = iter(job.stdout)
+    yield json.loads(next(line for line in lines if line.startswith("{")))
+    job.stdin.close()
+    assert job.wait(120) == 0
+
+
+def post_a_job(host: str, port: int, headers: dict[str, str]) -> int:
+    """HTTP status of asking Ray's agent to run a command as the user."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    body = json.dumps({"entrypoint": "true"})
+    connection.request("POST", "/api/job_agent/jobs/", body, {"Content-Type": "application/json"} | headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def join(address: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a process that connects to the cluster, with one attempt instead of twenty."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    clean |= {"RAY_gcs_server_port_wait_time_s": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", JOIN, address]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=300)
+
+
+def test_a_job_works_with_a_token_in_a_file_that_only_its_user_reads(running: dict[str, Any]) -> None:
+    assert running["counted"] == 3
+    file = Path(running["token"])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(file.read_text()) == 64
+
+
+def test_the_token_is_in_no_command_line_and_no_environment(running: dict[str, Any]) -> None:
+    token = Path(running["token"]).read_text().encode()
+    shown = []
+    for file in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ")]:
+        try:
+            text = file.read_bytes()
+        except OSError:  # it has ended meanwhile, or belongs to somebody else
+            continue
+        if token in text:
+            shown.append(file)
+    assert shown == []
+
+
+def test_a_job_posted_without_the_token_is_refused(running: dict[str, Any]) -> None:
+    host = running["gcs"].partition(":")[0]
+    assert post_a_job(host, running["jobs_port"], {}) == 401
+    assert post_a_job(host, running["jobs_port"], {"Authorization": f"Bearer {secrets.token_hex(32)}"}) == 403
+
+
+def test_with_the_token_the_same_job_is_not_refused_for_want_of_it(running: dict[str, Any]) -> None:
+    headers = {"Authorization": f"Bearer {Path(running['token']).read_text()}"}
+    assert post_a_job(running["gcs"].partition(":")[0], running["jobs_port"], headers) not in (401, 403)
+
+
+def test_nobody_joins_without_the_token_and_its_owner_does(running: dict[str, Any]) -> None:
+    without = join(running["gcs"], RAY_AUTH_MODE="disabled")
+    another = join(running["gcs"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    for stranger in (without, another):
+        assert stranger.returncode != 0
+        assert "joined" not in stranger.stdout
+        assert "InvalidAuthToken" in stranger.stderr or "AuthenticationError" in stranger.stderr
+    owner = join(running["gcs"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=running["token"])
+    assert owner.stdout == "joined\n", owner.stderr
+
+
+def test_the_file_of_the_token_goes_with_the_job_and_the_environment_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from core.backends.ray_token import own_token
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    mode = os.environ.get("RAY_AUTH_MODE")
+    with own_token(tmp_path / "folder") as file:
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(file)
+        assert "RAY_AUTH_TOKEN" not in os.environ
+    assert not (tmp_path / "folder").exists()
+    assert os.environ["RAY_AUTH_TOKEN"] == "the user's"
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert os.environ.get("RAY_AUTH_MODE") == mode
