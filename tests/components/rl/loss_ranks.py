@@ -1,11 +1,10 @@
 """One rank of a group that shares the losses of one optimizer step out: the sums over all ranks, as a file.
 
-Usage: loss_ranks.py OUTPUT, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Usage: loss_ranks.py OUTPUT RANK WORLD_SIZE. The ranks meet at a file in OUTPUT.
 
 B sequences; N all tokens of a part end to end; D numbers of the parameter.
 """
 
-import os
 import sys
 from datetime import timedelta
 
@@ -46,7 +45,10 @@ def evaluate(parts: list[Batch], totals: Totals) -> Sums:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    output, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    meeting = f"file://{output}/meeting"
+    guard = timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=guard)
     share = whole_step().split(dist.get_world_size())[dist.get_rank()]
     acting_B = [bool(share.row(i, "mask").any()) for i in range(len(share))]
     counts = torch.tensor([int(share["mask"].sum()), sum(acting_B)])
@@ -56,7 +58,7 @@ def main() -> None:
     sums = evaluate(share.split(1 + dist.get_rank()), Totals(tokens, sequences))
     for name in sorted(sums):
         dist.all_reduce(sums[name])
-    torch.save(sums, f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
+    torch.save(sums, f"{output}/rank{rank}.pt")
     dist.destroy_process_group()
 
 

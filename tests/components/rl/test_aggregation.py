@@ -11,6 +11,7 @@ from torch import Tensor
 from components.batch import Batch
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate, reduce_loss
 from tests.components.rl.loss_cases import AGGREGATIONS, steps
+from tests.messages import says
 
 NAN, INF = math.nan, math.inf
 
@@ -131,27 +132,27 @@ def test_no_gradient_flows_into_weights_and_a_nan_that_counts_comes_out() -> Non
 
 def test_what_has_no_mean_is_refused() -> None:
     x_N, mask_N, lengths_B, one = torch.ones(2), torch.ones(2).bool(), torch.tensor([2]), Totals(1, 1)
-    with pytest.raises(ValueError, match="total_tokens=0: a step that trains on no token"):
+    with pytest.raises(ValueError, match="total_tokens=0"):
         aggregate(x_N, mask_N, lengths_B, Totals(tokens=0, sequences=1))
     for aggregation in AGGREGATIONS[1:]:
-        with pytest.raises(ValueError, match=r"totals\.sequences=0: a step without a sequence"):
+        with pytest.raises(ValueError, match=says("totals.sequences=0")):
             aggregate(x_N, mask_N, lengths_B, Totals(tokens=1, sequences=0), aggregation, 1)
-        with pytest.raises(ValueError, match="sum to 3 tokens, but the columns have 2"):
+        with pytest.raises(ValueError, match=says("lengths_B", "3 tokens", 2)):
             aggregate(x_N, mask_N, torch.tensor([3]), one, aggregation, 1)
     for aggregation in AGGREGATIONS:
-        with pytest.raises(ValueError, match=r"x_N has shape \[2, 1\], the mask \[2\]"):
+        with pytest.raises(ValueError, match=says("x_N", "[2, 1]", "[2]")):
             aggregate(x_N[:, None], mask_N, lengths_B, one, aggregation, 1)
-        with pytest.raises(ValueError, match="must be a bool"):
+        with pytest.raises(ValueError, match=says("mask", "bool", "torch.int64")):
             aggregate(x_N, mask_N.long(), lengths_B, one, aggregation, 1)
     for max_length in (None, 0):
-        with pytest.raises(ValueError, match=f"divides by max_length={max_length}; set the longest answer's tokens"):
+        with pytest.raises(ValueError, match=says("seq-mean-token-sum-norm", f"max_length={max_length}")):
             aggregate(x_N, mask_N, lengths_B, one, "seq-mean-token-sum-norm", max_length)
-    with pytest.raises(ValueError, match="aggregation='mean' is unknown; set one of token-mean, seq-mean-token-mean,"):
+    with pytest.raises(ValueError, match=says("aggregation='mean'", *AGGREGATIONS)):
         aggregate(x_N, mask_N, lengths_B, one, "mean")  # pyright: ignore[reportArgumentType]
     for shape in ([2, 1], [1]):
-        with pytest.raises(ValueError, match=r"weight_N has shape \[.+\], the mask \[2\]"):
+        with pytest.raises(ValueError, match=says("weight_N", shape, "[2]")):
             reduce_loss(TokenLoss(x_N), mask_N, lengths_B, one, weight_N=torch.ones(shape))
-    with pytest.raises(ValueError, match=r"x_N has shape \[3\], the mask \[2\]"):
+    with pytest.raises(ValueError, match=says("x_N", "[3]", "[2]")):
         reduce_loss(TokenLoss(x_N, {"mean": torch.ones(3)}), mask_N, lengths_B, one)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from components.batch import Batch
 from components.rl.policy_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
 from tests.components.rl.loss_cases import LOSSES, steps
+from tests.messages import says
 
 NAN, INF = math.nan, math.inf
 LN2 = math.log(2.0)
@@ -224,23 +225,23 @@ def test_a_nan_that_counts_comes_out_of_the_covariances() -> None:
 def test_what_cannot_be_is_refused() -> None:
     one_N, mask_N = torch.ones(2), torch.ones(2).bool()
     for share in (-0.1, 1.5, NAN):
-        with pytest.raises(ValueError, match=f"share={share}; set a share of the tokens, 0 to 1"):
+        with pytest.raises(ValueError, match=says(f"share={share}")):
             clip_cov_tokens(one_N, mask_N, one_N, share=share, low=0.0, high=1.0)
-        with pytest.raises(ValueError, match=f"share={share}; set a share of the tokens, 0 to 1"):
+        with pytest.raises(ValueError, match=says(f"share={share}")):
             kl_cov_tokens(one_N, mask_N, share=share)
     for coef in (-1.0, NAN):
-        with pytest.raises(ValueError, match=f"coef={coef}; set the loss per nat to 0 or more"):
+        with pytest.raises(ValueError, match=says(f"coef={coef}")):
             kl_cov_loss(one_N, one_N, one_N, mask_N, mask_N, coef=coef)
     with pytest.raises(ValueError, match="clip_low=2"):
         clip_cov_loss(one_N, one_N, one_N, mask_N, mask_N, clip_low=2.0, clip_high=1.0)
-    for wrong_N, message in ((one_N, "must be a bool"), (mask_N[:1], r"action_mask_N has shape \[2\], the mask \[1\]")):
-        with pytest.raises(ValueError, match=message):
+    for wrong_N, facts in ((one_N, ["bool", "torch.float32"]), (mask_N[:1], ["action_mask_N", "[2]", "[1]"])):
+        with pytest.raises(ValueError, match=says(*facts)):
             clip_cov_loss(one_N, one_N, one_N, mask_N, wrong_N, clip_low=0.2, clip_high=0.2)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=says(*facts)):
             kl_cov_loss(one_N, one_N, one_N, mask_N, wrong_N, coef=1.0)
-    with pytest.raises(ValueError, match=r"uniform_N has shape \[2, 1\], the mask \[2\]"):
+    with pytest.raises(ValueError, match=says("uniform_N", "[2, 1]", "[2]")):
         clip_cov_tokens(one_N, mask_N, one_N[:, None], share=0.1, low=0.0, high=1.0)
-    with pytest.raises(ValueError, match=r"advantage_N has shape \[1\], the mask \[2\]"):
+    with pytest.raises(ValueError, match=says("advantage_N", "[1]", "[2]")):
         covariances(one_N, one_N[:1], mask_N)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from components.batch import Batch
 from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from tests.components.rl.loss_cases import steps
+from tests.messages import says
 
 NAN, INF = math.nan, math.inf
 KINDS: tuple[KLKind, ...] = get_args(KLKind)
@@ -156,9 +157,9 @@ def test_low_precision_comes_out_as_float32() -> None:
 def test_estimators_and_shapes_that_cannot_be_are_refused() -> None:
     one_N, mask_N = torch.zeros(2), torch.ones(2).bool()
     for kind in ("k4", "k1++", "+", ""):
-        with pytest.raises(ValueError, match=r"is unknown; set one of k1, k2, k3, abs, k1\+, k2\+, k3\+, abs\+"):
+        with pytest.raises(ValueError, match=says(f"'{kind}'", *get_args(KLKind))):
             kl_estimate(one_N, one_N, mask_N, kind)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"ref_logprob_N has shape \[2, 1\], the mask \[2\]"):
+    with pytest.raises(ValueError, match=says("ref_logprob_N", "[2, 1]", "[2]")):
         kl_estimate(one_N, one_N[:, None], mask_N, "k1")
 
 
@@ -182,7 +183,7 @@ def test_the_weight_stays_where_there_is_none_or_no_sample_and_cannot_come_to_no
     assert adapted_kl_coef(0.0, 9.0, target=6.0, horizon=10, samples=5) == 0.0
     assert adapted_kl_coef(1.5, 9.0, target=6.0, horizon=10, samples=0) == 1.5
     # Five horizons at once: 1 - 0.2 * 5 would be 0, from where no factor leads back.
-    with pytest.raises(ValueError, match="horizon of more than a fifth of the samples"):
+    with pytest.raises(ValueError, match=says("horizon=10", "samples=50")):
         adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=50)
     assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=49) == pytest.approx(0.03)
 
@@ -214,11 +215,11 @@ def test_the_weight_agrees_with_the_formula(
 def test_settings_of_the_weight_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     settings_of = {"coef": 1.0, "kl": 1.0, "target": 1.0, "horizon": 1.0, "samples": 1, **wrong}
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}={value}.*set a coef of 0 or more, a target above 0"):
+    with pytest.raises(ValueError, match=says(f"{name}={value}")):
         adapted_kl_coef(**settings_of)
 
 
 @pytest.mark.parametrize("kl", [NAN, INF, -INF])
 def test_no_weight_follows_a_kl_that_is_not_finite(kl: float) -> None:
-    with pytest.raises(ValueError, match=f"the KL of the step is {kl}"):
+    with pytest.raises(ValueError, match=says("KL", kl)):
         adapted_kl_coef(1.0, kl, target=1.0, horizon=1.0, samples=1)

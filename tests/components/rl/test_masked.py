@@ -20,6 +20,7 @@ from components.rl.masked import (
     spread,
     token_mean,
 )
+from tests.messages import says
 
 NAN, INF = math.nan, math.inf
 lengths_of = st.lists(st.integers(0, 40), max_size=8)
@@ -190,24 +191,24 @@ def test_a_token_mean_divides_by_the_count_that_is_given() -> None:
 
 def test_what_would_go_wrong_unseen_is_refused() -> None:
     mask_N = torch.ones(2).bool()
-    with pytest.raises(ValueError, match=r"x_N has shape \[2, 1\], the mask \[2\]"):
+    with pytest.raises(ValueError, match=says("x_N", "[2, 1]", "[2]")):
         token_mean(torch.ones(2, 1), mask_N, 2)
-    with pytest.raises(ValueError, match=r"the mask must be a bool \[N\], but is torch.int64"):
+    with pytest.raises(ValueError, match=says("mask", "bool", "torch.int64")):
         check_columns(mask_N.long())
-    with pytest.raises(ValueError, match=r"the mask must be a bool \[N\], but is torch.bool of shape \[2, 1\]"):
+    with pytest.raises(ValueError, match=says("mask", "torch.bool", "[N]", "[2, 1]")):
         check_columns(mask_N[:, None])
     for total in (0, -1, NAN):
-        with pytest.raises(ValueError, match=f"total_tokens={total}: a step that trains on no token"):
+        with pytest.raises(ValueError, match=says(f"total_tokens={total}")):
             token_mean(torch.ones(2), mask_N, total)
-    with pytest.raises(ValueError, match="lengths_B sum to 3 tokens, but the columns have 2"):
+    with pytest.raises(ValueError, match=says("lengths_B", "3 tokens", 2)):
         check_lengths(mask_N, torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=r"lengths_B\[1\] is -1; a length is at least 0"):
+    with pytest.raises(ValueError, match=says("lengths_B[1]", -1)):
         check_lengths(mask_N, torch.tensor([3, -1]))
-    with pytest.raises(ValueError, match=r"lengths_B must be \[B\] integers, but is torch.float32 of shape \[1\]"):
+    with pytest.raises(ValueError, match=says("lengths_B", "integers", "torch.float32", "[1]")):
         check_lengths(mask_N, torch.tensor([2.0]))
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], kl_B \[2, 1\]; both must be \[B\]"):
+    with pytest.raises(ValueError, match=says("reward_B", "[2]", "kl_B", "[2, 1]")):
         check_sequences(torch.ones(2), kl_B=torch.ones(2, 1))
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2, 1\]"):
+    with pytest.raises(ValueError, match=says("reward_B", "[2, 1]", "[B]")):
         check_sequences(torch.ones(2, 1), kl_B=torch.ones(2, 1))
 
 
@@ -224,5 +225,5 @@ def test_lengths_may_be_integers_of_any_kind(dtype: torch.dtype) -> None:
     check_lengths(torch.ones(3).bool(), lengths_B)
     assert sequence_sums(torch.tensor([1.0, 2.0, 4.0]), lengths_B).tolist() == [3.0, 0.0, 4.0]
     assert spread(torch.tensor([5.0, 6.0, 7.0]), lengths_B, 3).tolist() == [5.0, 5.0, 7.0]
-    with pytest.raises(ValueError, match="lengths_B must be"):
+    with pytest.raises(ValueError, match=says("lengths_B", "torch.bool")):
         check_lengths(torch.ones(1).bool(), torch.tensor([True]))

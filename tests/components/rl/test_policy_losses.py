@@ -23,6 +23,7 @@ from components.rl.policy_losses import (
     sapo_loss,
 )
 from tests.components.rl.loss_cases import LOSSES, steps
+from tests.messages import says
 
 LN2 = math.log(2.0)
 
@@ -316,34 +317,35 @@ def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> Non
     assert not found.metrics.get("clipped_share", torch.zeros(3)).any()
 
 
-def refused(message: str, loss: Callable[..., TokenLoss], *more: Tensor, **limits: Any) -> None:
+def refused(facts: list[str], loss: Callable[..., TokenLoss], *more: Tensor, **limits: Any) -> None:
     one_N = torch.ones(2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=says(*facts)):
         loss(one_N, one_N, one_N, one_N.bool(), *more, **limits)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 0.2), (1.5, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
 def test_clip_ranges_that_cannot_be_are_refused(low: float, high: float) -> None:
     limits, lengths_B = {"clip_low": low, "clip_high": high}, torch.tensor([2])
+    facts = [f"clip_low={low}", f"clip_high={high}"]
     for loss in (ppo_loss, cispo_loss):
-        refused(f"clip_low={low}, clip_high={high}; set 0 <= clip_low <= 1", loss, **limits)
-    refused(f"clip_low={low}, clip_high={high}; set 0 <= clip_low <= 1", gspo_loss, lengths_B, **limits)
+        refused(facts, loss, **limits)
+    refused(facts, gspo_loss, lengths_B, **limits)
     if low != 1.5:
-        refused(f"clip_low={low}, clip_high={high}; set both to 0 nats", geo_mean_loss, lengths_B, **limits)
-        refused(f"clip_low={low}, clip_high={high}, ratio_cap=20.0; set two", dppo_loss, divergence="tv", **limits)
+        refused(facts, geo_mean_loss, lengths_B, **limits)
+        refused([*facts, "ratio_cap=20.0"], dppo_loss, divergence="tv", **limits)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
     clip = {"clip_low": 0.2, "clip_high": 0.2}
     for dual_clip in (1.0, math.nan):
-        refused(f"dual_clip={dual_clip}: it would cut what the clip range keeps", ppo_loss, dual_clip=dual_clip, **clip)
+        refused([f"dual_clip={dual_clip}"], ppo_loss, dual_clip=dual_clip, **clip)
     for tau in (0.0, -1.0, math.nan):
-        refused(f"tau_positive={tau}, tau_negative=1.05; set both above 0", sapo_loss, tau_positive=tau)
-        refused(f"tau_positive=1.0, tau_negative={tau}; set both above 0", sapo_loss, tau_negative=tau)
-    refused(r"ratio_cap=0\.5; set two divergences", dppo_loss, divergence="tv", ratio_cap=0.5, **clip)
-    refused("divergence='js' is unknown; set one of tv, kl", dppo_loss, divergence="js", **clip)
+        refused([f"tau_positive={tau}", "tau_negative=1.05"], sapo_loss, tau_positive=tau)
+        refused(["tau_positive=1.0", f"tau_negative={tau}"], sapo_loss, tau_negative=tau)
+    refused(["ratio_cap=0.5"], dppo_loss, divergence="tv", ratio_cap=0.5, **clip)
+    refused(["divergence='js'", "tv", "kl"], dppo_loss, divergence="js", **clip)
     for loss in (gspo_loss, geo_mean_loss):
-        refused("lengths_B sum to 3 tokens, but the columns have 2", loss, torch.tensor([3]), **clip)
+        refused(["lengths_B", "3 tokens", "2"], loss, torch.tensor([3]), **clip)
 
 
 def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> None:

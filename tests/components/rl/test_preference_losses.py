@@ -11,6 +11,7 @@ from torch import Tensor
 
 from components.rl.aggregation import LossOutput
 from components.rl.preference_losses import bradley_terry_loss, dpo_loss
+from tests.messages import says
 
 LN = math.log
 Rows = list[tuple[float, float, float, float]]
@@ -235,23 +236,23 @@ ONE, TWO = torch.zeros(1), torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "facts"),
     [
-        (lambda: bradley_terry_loss(TWO, ONE, 1), r"chosen_P has shape \[2\], rejected_P \[1\]; both must be \[P\]"),
-        (lambda: bradley_terry_loss(TWO, TWO, 1, ONE), r"chosen_P has shape \[2\], margin_P \[1\]"),
-        (lambda: bradley_terry_loss(TWO.view(1, 2), TWO.view(1, 2), 1), r"shape \[1, 2\], .*must be \[P\]"),
-        (lambda: bradley_terry_loss(TWO, TWO, 0), "total_pairs=0: a step without a pair has no mean; drop it"),
-        (lambda: bradley_terry_loss(TWO, TWO, math.nan), "total_pairs=nan"),
-        (lambda: dpo_loss(TWO, TWO, ONE, TWO, 1, beta=0.1), r"reference_chosen_P \[1\]"),
-        (lambda: dpo_loss(TWO, TWO, TWO, ONE, 1, beta=0.1), r"reference_rejected_P \[1\]"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), "total_pairs=-1"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=0.0), r"beta=0\.0: nothing would be learnt; set it above 0"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=-1.0), r"beta=-1\.0"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=math.nan), "beta=nan"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=0.5), r"label_smoothing=0\.5; set a share"),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=-0.1), r"label_smoothing=-0\.1"),
+        (lambda: bradley_terry_loss(TWO, ONE, 1), ["chosen_P", "[2]", "rejected_P", "[1]"]),
+        (lambda: bradley_terry_loss(TWO, TWO, 1, ONE), ["chosen_P", "[2]", "margin_P", "[1]"]),
+        (lambda: bradley_terry_loss(TWO.view(1, 2), TWO.view(1, 2), 1), ["[1, 2]", "[P]"]),
+        (lambda: bradley_terry_loss(TWO, TWO, 0), ["total_pairs=0"]),
+        (lambda: bradley_terry_loss(TWO, TWO, math.nan), ["total_pairs=nan"]),
+        (lambda: dpo_loss(TWO, TWO, ONE, TWO, 1, beta=0.1), ["reference_chosen_P", "[1]"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, ONE, 1, beta=0.1), ["reference_rejected_P", "[1]"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), ["total_pairs=-1"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=0.0), ["beta=0.0"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=-1.0), ["beta=-1.0"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=math.nan), ["beta=nan"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=0.5), ["label_smoothing=0.5"]),
+        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=-0.1), ["label_smoothing=-0.1"]),
     ],
 )
-def test_what_cannot_be_is_refused(call: Callable[[], LossOutput], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_is_refused(call: Callable[[], LossOutput], facts: list[str]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         call()

@@ -16,6 +16,7 @@ from components.rl.rewards import (
     stop_properly_penalty,
     token_rewards,
 )
+from tests.messages import says
 
 Sequences = list[tuple[float, list[tuple[bool, float]]]]  # reward, then (acts, kl) of each token
 sequences = st.lists(
@@ -80,11 +81,11 @@ def test_rewards_agree_with_a_scalar_loop(batch: Sequences, kl_coef: float) -> N
 
 def test_sizes_that_disagree_are_named() -> None:
     mask_N = torch.ones(3).bool()
-    with pytest.raises(ValueError, match=r"reward_B has shape \[1\] .* 2 sequences of 3 tokens"):
+    with pytest.raises(ValueError, match=says("reward_B", "[1]", "2 sequences", "3 tokens")):
         token_rewards(torch.ones(1), None, 0.0, mask_N, torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=r"action_mask_N \[3\], but there are 2 sequences of 4 tokens"):
+    with pytest.raises(ValueError, match=says("action_mask_N", "[3]", "2 sequences", "4 tokens")):
         token_rewards(torch.ones(2), None, 0.0, mask_N, torch.tensor([2, 2]))
-    with pytest.raises(ValueError, match=r"kl_N has shape \[1\]"):
+    with pytest.raises(ValueError, match=says("kl_N", "[1]", "[3]")):
         token_rewards(torch.ones(2), torch.ones(1), 0.0, mask_N, torch.tensor([1, 2]))
 
 
@@ -146,28 +147,28 @@ def test_penalties_of_truncation_agree_with_a_scalar_loop(answers: list[tuple[fl
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ((20, 0, 1.0), "buffer_length=0; set 1 to max_length=20 tokens"),
-        ((20, 21, 1.0), "buffer_length=21; set 1 to max_length=20 tokens"),
-        ((20, 4, -1.0), r"factor=-1\.0; set the reward that the longest answer loses, 0 or more"),
-        ((20, 4, math.nan), "factor=nan"),
+        ((20, 0, 1.0), ["buffer_length=0", "max_length=20"]),
+        ((20, 21, 1.0), ["buffer_length=21", "max_length=20"]),
+        ((20, 4, -1.0), ["factor=-1.0"]),
+        ((20, 4, math.nan), ["factor=nan"]),
     ],
 )
-def test_an_overlong_penalty_that_cannot_be_is_named(settings: tuple[int, int, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_an_overlong_penalty_that_cannot_be_is_named(settings: tuple[int, int, float], facts: list[str]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         overlong_penalty(torch.ones(2), torch.tensor([1, 2]), *settings)
 
 
 def test_penalties_of_sizes_that_disagree_or_without_sense_are_named() -> None:
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], response_length_B \[3\]; both must be \[B\]"):
+    with pytest.raises(ValueError, match=says("reward_B", "[2]", "response_length_B", "[3]")):
         overlong_penalty(torch.ones(2), torch.ones(3), 20, 4, 1.0)
-    with pytest.raises(ValueError, match=r"reward_B has shape \[2\], truncated_B \[1\]"):
+    with pytest.raises(ValueError, match=says("reward_B", "[2]", "truncated_B", "[1]")):
         stop_properly_penalty(torch.ones(2), torch.ones(1).bool(), 0.5)
-    with pytest.raises(ValueError, match=r"truncated_B is torch\.float32; it must be bool"):
+    with pytest.raises(ValueError, match=says("truncated_B", "torch.float32", "bool")):
         stop_properly_penalty(torch.ones(2), torch.ones(2), 0.5)
     for coef in (1.5, math.nan, -math.inf):
-        with pytest.raises(ValueError, match=f"coef={coef}; set 0 to 1 to scale"):
+        with pytest.raises(ValueError, match=says(f"coef={coef}")):
             stop_properly_penalty(torch.ones(2), torch.ones(2).bool(), coef)
 
 
@@ -234,9 +235,9 @@ def test_moments_of_batches_agree_with_those_of_all_rewards(batches: list[list[f
 def test_a_reward_that_would_spoil_the_moments_is_refused() -> None:
     seen = RunningMoments().updated(torch.tensor([1.0]))
     for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match=rf"reward_B\[1\] is {bad}; give each sequence a finite reward"):
+        with pytest.raises(ValueError, match=says("reward_B[1]", bad)):
             seen.updated(torch.tensor([1.0, bad]))
-    with pytest.raises(ValueError, match=r"reward_B has shape \[1, 2\]; it must be \[B\]"):
+    with pytest.raises(ValueError, match=says("reward_B", "[1, 2]", "[B]")):
         seen.updated(torch.ones(1, 2))
     assert seen.normalised(torch.tensor([math.nan, 1.0])).tolist() == pytest.approx([math.nan, 0.0], nan_ok=True)
 
@@ -304,17 +305,17 @@ def test_groups_agree_with_a_scalar_loop(
 def test_scores_and_bounds_that_cannot_be_are_named() -> None:
     score_B, group_B = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([4, 4, 31])
     for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match=rf"score_B\[2\] is {bad}, in group 31; give it a finite score"):
+        with pytest.raises(ValueError, match=says("score_B[2]", bad, "group 31")):
             groups_within(torch.tensor([0.0, 1.0, bad]), group_B, 0.0, 1.0)
-    with pytest.raises(ValueError, match=r"low=1\.0, high=1\.0; set low < high"):
+    with pytest.raises(ValueError, match=says("low=1.0", "high=1.0", "low < high")):
         groups_within(score_B, group_B, 1.0, 1.0)
-    with pytest.raises(ValueError, match=r"low=1\.0, high=0\.5; set low <= high"):
+    with pytest.raises(ValueError, match=says("low=1.0", "high=0.5", "low <= high")):
         groups_within(score_B, group_B, 1.0, 0.5, closed=True)
     with pytest.raises(ValueError, match="low=nan"):
         groups_within(score_B, group_B, math.nan, 0.5)
-    with pytest.raises(ValueError, match=r"score_B has shape \[3\], group_B \[2\]; both must be \[B\]"):
+    with pytest.raises(ValueError, match=says("score_B", "[3]", "group_B", "[2]")):
         groups_within(score_B, group_B[:2], 0.0, 1.0)
-    with pytest.raises(ValueError, match=r"group_B is torch\.bool; give each sequence the integer id"):
+    with pytest.raises(ValueError, match=says("group_B", "torch.bool", "integer")):
         groups_within(score_B, group_B == 4, 0.0, 1.0)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from components.batch import Batch
 from components.rl.value_losses import clipped_value_loss
 from tests.components.rl.loss_cases import steps
+from tests.messages import says
 
 NAN, INF = math.nan, math.inf
 
@@ -95,9 +96,9 @@ def test_a_nan_counts_only_where_the_policy_acted() -> None:
 def test_what_cannot_be_is_refused() -> None:
     one = torch.ones(1)
     for clip in (0.0, -1.0, NAN):
-        with pytest.raises(ValueError, match=f"clip={clip}: no value could move"):
+        with pytest.raises(ValueError, match=says(f"clip={clip}")):
             clipped_value_loss(one, one, one, one.bool(), clip=clip)
-    with pytest.raises(ValueError, match=r"return_N has shape \[2\], the mask \[1\]"):
+    with pytest.raises(ValueError, match=says("return_N", "[2]", "[1]")):
         clipped_value_loss(one, one, torch.ones(2), one.bool(), clip=1.0)
-    with pytest.raises(ValueError, match="must be a bool"):
+    with pytest.raises(ValueError, match=says("mask", "bool", "torch.float32")):
         clipped_value_loss(one, one, one, one, clip=1.0)
