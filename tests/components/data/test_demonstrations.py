@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from components.data.supervised import encode_demonstrations, load_demonstrations
 from components.data.tiny_model import character_tokenizer
+from tests.messages import says
 
 # Ids: pad 0, bos 1, eos 2, then a 3, b 4, c 5, d 6, > 7, newline 8.
 
@@ -66,7 +67,7 @@ def test_a_newline_that_a_template_writes_after_the_end_token_is_not_learnt() ->
 
 def test_a_template_without_an_end_token_gets_one_at_the_end() -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    with pytest.raises(ValueError, match="writes the turns before turn 1 differently once it is added"):
+    with pytest.raises(ValueError, match="turn 1"):
         encode_demonstrations([{"messages": [turn("user", "a"), turn("assistant", "b")]}], with_template(template))
     good = template.replace("{{ m", "{% if m['role'] == 'assistant' %}>{% endif %}{{ m")
     data = encode_demonstrations([{"messages": [turn("user", "a"), turn("assistant", "b")]}], with_template(good))
@@ -79,7 +80,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    with pytest.raises(ValueError, match=r"row 0: .* before turn 3 differently .*; keep one assistant turn per row"):
+    with pytest.raises(ValueError, match=says("row 0", "turn 3")):
         encode_demonstrations([{"messages": messages}], with_template(template))
 
 
@@ -103,7 +104,7 @@ def test_nothing_is_dropped_silently(tokenizer: PreTrainedTokenizerFast) -> None
     assert data.dropped == {"too_long": 1, "nothing_to_learn": 1}
     assert data.kept == len(data.batch) == 1
     assert data.batch["row"].tolist() == [1]
-    with pytest.raises(ValueError, match="none of the 1 demonstrations can be used"):
+    with pytest.raises(ValueError, match=says("too_long", "max_tokens")):
         encode_demonstrations(rows[:1], tokenizer, max_tokens=5)
 
 
@@ -113,10 +114,8 @@ def test_rows_load_from_jsonl_and_bad_ones_are_named(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     assert load_demonstrations(path) == rows
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "a", "answer": "b"}))
-    with pytest.raises(
-        ValueError, match=r"row 1: expected the fields 'prompt' and 'response', .*; found 'prompt', 'answer'"
-    ):
+    with pytest.raises(ValueError, match=says("row 1", "'prompt'", "'response'", "'messages'", "'answer'")):
         load_demonstrations(path)
     path.write_text(json.dumps({"messages": "hello"}))
-    with pytest.raises(ValueError, match=r"row 0: 'messages' must be a list of \{role, content\}"):
+    with pytest.raises(ValueError, match=says("row 0", "'messages'", "role", "content", "hello")):
         load_demonstrations(path)

@@ -1,16 +1,12 @@
 """Numbers on held-out prompts, worked by hand. B answers."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from components.data.evaluation import best_metric, heldout_metrics
-
-PROJECT = Path(__file__).parents[3]
+from tests.messages import says
 
 
 def test_two_sources_by_hand() -> None:
@@ -88,17 +84,17 @@ def test_the_best_of_negative_scores_is_the_least_negative() -> None:
 
 def test_unequal_numbers_of_answers_are_named() -> None:
     one_B = torch.ones(3)
-    with pytest.raises(ValueError, match="prompt 5 of 's' has 1 answers, but prompt 4 has 2; sample every"):
+    with pytest.raises(ValueError, match=says("'s'", "prompt 5", 1, "prompt 4", 2)):
         heldout_metrics(one_B, torch.tensor([4, 4, 5]), ["s"] * 3, one_B, one_B)
 
 
 def test_columns_that_disagree_are_named() -> None:
     one_B, prompt_B = torch.ones(3), torch.arange(3)
-    with pytest.raises(ValueError, match=r"score_B has shape \[3\], response_length_B \[2\]"):
+    with pytest.raises(ValueError, match=says("score_B", "[3]", "response_length_B", "[2]")):
         heldout_metrics(one_B, prompt_B, ["s"] * 3, torch.ones(2), one_B)
-    with pytest.raises(ValueError, match="2 sources for 3 answers"):
+    with pytest.raises(ValueError, match=says("2 sources", "3 answers")):
         heldout_metrics(one_B, prompt_B, ["s"] * 2, one_B, one_B)
-    with pytest.raises(ValueError, match="no answers to evaluate"):
+    with pytest.raises(ValueError, match="held-out"):
         heldout_metrics(one_B[:0], prompt_B[:0], [], one_B[:0], one_B[:0])
 
 
@@ -121,12 +117,7 @@ def test_the_metric_that_decides(key: str, found: tuple[str, float] | None) -> N
 
 
 def test_a_metric_that_is_not_there_lists_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"no metric 'eval/x' .* set one of \['ape_pass1', 'eval_of_eval_pass1', "):
+    with pytest.raises(ValueError, match=says("'eval/x'", *METRICS)):
         best_metric(METRICS, "eval/x")
-    with pytest.raises(ValueError, match=r"no metric '\*_pass1' .* set one of \['truncated_rate'\]"):
+    with pytest.raises(ValueError, match=says("'*_pass1'", "'truncated_rate'")):
         best_metric({"truncated_rate": 0.0}, "")
-
-
-def test_importing_it_brings_no_torch() -> None:
-    code = "import sys, components.data.evaluation; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0

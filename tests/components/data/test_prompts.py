@@ -1,6 +1,7 @@
 """Loading rows, blending them, and handing them out epoch by epoch."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from components.data.prompts import PromptSource, load_rows
 from components.data.tasks import SortTask
 from components.data.tiny_model import character_tokenizer
+from tests.messages import says
 
 RECORDS = [{"question": "ab", "answer": 1, "more": 0}, {"question": "ba", "answer": 2, "more": 0}]
 
@@ -85,7 +87,7 @@ def test_for_evaluation_data_gives_its_train_split_unless_another_is_named(
     assert inputs(load_rows(f"{data}/train.jsonl", heldout=True)) == "ab"
     assert inputs(load_rows(str(data), heldout=True)) == "ab"
     assert inputs(load_rows(str(data), split="test")) == "c"
-    with pytest.raises(ValueError, match=r"task 'sort' has no split 'test'"):
+    with pytest.raises(ValueError, match=says("'sort'", "'test'", "'train'", "'heldout'")):
         load_rows(f"{data}, task:sort", split="test")
 
 
@@ -117,23 +119,23 @@ def test_what_is_wrong_with_a_blend_is_said(tmp_path: Path) -> None:
     a, b = write_inputs(tmp_path / "a.jsonl", "a"), write_inputs(tmp_path / "b.jsonl", "b")
     assert Counter(inputs(load_rows(f"{a},{b}", probs="0.3333334,0.6666667"))) >= Counter("ab")
     for probs in ("1", "0.5,0.6", "0,1", "1.5,-0.5", "0.2,0.3,0.5", "nan,1"):
-        with pytest.raises(ValueError, match=r"must be one positive number for each of the 2 parts .* 1 in all; found"):
+        with pytest.raises(ValueError, match=says(f"probs='{probs}'", "2 parts")):
             load_rows(f"{a},{b}", probs=probs)
-    with pytest.raises(ValueError, match=r"probs='x,1' must be numbers .*'x'"):
+    with pytest.raises(ValueError, match=says("probs='x,1'", "'x'")):
         load_rows(f"{a},{b}", probs="x,1")
-    with pytest.raises(ValueError, match="has an empty part"):
+    with pytest.raises(ValueError, match=says(f"'{a},'")):
         load_rows(f"{a},")
 
 
 def test_what_is_wrong_with_the_data_is_said_with_file_and_row(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", RECORDS)
-    with pytest.raises(ValueError, match=r"row 0: there is no field 'prompt', only 'question', 'answer', 'more'"):
+    with pytest.raises(ValueError, match=says(good, "row 0", "'prompt'", "'question'", "'answer'", "'more'")):
         load_rows(good, "prompt")
-    with pytest.raises(ValueError, match=r"field 'answer': expected a string or a list .*; set input_key"):
+    with pytest.raises(ValueError, match=says(good, "row 0", "'answer'", "int", 1, "input_key")):
         load_rows(good, "answer")
-    with pytest.raises(ValueError, match=r"nothing\.jsonl' does not exist; give a \.json"):
+    with pytest.raises(ValueError, match=says(tmp_path / "nothing.jsonl", ".parquet")):
         load_rows(f"{good},{tmp_path}/nothing.jsonl", "question")
-    with pytest.raises(ValueError, match="max_rows=0 leaves no data"):
+    with pytest.raises(ValueError, match="max_rows=0"):
         load_rows(good, "question", max_rows=0)
 
 
@@ -171,11 +173,11 @@ def test_a_restored_source_goes_on_with_the_very_next_prompt(tokenizer: PreTrain
 
 def test_a_state_of_other_data_or_seed_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     state = PromptSource(letters(10), tokenizer, seed=0).state_dict()
-    with pytest.raises(ValueError, match="has seed=0, this run has 1"):
+    with pytest.raises(ValueError, match=says("seed=0", 1)):
         PromptSource(letters(10), tokenizer, seed=1).load_state_dict(state)
     others = (PromptSource(letters(9), tokenizer, seed=0), PromptSource(letters(10), tokenizer, 0, max_prompt_tokens=9))
     for other in others:
-        with pytest.raises(ValueError, match="resume with the same data, seed and length limit"):
+        with pytest.raises(ValueError, match="rows="):
             other.load_state_dict(state)
 
 
@@ -189,7 +191,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_before_the_first_is_
     assert Counter(batch["label"]) == {0: 2, 1: 2, 2: 2, 3: 2}
     # Ids count all six rows, so the second epoch begins at 6.
     assert sorted(batch["prompt_id"].tolist()) == [0, 1, 2, 3, 6, 7, 8, 9]
-    with pytest.raises(ValueError, match=r"all 6 prompts are longer than max_prompt_tokens=0; the shortest has 1"):
+    with pytest.raises(ValueError, match=says("6 prompts", "max_prompt_tokens=0", 1)):
         PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=0)
 
 
@@ -203,18 +205,16 @@ def test_a_source_of_more_rows_than_are_read_at_once_counts_all_of_them(tokenize
     rows = letters(10) * 210
     source = PromptSource(rows, tokenizer, seed=0, max_prompt_tokens=9)
     assert (len(source), source.too_long) == (1890, 210)
-    with pytest.raises(ValueError, match="row 2100: the tokenizer has no token for the characters 'x'"):
+    with pytest.raises(ValueError, match=says("row 2100", "'x'")):
         PromptSource([*rows, {"input": "x", "label": ""}], tokenizer, seed=0)
 
 
 def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource([{"input": "ab", "label": 0}, {"input": "c" * 40, "label": 0}], tokenizer, 0, shuffle=False)
     assert source.first() == ("ab", [3, 4])
-    assert source.describe_first() == "first prompt (2 characters, 2 tokens): 'ab'; token ids: [3, 4]"
+    assert re.search(says("2 characters", "2 tokens", "'ab'", "[3, 4]"), source.describe_first())
     assert source.take(1)["prompt"] == ["ab"]
-    ids = str([5] * 32)
-    expected = f"first prompt (40 characters, 40 tokens): 'cccc'...; token ids, the first 32 of 40: {ids}"
-    assert source.describe_first(limit=4) == expected
+    assert re.search(says("40 characters", "40 tokens", "'cccc'", 32, [5] * 32), source.describe_first(limit=4))
     source.take(1)
     # The epoch has ended: the next prompt is the first of the next one.
     assert source.first() == ("ab", [3, 4])
@@ -243,14 +243,14 @@ def test_a_template_wraps_the_prompt_and_leaves_other_braces_alone(tokenizer: Pr
     rows = [{"input": "a{b}", "label": ""}]
     batch = PromptSource(rows, tokenizer, 0, input_template="c:{}:d").take(1)
     assert batch["prompt"] == ["c:a{b}:d"]
-    with pytest.raises(ValueError, match=r"must hold \{\} once"):
+    with pytest.raises(ValueError, match=says("input_template='c'", "{}")):
         PromptSource(rows, tokenizer, 0, input_template="c")
 
 
 def test_characters_without_a_token_are_refused_before_any_is_taken(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"no token for the characters 'xy' of 'axby'; it knows ':abcdefghij\{\}'"):
+    with pytest.raises(ValueError, match=says("'xy'", "'axby'", "':abcdefghij{}'")):
         PromptSource([{"input": "axby", "label": ""}], tokenizer, 0)
-    with pytest.raises(ValueError, match="row 0: the prompt '' has no tokens"):
+    with pytest.raises(ValueError, match=says("row 0", "''")):
         PromptSource([{"input": "", "label": ""}], tokenizer, 0)
 
 
@@ -261,13 +261,13 @@ def test_a_prompt_that_cannot_be_written_out_is_an_error_with_its_row() -> None:
     )
     turn = {"role": "user", "content": "a"}
     rows = [{"input": "a", "label": ""}, {"input": [turn, turn], "label": ""}]
-    with pytest.raises(ValueError, match=r"row 1: the chat template refuses the messages .*\(one turn\)"):
+    with pytest.raises(ValueError, match=says("row 1", "one turn")):
         PromptSource(rows, tokenizer, 0)
     for wrong in ([], None, [{"role": "user"}]):
-        with pytest.raises(ValueError, match="row 1: expected a string or a list of"):
+        with pytest.raises(ValueError, match=says("row 1", "role", "content")):
             PromptSource([rows[0], {"input": wrong, "label": ""}], tokenizer, 0)
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="row 1: the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match=says("row 1", "apply_chat_template")):
         PromptSource(rows, tokenizer, 0)
 
 
@@ -275,5 +275,5 @@ def test_labels_that_no_checkpoint_could_hold_are_found_before_a_queue_of_them_i
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0).check_savable()
-    with pytest.raises(ValueError, match="no checkpoint can hold their labels"):
+    with pytest.raises(ValueError, match=says("labels", "asynchronous.enabled")):
         PromptSource([{"input": "ab", "label": {"a": {1, 2}}}], tokenizer, 0).check_savable()

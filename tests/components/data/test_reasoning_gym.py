@@ -1,19 +1,26 @@
-"""Tasks of reasoning-gym: what is drawn, and what their verifiers make of an answer."""
+"""Tasks of reasoning-gym: what is drawn, and what their verifiers make of an answer.
+
+The package is imported by the tests that need it: the default tier runs without it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from components.data.prompts import load_rows
 from components.data.reasoning_gym_rows import REFUSED, draw_rows, parse_task
 from components.data.reasoning_gym_scorer import make_label, reasoning_gym_score, reasoning_gym_style
 from components.data.rewards import RewardSettings, open_reward
+from tests.messages import says
+
+PROJECT = Path(__file__).resolve().parents[3]
 
 NO_STORED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """There are many right answers, and the task names none: only garbage can be tried."""
@@ -34,20 +41,42 @@ def inputs(rows: list[dict[str, Any]]) -> set[str]:
     return {row["input"] for row in rows}
 
 
-@pytest.mark.parametrize("task", sorted(set(DATASETS) - set(REFUSED)))
-def test_the_right_answer_scores_1_and_garbage_0(task: str) -> None:
+def check_task(task: str) -> None:
+    """The right answer to a question of this task scores 1, and garbage 0."""
+    import reasoning_gym
+
     settings = EASIER.get(task, {})
     entry = reasoning_gym.create_dataset(task, seed=5, size=1, **settings)[0]
     label = make_label(task, settings, entry)
-    assert reasoning_gym_score("I would say <answer>zzz</answer>", label) == 0.0
-    assert (entry["answer"] is None) == (task in NO_STORED_ANSWER)
+    assert reasoning_gym_score("I would say <answer>zzz</answer>", label) == 0.0, task
+    assert (entry["answer"] is None) == (task in NO_STORED_ANSWER), task
     if entry["answer"] is not None:
-        assert reasoning_gym_score(f"<answer>no</answer> or <answer>\n{entry['answer']}\n</answer>.", label) == 1.0
-        assert reasoning_gym_score(f"{entry['answer']}\n", label) == 1.0
-        assert reasoning_gym_style(entry["answer"], label) == {"reasoning_gym_error": 0.0}
+        tagged = f"<answer>no</answer> or <answer>\n{entry['answer']}\n</answer>."
+        assert reasoning_gym_score(tagged, label) == 1.0, task
+        assert reasoning_gym_score(f"{entry['answer']}\n", label) == 1.0, task
+        assert reasoning_gym_style(entry["answer"], label) == {"reasoning_gym_error": 0.0}, task
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["chain_sum", "rotate_matrix"])
+def test_the_right_answer_scores_1_and_garbage_0(task: str) -> None:
+    check_task(task)
+
+
+@pytest.mark.nightly
+def test_of_every_task_the_right_answer_scores_1_and_garbage_0() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    tasks = set(DATASETS) - set(REFUSED)
+    assert len(tasks) > 100
+    for task in sorted(tasks):
+        check_task(task)
+
+
+@pytest.mark.nightly
 def test_tasks_without_a_stored_answer_can_be_solved() -> None:
+    import reasoning_gym
+
     def stored(task: str, key: str) -> tuple[Any, str]:
         entry = reasoning_gym.create_dataset(task, seed=5, size=1)[0]
         return entry["metadata"][key], make_label(task, {}, entry)
@@ -59,6 +88,7 @@ def test_tasks_without_a_stored_answer_can_be_solved() -> None:
         assert reasoning_gym_score(*stored(task, key)) == 1.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("response", "score"),
     [
@@ -82,6 +112,7 @@ def test_the_answer_stands_in_its_tags_or_on_the_last_line(response: str, score:
     assert reasoning_gym_score(response, label_of("12")) == score
 
 
+@pytest.mark.full
 def test_an_answer_of_several_lines_is_the_whole_response() -> None:
     label = label_of("1 0\n0 1", "rotate_matrix")
     assert reasoning_gym_score("1 0\n0 1\n", label) == 1.0
@@ -90,6 +121,7 @@ def test_an_answer_of_several_lines_is_the_whole_response() -> None:
     assert reasoning_gym_score("so: <answer>\n1 0\n0 1</answer>", label) == 1.0
 
 
+@pytest.mark.full
 def test_an_answer_that_its_verifier_cannot_take_scores_0_and_is_logged_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -99,11 +131,12 @@ def test_an_answer_that_its_verifier_cannot_take_scores_0_and_is_logged_and_said
         assert reasoning_gym_style(response, label) == {"reasoning_gym_error": 1.0}
     right = '[{"Agent[0.5, 0.5]": "move(box_red, target_red)"}]'
     assert (reasoning_gym_score(right, label), reasoning_gym_style(right, label)) == (1.0, {"reasoning_gym_error": 0.0})
-    said = "reasoning_gym:boxnet: the verifier could not take an answer ({}); such answers get 0"
-    assert [record.getMessage() for record in caplog.records] == [
-        said.format("TypeError: 'int' object is not iterable"),
-        said.format("AttributeError: 'list' object has no attribute 'items'"),
-    ]
+    assert len(caplog.records) == 2
+    for record, error in zip(
+        caplog.records,
+        ("TypeError: 'int' object is not iterable", "AttributeError: 'list' object has no attribute 'items'"),
+    ):
+        assert re.search(says("reasoning_gym:boxnet", error), record.getMessage())
 
 
 @pytest.mark.parametrize(
@@ -123,25 +156,36 @@ def test_code_does_not_reach_a_verifier_that_would_run_it(answer: str) -> None:
     label = label_of("2*3", "countdown", numbers=[2, 3], target=6)
     assert reasoning_gym_score(answer, label) == 0.0
     assert reasoning_gym_style(answer, label) == {"reasoning_gym_error": 1.0}
+
+
+@pytest.mark.full
+def test_a_formula_reaches_the_verifier_that_runs_it() -> None:
+    label = label_of("2*3", "countdown", numbers=[2, 3], target=6)
     assert reasoning_gym_score("max(2,3)*min(2,3)*(2-2)", label) == 0.0
+    assert reasoning_gym_score("3*2", label) == 1.0
     assert reasoning_gym_style("3*2", label) == {"reasoning_gym_error": 0.0}
 
 
-def test_a_label_brings_back_tuples_and_keys_that_are_no_text() -> None:
-    # The verifier compares grids of tuples; lists would be another grid to it.
-    entry = {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}}
-    label = make_label("arc_agi", {}, entry)
-    assert reasoning_gym_score("0 1", label) == 1.0
+def test_a_label_marks_tuples_and_keys_that_are_no_text() -> None:
+    label = make_label("arc_agi", {}, {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}})
     assert json.loads(label)["entry"]["metadata"] == {"output": {"(tuple)": [{"(tuple)": [0, 1]}]}}
     assert '[[{"(tuple)": [1, 2]}, "a"], [3, "b"]]' in make_label("ab", {}, {"metadata": {(1, 2): "a", 3: "b"}})
 
 
+@pytest.mark.full
+def test_a_verifier_is_given_the_tuples_of_its_question() -> None:
+    # It compares grids of tuples; lists would be another grid to it.
+    entry = {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}}
+    assert reasoning_gym_score("0 1", make_label("arc_agi", {}, entry)) == 1.0
+
+
 @pytest.mark.parametrize("label", ["", "12", "[]", '{"task": "chain_sum"}', "None"])
 def test_another_label_is_refused(label: str) -> None:
-    with pytest.raises(ValueError, match=r"is none of reasoning-gym's; score prompts of reasoning_gym:<task>"):
+    with pytest.raises(ValueError, match=says(repr(label), "reasoning_gym:<task>")):
         reasoning_gym_score("12", label)
 
 
+@pytest.mark.full
 def test_the_splits_share_no_question_whatever_the_seed() -> None:
     train = draw_rows(SMALL, "train", 150, seed=1)
     heldout = load_rows(f"reasoning_gym:{SMALL}", heldout=True, max_rows=12, seed=2)
@@ -154,47 +198,53 @@ def test_the_splits_share_no_question_whatever_the_seed() -> None:
         assert row["datasource"] == "chain_sum"
 
 
+@pytest.mark.full
 def test_what_follows_the_order_of_sets_is_drawn_the_same_in_every_process() -> None:
     # A longer request begins as a shorter one does.
     assert draw_rows("ransom_note", "train", 100, seed=0)[:20] == draw_rows("ransom_note", "train", 20, seed=0)
 
 
+@pytest.mark.full
 def test_a_request_that_cannot_be_met_says_what_was_found() -> None:
-    with pytest.raises(
-        ValueError, match=r"min_digits=1.*: 500 different train questions were asked .* and 1\d\d found;"
-    ):
+    with pytest.raises(ValueError, match=says(SMALL, 500, "train")) as caught:
         draw_rows(SMALL, "train", 500, seed=0)
-    with pytest.raises(
-        ValueError, match=r"chain_sum: 9 different heldout questions .* found in 0 s; ask for fewer, or"
-    ):
+    # Of sums and differences of two digits there are 200.
+    assert re.search(r"\b1\d\d\b", str(caught.value))
+    with pytest.raises(ValueError, match=says("reasoning_gym:chain_sum", "9 different", "heldout", "0 s")):
         draw_rows("chain_sum", "heldout", 9, seed=0, limit_s=0.0)
-    with pytest.raises(ValueError, match=r"reasoning_gym:chain_sum has no split 'test'; set split to 'train' or"):
+    with pytest.raises(ValueError, match=says("reasoning_gym:chain_sum", "'test'", "'train'", "'heldout'")):
         load_rows("reasoning_gym:chain_sum", split="test")
-    with pytest.raises(
-        ValueError, match=r"cannot be drawn \(AssertionError: max_terms must be >= min_terms\); set other"
-    ):
+    # The library's own words.
+    with pytest.raises(ValueError, match=says("chain_sum?min_terms=9", "max_terms must be >= min_terms")):
         load_rows("reasoning_gym:chain_sum?min_terms=9")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_task_that_cannot_be_used_is_refused_with_the_reason(task: str) -> None:
+    with pytest.raises(ValueError, match=says(REFUSED[task])):
+        parse_task(task)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "facts"),
     [
-        ("chain_sun", r"there is no such task \(did you mean chain_sum or .*\); there are ab, acre, advanced"),
-        ("composite", "cannot be used: it mixes other tasks; name those"),
-        ("game_of_life_halting", "cannot be used: its verifier takes any text for a right answer"),
-        ("chain_sum?min_term=2", r"'min_term=2' sets nothing \(did you mean min_terms or .*\); settings are allow_neg"),
-        ("chain_sum?seed=2", "'seed=2' sets nothing; settings are"),
-        ("chain_sum?", "'' sets nothing; settings are"),
-        ("chain_sum?min_terms", "'min_terms' sets nothing"),
-        ("chain_sum?min_terms=two", "'min_terms=two' cannot be set: it must be of the type int, as 2 is"),
-        ("time_intervals?min_date=2000-01-01", "'min_date=2000-01-01' cannot be set: it must be of the type date"),
+        ("chain_sun", ["chain_sum", "ab, acre, advanced"]),
+        ("chain_sum?min_term=2", ["'min_term=2'", "min_terms", "allow_negation"]),
+        ("chain_sum?seed=2", ["'seed=2'", "allow_negation"]),
+        ("chain_sum?", ["''", "allow_negation"]),
+        ("chain_sum?min_terms", ["'min_terms'", "allow_negation"]),
+        ("chain_sum?min_terms=two", ["'min_terms=two'", "int", 2]),
+        ("time_intervals?min_date=2000-01-01", ["'min_date=2000-01-01'", "date"]),
     ],
 )
-def test_a_name_that_is_not_understood_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_name_that_is_not_understood_is_refused(name: str, facts: list[object]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         parse_task(name)
 
 
+@pytest.mark.full
 def test_settings_have_the_types_of_the_task() -> None:
     assert parse_task("chain_sum") == ("chain_sum", {})
     assert parse_task("basic_arithmetic?operators=+|-&allow_parentheses=False&max_terms=3")[1] == {
@@ -209,6 +259,19 @@ def test_settings_have_the_types_of_the_task() -> None:
     assert parse_task("simple_equations?operators_weights=0.5|0.25|0.25")[1] == {"operators_weights": [0.5, 0.25, 0.25]}
 
 
+@pytest.mark.full
+def test_a_plan_can_check_the_scorer_without_loading_the_library() -> None:
+    code = (
+        "import sys, components.data.scorers\n"
+        "from components.data.rewards import check_reward\n"
+        "check_reward('reasoning_gym')\n"
+        "assert not {'reasoning_gym', 'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.full
 def test_worker_processes_score_and_answers_that_verifiers_cannot_take_do_not_stop_a_run() -> None:
     labels = [label_of("2 × 3", "prime_factorization", factors=[2, 3])] * 3 + [label_of("12")] * 3
     responses = ["3 × 2", "zzz", "2 x 3", "12", "zzz", "so <answer>12</answer>"]

@@ -1,7 +1,7 @@
 """Rewards from HTTP servers: what is sent, what is tried again, and what is not."""
 
 import logging
-import socket
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +12,12 @@ import pytest
 
 from components.data.remote_reward import RefusedError, RemoteReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
+from tests.components.data.closed_port import closed_port
 from tests.components.data.reward_server import Answer, Handler, Request, RewardServer
+from tests.messages import says
 
+GUARD_S = 120
+"""After so many seconds a test that hangs goes on, and fails."""
 Start = Callable[[Callable[[Request, int], Answer]], RewardServer]
 
 
@@ -40,11 +44,11 @@ def failing_first(times: int, status: int, headers: dict[str, str] | None = None
     return lambda request, number: right(request, number) if number > times else (status, b"busy", headers or {})
 
 
-def refused_url() -> str:
+@pytest.fixture
+def refused_url() -> Iterator[str]:
     """A URL at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}/score"
+    with closed_port() as port:
+        yield f"http://127.0.0.1:{port}/score"
 
 
 def ask(urls: list[str], count: int, *, pause_s: float = 0.01, **settings: float) -> RewardOutput:
@@ -78,13 +82,21 @@ def test_requests_hold_a_batch_size_each_and_rewards_keep_their_order(start: Sta
 
 
 def test_a_slow_server_gets_fewer_requests(start: Start) -> None:
+    others_are_done = threading.Event()
+
     def slow(request: Request, number: int) -> Answer:
-        time.sleep(1)
+        assert others_are_done.wait(GUARD_S)
         return right(request, number)
 
-    slow_one, quick_one = start(slow), start(right)
+    def quick(request: Request, number: int) -> Answer:
+        if number == 19:
+            others_are_done.set()
+        return right(request, number)
+
+    slow_one, quick_one = start(slow), start(quick)
     assert ask([slow_one.url, quick_one.url], 20, url_batch_size=1).reward_B.tolist() == [float(i) for i in range(20)]
-    assert len(slow_one.requests) < 5 < len(quick_one.requests)
+    assert len(slow_one.requests) <= 1
+    assert len(slow_one.requests) + len(quick_one.requests) == 20
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -94,9 +106,9 @@ def test_a_busy_server_is_asked_again_and_each_try_is_logged(
     server = start(failing_first(2, status))
     with caplog.at_level(logging.WARNING):
         assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
-    assert [record.message for record in caplog.records] == [
-        f"reward server {server.url}: HTTP status {status}: 'busy' (try {number} of 5)" for number in (1, 2)
-    ]
+    assert len(caplog.records) == 2
+    for number, record in enumerate(caplog.records, 1):
+        assert re.search(says(server.url, status, "'busy'", f"{number} of 5"), record.getMessage())
 
 
 def test_pauses_double_and_retry_after_makes_them_longer(start: Start) -> None:
@@ -111,9 +123,9 @@ def test_pauses_double_and_retry_after_makes_them_longer(start: Start) -> None:
         ask([start(failing_first(1, 503, {"Retry-After": unreadable})).url], 1)
 
 
-def test_another_server_takes_over_from_one_that_refuses(start: Start) -> None:
+def test_another_server_takes_over_from_one_that_refuses(start: Start, refused_url: str) -> None:
     server = start(right)
-    output = ask([refused_url(), server.url], 12, url_batch_size=2, url_tries=2)
+    output = ask([refused_url, server.url], 12, url_batch_size=2, url_tries=2)
     assert output.reward_B.tolist() == [float(place) for place in range(12)]
     assert len(server.requests) == 6
 
@@ -124,14 +136,11 @@ def test_a_connection_that_breaks_is_tried_again(start: Start) -> None:
     assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
 
 
-def test_when_all_tries_are_used_up_the_run_stops_and_says_how_long_it_tried() -> None:
-    url = refused_url()
-    with pytest.raises(RewardError) as caught:
-        ask([url], 3, url_tries=3)
-    message = str(caught.value)
-    assert message.startswith(f"reward server {url} gave no answer in 3 tries over 0.")
-    assert "the last: ConnectError: " in message
-    assert "\n" not in message
+def test_when_all_tries_are_used_up_the_run_stops_and_says_how_long_it_tried(refused_url: str) -> None:
+    with pytest.raises(RewardError, match=says(refused_url, "3 tries", "ConnectError")) as caught:
+        ask([refused_url], 3, url_tries=3)
+    assert re.search(r"\b\d+\.\d s\b", str(caught.value))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("trickle", [False, True])
@@ -139,17 +148,15 @@ def test_a_server_that_hangs_or_trickles_is_given_up_after_its_time(start: Start
     ended = threading.Event()
 
     def hang(request: Request, number: int) -> Answer:
-        ended.wait(0 if trickle else 60)
+        ended.wait(0 if trickle else GUARD_S)
         return 200, b"", {"Content-Length": "1000000"}
 
     server = start(hang)
     if trickle:
         # A byte every 0.1 s is never too long between two of them.
         server.RequestHandlerClass = type("Trickling", (Handler,), {"end_headers": trickling(ended)})
-    began = time.monotonic()
-    with pytest.raises(RewardError, match="the last: ReadTimeout: "):
+    with pytest.raises(RewardError, match=says(server.url, "2 tries", "ReadTimeout")):
         ask([server.url], 1, url_tries=2, url_timeout_s=0.4)
-    assert time.monotonic() - began < 20
     ended.set()
 
 
@@ -166,38 +173,36 @@ def trickling(ended: threading.Event) -> Callable[[Handler], None]:
 
 
 @pytest.mark.parametrize(
-    ("status", "answer", "message"),
+    ("status", "answer", "facts"),
     [
-        (404, b"no such page", "answered with HTTP status 404: 'no such page'; set the reward to a URL"),
-        (422, b"x" * 999, f"answered with HTTP status 422: '{'x' * 200}'; set"),
-        (307, b"", "answered with HTTP status 307: ''"),
-        (200, b"<html>", "answered with HTTP status 200 and no JSON: '<html>'"),
-        (200, [1.0, 2.0], "HTTP status 200, but returned a list; return a dict with 'rewards'"),
-        (200, {"rewards": [1.0]}, r"but 'rewards' has the shape \(1,\); give one number for each of the 2 queries"),
-        (200, {"rewards": [1.0, float("nan")]}, "but 'rewards' holds nan; return finite numbers"),
-        (200, {"rewards": [1.0, None]}, "but 'rewards' must be numbers, found a NoneType"),
+        (404, b"no such page", ["'no such page'"]),
+        (422, b"x" * 999, [f"'{'x' * 200}'"]),
+        (307, b"", ["''"]),
+        (200, b"<html>", ["JSON", "'<html>'"]),
+        (200, {"rewards": [1.0]}, ["'rewards'", "(1,)", "2 queries"]),
     ],
 )
 def test_an_answer_that_another_try_would_not_mend_is_refused_at_once(
-    start: Start, status: int, answer: Any, message: str
+    start: Start, status: int, answer: Any, facts: list[str]
 ) -> None:
     server = start(lambda request, number: (status, answer, {}))
-    with pytest.raises(ValueError, match=f"^reward server {server.url} .*{message}"):
+    with pytest.raises(ValueError, match=says(server.url, f"status {status}", *facts)):
         ask([server.url], 2)
     assert len(server.requests) == 1
 
 
 def test_the_first_error_ends_a_batch_that_others_still_work_at(start: Start) -> None:
     ended = threading.Event()
+    answered: list[int] = []
 
     def hang(request: Request, number: int) -> Answer:
-        ended.wait(60)
+        ended.wait(GUARD_S)
+        answered.append(number)
         return right(request, number)
 
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="HTTP status 404"):
+    with pytest.raises(ValueError, match="404"):
         ask([start(hang).url, start(failing_first(99, 404)).url], 20, url_batch_size=1)
-    assert time.monotonic() - began < 20
+    assert answered == []
     ended.set()
 
 
@@ -206,7 +211,7 @@ def test_secrets_in_a_url_reach_the_server_and_no_message(start: Start, caplog: 
     url = server.url.replace("http://", "http://me:hidden@") + "?key=hidden"
     with caplog.at_level(logging.WARNING, logger="components"):
         assert ask([url], 1).reward_B.tolist() == [0.0]
-    assert f"reward server {server.url}: HTTP status 500" in caplog.text
+    assert re.search(says(server.url, 500), caplog.text)
     server.answer = failing_first(99, 500)
     with pytest.raises(RewardError) as caught:
         ask([url], 1, url_tries=2)
@@ -215,15 +220,15 @@ def test_secrets_in_a_url_reach_the_server_and_no_message(start: Start, caplog: 
 
 def test_a_batch_that_json_cannot_hold_is_refused_and_columns_must_fit(start: Start) -> None:
     with RemoteReward([start(right).url], RewardSettings()) as reward:
-        with pytest.raises(ValueError, match=r"cannot be written as JSON .*; set the label key to text or numbers"):
+        with pytest.raises(ValueError, match=says("JSON", "label")):
             reward(["a"], ["a"], [object()])
-        with pytest.raises(ValueError, match="1 queries came with 2 labels"):
+        with pytest.raises(ValueError, match=says("1 queries", "2 labels")):
             reward(["a"], ["a"], [1, 2])
 
 
 def test_a_log_that_comes_in_some_answers_only_is_refused(start: Start) -> None:
     server = start(lambda request, number: (200, {"rewards": [1], "extra_logs": {"x": 1} if number == 1 else {}}, {}))
-    with pytest.raises(ValueError, match=r"extra_logs\['x'\] came for some answers and not for answer 1"):
+    with pytest.raises(ValueError, match=says("extra_logs['x']", "answer 1")):
         ask([server.url], 2, url_batch_size=1)
 
 
@@ -245,7 +250,7 @@ def test_a_server_that_wants_a_token_gets_that_of_the_environment_which_nobody_i
 ) -> None:
     server = start(right)
     server.RequestHandlerClass = TokenHandler
-    refused = f"^reward server {server.url} answered with HTTP status 401: ''; set TROUPE_REWARD_TOKEN to the server's"
+    refused = says(server.url, 401, "TROUPE_REWARD_TOKEN")
     monkeypatch.delenv("TROUPE_REWARD_TOKEN", raising=False)
     with pytest.raises(RefusedError, match=refused):
         ask([server.url], 2)
@@ -257,6 +262,6 @@ def test_a_server_that_wants_a_token_gets_that_of_the_environment_which_nobody_i
     assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
     # What no header can hold would be shown by the library that refuses it.
     monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3c\nret")
-    with pytest.raises(ValueError, match="TROUPE_REWARD_TOKEN holds characters that no HTTP header can") as shown:
+    with pytest.raises(ValueError, match="TROUPE_REWARD_TOKEN") as shown:
         ask([server.url], 2)
     assert "s3c" not in str(shown.value) + caplog.text

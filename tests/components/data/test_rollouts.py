@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from components.data.rollouts import (
 from components.data.tiny_model import character_tokenizer
 from components.rl.advantages import rloo
 from components.tracking import StepEvent, Tracker
+from tests.messages import says
 
 
 def answers() -> Batch:
@@ -140,8 +142,9 @@ def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
     said: list[str] = []
     scored = score_answers(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
     assert scored["reward_failed"].tolist() == [1, 0, 1, 1, 0, 1]
-    assert said[0] == "answer 0 gets reward 0, because its reward failed: no number in 0"
-    assert said[2:] == ["answer 3 gets reward 0, because its reward failed: no number in 3", "and 1 more failed"]
+    assert len(said) == 4
+    for line, facts in zip(said, (["answer 0", "no number in 0"], ["answer 2"], ["answer 3", "no number in 3"], [1])):
+        assert re.search(says(*facts), line)
 
 
 def test_metrics_of_a_step_are_means_over_its_updates_and_tell_the_first_apart() -> None:
@@ -193,7 +196,9 @@ def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog:
     tracker.close()
     assert [(event.step, event.sample) for event in told] == [(1, None), (11, None)]
     switched_off = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" of ")[0] for text in switched_off] == ["an answer", "tokenizer", "samples"]
+    assert len(switched_off) == 3
+    for text, what in zip(switched_off, ("answer", "tokenizer", "samples")):
+        assert what in text
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -211,18 +216,16 @@ def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_th
 
 def test_an_engine_that_missed_an_update_is_found() -> None:
     check_staleness(answers().select([0, 1]), 4)
-    with pytest.raises(
-        RuntimeError, match=r"1 answers were sampled from weights of version \[3\], but the trainer is at version 4;"
-    ):
+    with pytest.raises(RuntimeError, match=says("1 answers", "version [3]", "version 4")):
         check_staleness(answers(), 4)
-    with pytest.raises(RuntimeError, match=r"version \[4\], but the trainer is at version 3, of which they may be 1"):
+    with pytest.raises(RuntimeError, match=says("version [4]", "version 3", 1)):
         check_staleness(answers(), 3, most=1)
 
 
 def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
     checked = check_staleness(answers(), 5, most=2)
     assert checked["staleness"].tolist() == [1, 1, 2, 1]
-    with pytest.raises(RuntimeError, match=r"version \[3\], but the trainer is at version 5, of which they may be 1"):
+    with pytest.raises(RuntimeError, match=says("version [3]", "version 5", 1)):
         check_staleness(answers(), 5, most=1)
     found = rollout_metrics(checked)
     assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.25, 2.0)
@@ -271,5 +274,5 @@ def test_a_sample_that_branched_is_compared_once() -> None:
 
 def test_episodes_without_a_reward_are_refused() -> None:
     samples = Batch.from_rows({"tokens": [[1]]}, objects={"error": [""]})
-    with pytest.raises(ValueError, match="the agent's episodes have no reward"):
+    with pytest.raises(ValueError, match="agent_func_path"):
         check_rewarded(samples)

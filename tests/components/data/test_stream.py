@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from components.data.stream import SampleStream
 from components.progress import PhaseClock
 
-SECONDS = 20
+SECONDS = 100
 """After which something that never comes counts as hung."""
 
 
@@ -73,9 +73,9 @@ def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_
 
 
 def test_negative_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="queue_size=-1 is negative"):
+    with pytest.raises(ValueError, match="queue_size=-1"):
         SampleStream(lambda step: step, steps=1, queue_size=-1)
-    with pytest.raises(ValueError, match="steps=-1 is negative"):
+    with pytest.raises(ValueError, match="steps=-1"):
         SampleStream(lambda step: step, steps=-1)
 
 

@@ -18,6 +18,7 @@ from components.data.text import (
     same_vocabulary,
 )
 from components.data.tiny_model import character_tokenizer
+from tests.messages import says
 
 BOS, EOS, NO, YES = 1, 2, 3, 4
 """Ids of `word_tokenizer`: unk 0, bos 1, eos 2, no 3, yes 4."""
@@ -73,9 +74,9 @@ def test_a_tokenizer_of_characters_gets_no_bos() -> None:
 @pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
 def test_two_bos_in_front_are_refused_with_who_may_have_written_them(adds: str) -> None:
     tokenizer = word_tokenizer(adds, BOS_AND_TURNS)
-    with pytest.raises(ValueError, match=r"row 1: .*begins with two '<s>', written by its text or by its template"):
+    with pytest.raises(ValueError, match=says("row 1", "'<s>'", "<s> no")):
         PromptSource([row("no"), row("<s> no")], tokenizer, 0, apply_chat_template=True)
-    with pytest.raises(ValueError, match=r"begins with two '<s>'"):
+    with pytest.raises(ValueError, match=says("'<s>'", "<s> <s> no")):
         TextEncoder(tokenizer).encode_prompt("<s> <s> no")
 
 
@@ -107,7 +108,7 @@ def test_many_prompts_encode_like_one_and_an_error_names_the_row() -> None:
     encoder = TextEncoder(word_tokenizer(ADDS_BOS))
     texts = ["no", "<s> yes", "yes no yes"]
     assert encoder.encode_prompts(texts, [7, 8, 9]) == [encoder.encode_prompt(text) for text in texts]
-    with pytest.raises(ValueError, match="row 9: the tokenizer has no token for the characters 'c'"):
+    with pytest.raises(ValueError, match=says("row 9", "'c'")):
         TextEncoder(character_tokenizer("ab")).encode_prompts(["a", "cb"], [8, 9])
 
 
@@ -116,10 +117,10 @@ def test_chat_messages_and_the_chat_option_go_through_the_template() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert render_prompt(turns, tokenizer) == "ab<eos>c"
     assert render_prompt("ab", tokenizer, apply_chat_template=True) == "ab"
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="input_template"):
         render_prompt("ab", tokenizer, apply_chat_template=True, input_template="{}")
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template; set apply_chat_template=False"):
+    with pytest.raises(ValueError, match="apply_chat_template"):
         render_prompt(turns, tokenizer)
 
 
@@ -131,10 +132,10 @@ def test_a_conversation_is_written_out_with_its_answers_and_nothing_that_asks_fo
     assert render_prompt(turns, tokenizer) == "no yes </s>?"
     assert turns == [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
-    with pytest.raises(ValueError, match=r"refuses the messages .*\(no assistant\); mend the one or the other"):
+    with pytest.raises(ValueError, match="no assistant"):
         render_conversation(turns, tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match="apply_chat_template"):
         render_conversation(turns, tokenizer)
 
 
@@ -175,14 +176,21 @@ def test_where_only_the_end_is_special_padding_is_a_piece_that_no_text_is_read_b
 
 
 def test_where_no_token_is_left_for_padding_that_is_said() -> None:
-    with pytest.raises(ValueError, match="no token for padding but its end token; set another in its pad_token"):
+    with pytest.raises(ValueError, match="pad_token"):
         pad_apart_from_end(word_tokenizer(bos_token="</s>", unk_token="</s>"))
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no system turn') }}", "{{ messages[0]['content'] + 1 }}"])
-def test_a_template_that_raises_is_an_error_with_its_reason(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system turn') }}", "no system turn"),
+        # Python's own words.
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_template_that_raises_is_an_error_with_its_reason(template: str, reason: str) -> None:
     tokenizer = word_tokenizer(template=template)
-    with pytest.raises(ValueError, match=r"the chat template refuses the messages .*'no yes'.* \((no system|can only)"):
+    with pytest.raises(ValueError, match=says("'no yes'", reason)):
         render_prompt("no yes", tokenizer, apply_chat_template=True)
 
 
@@ -212,28 +220,24 @@ def test_templates_may_use_the_tags_that_chat_templates_have_of_their_own(folder
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    def message(path: Path, **options: Any) -> str:
-        with pytest.raises(ValueError) as caught:
+    def refused(path: Path, *facts: object, **options: Any) -> None:
+        with pytest.raises(ValueError, match=says(*facts)) as caught:
             load_tokenizer(path, **options)
         assert "\n" not in str(caught.value)
-        return str(caught.value)
 
-    assert f"no tokenizer can be loaded from '{tmp_path}/nothing' (" in message(tmp_path / "nothing")
-    assert f"no tokenizer can be loaded from '{tmp_path}' (" in message(tmp_path)
-    assert "no token for padding; set pad_token to one of its tokens, such as pad_token='</s>'" in message(folder)
+    refused(tmp_path / "nothing", f"'{tmp_path}/nothing'")
+    refused(tmp_path, f"'{tmp_path}'")
+    refused(folder, f"'{folder}'", "pad_token='</s>'")
     assert load_tokenizer(folder, pad_with_end=True).pad_token_id == EOS
-    assert "pad_token='<pad>' is no token of" in message(folder, pad_token="<pad>")
-    assert "pad_token='no yes' is no token of" in message(folder, pad_token="no yes")
-    assert "chat_template='nothing.jinja' is neither Jinja text nor a file" in message(
-        folder, pad_token="no", chat_template="nothing.jinja"
-    )
-    assert "chat_template is no valid Jinja: line 2: " in message(
-        folder, pad_token="no", chat_template="{% for m in messages %}\n{{ m['content' }}{% endfor %}"
-    )
+    refused(folder, f"'{folder}'", "pad_token='<pad>'", "pad_token='</s>'", pad_token="<pad>")
+    refused(folder, f"'{folder}'", "pad_token='no yes'", "pad_token='</s>'", pad_token="no yes")
+    refused(folder, "chat_template='nothing.jinja'", pad_token="no", chat_template="nothing.jinja")
+    broken = "{% for m in messages %}\n{{ m['content' }}{% endfor %}"
+    refused(folder, "chat_template", "Jinja", "line 2", pad_token="no", chat_template=broken)
     endless = word_tokenizer()
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
-    assert "has no end token (eos)" in message(tmp_path / "endless")
+    refused(tmp_path / "endless", f"'{tmp_path}/endless'", "eos_token", "tokenizer_config.json")
 
 
 def test_a_vocabulary_is_the_same_when_all_tokens_have_the_same_ids() -> None:
