@@ -1,5 +1,6 @@
-"""One Ray cluster and one short warm start for all recipe tests."""
+"""Short warm starts for all recipe tests, made once for all processes of pytest."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,8 +10,31 @@ sys.path.insert(0, str(Path(__file__).parent))  # for recipe_runs
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has seen a few demonstrations: enough to answer in letters."""
-    from components.warm_start import WarmStartSettings, ensure_warm_start
+def warm_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they are kept: pytest-xdist gives each of its processes a folder below the session's own."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return folder / "warm_starts"
 
-    return ensure_warm_start(WarmStartSettings(steps=40, batch_size=64), tmp_path_factory.mktemp("cache"))
+
+@pytest.fixture(scope="session")
+def policy(warm_starts: Path) -> Path:
+    """A model that has seen a few demonstrations: enough to answer in letters."""
+    return warm_start("sort", 40, warm_starts)
+
+
+@pytest.fixture(scope="session")
+def player(warm_starts: Path) -> Path:
+    """A model that has seen a few games: it guesses numbers, and four in ten halve what is left."""
+    return warm_start("guess", 60, warm_starts)
+
+
+def warm_start(task: str, steps: int, folder: Path) -> Path:
+    """Made in this process, which has imported what it takes; of several processes one makes it."""
+    from local_runs import kept_environment
+
+    from components.warm_start import WarmStartSettings, make_warm_start
+
+    with kept_environment():
+        return make_warm_start(WarmStartSettings(task=task, steps=steps, batch_size=64), folder)

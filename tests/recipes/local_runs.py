@@ -1,28 +1,63 @@
-"""Runs a recipe in this process, several times in a row, so that libraries are imported once.
+"""Runs recipes in the process of the tests, which imports torch, transformers and deepspeed once for all of them.
 
+What a run with vLLM leaves in its process cannot be taken back, so those have one of their own:
 `python local_runs.py RECIPE` reads {"<run_dir>": ["<option>", ...], ...} as JSON, and ends with 1 when a run did not
 end well.
 """
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from recipe_runs import ROOT, RunFolder
 
 
-def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, RunFolder]:
-    """The folders of runs with `backend=local`, by name.
+class LocalRun(RunFolder):
+    """A run with `backend=local` that has ended."""
+
+    def __init__(self, run_dir: Path, code: int, out: str, err: str) -> None:
+        super().__init__(run_dir)
+        self.code, self.out, self.err = code, out, err
+
+
+def run_here(recipe: str, run_dir: Path, *options: str) -> LocalRun:
+    """One run, however it ends.
+
+    Raises:
+        AssertionError: it has changed what other tests of this process rely on.
+    """
+    main = import_module(f"recipes.{recipe}.main").main
+    out, err = io.StringIO(), io.StringIO()
+    with unchanged(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([f"run_dir={run_dir}", *options, "backend=local"])
+    run = LocalRun(run_dir, code, out.getvalue(), err.getvalue())
+    run.check_metrics()
+    return run
+
+
+def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, LocalRun]:
+    """Runs that end well, one after the other, by name.
 
     Args:
         recipe: its name.
         folder: where the runs' folders go.
         runs: the options of each.
     """
+    found = {name: run_here(recipe, folder / name, *options) for name, options in runs.items()}
+    assert {name: run.err for name, run in found.items() if run.code != 0} == {}
+    return found
+
+
+def run_apart(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, RunFolder]:
+    """The same in one new process, for what changes its process for good."""
     options = {str(folder / name): [*given, "backend=local"] for name, given in runs.items()}
     done = subprocess.run(
         [sys.executable, __file__, recipe],
@@ -31,13 +66,56 @@ def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {name: RunFolder(folder / name) for name in runs}
     for run in found.values():
         run.check_metrics()
     return found
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Assert that the process is afterwards as it was before.
+
+    The process group of one rank that a trained model needs stays, as in every process of a user's that has trained:
+    DeepSpeed keeps it in places that nobody can reach.
+    """
+    import torch  # now, because torch sets environment variables when it is imported
+
+    before, group = state_of_process(), torch.distributed.is_initialized()
+    yield
+    after = state_of_process()
+    assert {name: value for name, value in after.items() if value != before[name]} == {}
+    if torch.distributed.is_initialized() and not group:
+        assert torch.distributed.get_world_size() == 1
+
+
+def state_of_process() -> dict[str, Any]:
+    """What libraries and roles could change for everybody."""
+    import torch
+
+    return {
+        "folder": Path.cwd(),
+        "environment": dict(os.environ),
+        "handlers": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "random numbers": torch.get_rng_state().tolist(),
+    }
+
+
+@contextlib.contextmanager
+def kept_environment() -> Iterator[None]:
+    """Take back the environment variables by which roles in this process find their ranks."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,7 @@
-"""Calls every method of a recipe's roles in this process, and tells which of them changed its arguments.
-
-`python role_arguments.py RECIPE MODEL FOLDER` prints a line per method: its name, and `kept` or `changed`.
-"""
+"""Calls every method of a recipe's roles in this process, and tells which of them changed its arguments."""
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -103,7 +99,7 @@ def ppo_calls(model: str, folder: Path) -> Calls:
 
 
 def role_group_calls(model: str, folder: Path) -> Calls:
-    """Of grpo, reinforce_pp and multi_turn."""
+    """Of grpo."""
     return {
         "Actor": [
             ("load", (model, 1)),
@@ -195,7 +191,7 @@ VERL_WORKERS = {
 
 
 def main(recipe: str, model: str, folder: Path) -> None:
-    """Walk the roles in the order of a step."""
+    """Walk the roles in the order of a step; prints a line per method: its name, and `kept` or `changed`."""
     if recipe == "verl_ppo":
         walk(recipe, verl_config(model, folder), verl_calls(model, folder), folder)
         return
@@ -215,8 +211,6 @@ def main(recipe: str, model: str, folder: Path) -> None:
         config = read_config([f"run_dir={folder}", "algorithm.kl_coef=0.1", *sizes, *apart])
         config = replace(config, model=replace(config.model, path=model))
         calls = role_group_calls(model, folder)
-        if recipe == "multi_turn":
-            config.agent.func_path = str(Path(__file__).parents[1] / "idle_agent.py")
     walk(recipe, config, calls, folder)
 
 
@@ -251,7 +245,3 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
     for end in ends:
         end()
     inside.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import run_locally
+from gates import Gate, source
+from local_runs import LocalRun, run_locally
 from recipe_runs import Run, RunFolder
 
 from components.batch import Batch
+from tests.messages import says
 
-pytestmark = pytest.mark.timeout(300)
 AGENT = """
+import asyncio
 from agents import AgentInstanceBase, MultiTurnAgentExecutor
 
 class AgentInstance(AgentInstanceBase):
@@ -26,6 +29,8 @@ class AgentInstance(AgentInstanceBase):
 
     async def step(self, states, **kwargs):
         self.turns += 1
+        while is_shut(states["label"]):
+            await asyncio.sleep(0.01)
         text = states["action_text"]
         share = sum(a < b for a, b in zip(text, text[1:])) / 8
         return {"rewards": share, "environment_feedback": "a>", "done": self.turns == 2, "extra_logs": {"a": 1.0}}
@@ -33,6 +38,10 @@ class AgentInstance(AgentInstanceBase):
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
+"""
+OPEN = """
+def is_shut(label):
+    return False
 """
 OPTIONS = {
     "grpo": "data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=8 samples_per_prompt=4 minibatches=2 "
@@ -51,7 +60,7 @@ HELDOUT["reinforce_pp"] = HELDOUT["grpo"]
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("agent") / "agent.py"
-    file.write_text(AGENT)
+    file.write_text(OPEN + AGENT)
     return file
 
 
@@ -65,7 +74,7 @@ def batches(run: RunFolder) -> list[Batch]:
     return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 
-@pytest.mark.parametrize("recipe", OPTIONS)
+@pytest.mark.parametrize("recipe", ["grpo", "openrlhf_ppo"])
 def test_an_agents_episodes_are_trained_on_and_evaluated(
     recipe: str, policy: Path, agent: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +120,8 @@ def test_all_sequences_of_a_sample_are_trained_on_and_its_main_one_is_evaluated(
 
 
 def asynchronous(policy: Path, agent: Path, *more: str) -> list[str]:
-    return [*options_of("grpo", policy, agent), "data.max_rows=48", "placement.collocate=false", *more]
+    waits = "agent.step_timeout_s=600"
+    return [*options_of("grpo", policy, agent), "data.max_rows=48", "placement.collocate=false", waits, *more]
 
 
 def prompts_of(run: RunFolder) -> list[int]:
@@ -120,53 +130,67 @@ def prompts_of(run: RunFolder) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def synchronous(policy: Path, agent: Path, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run("grpo", ray_address, tmp_path_factory.mktemp("sync") / "run", *asynchronous(policy, agent)).wait(280)
-    assert run.code == 0, run.err
-    return run
+def synchronous(policy: Path, agent: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    return run_locally("grpo", tmp_path_factory.mktemp("sync"), {"run": asynchronous(policy, agent)})["run"]
 
 
+@pytest.mark.full
 def test_a_queue_of_no_batches_is_the_synchronous_run_bit_for_bit(
-    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+    synchronous: LocalRun, policy: Path, agent: Path, ray_address: str, tmp_path: Path
 ) -> None:
     options = asynchronous(policy, agent, "--async_train", "--async_queue_size=0")
-    run = Run("grpo", ray_address, tmp_path / "run", *options).wait(280)
+    run = Run("grpo", ray_address, tmp_path / "run", *options).wait()
     assert run.code == 0, run.err
     assert run.learnt() == synchronous.learnt()
     theirs = synchronous.weights()
     assert all(tensor.equal(theirs[name]) for name, tensor in run.weights().items())
 
 
+@pytest.mark.full
 def test_a_killed_asynchronous_run_goes_on_and_trains_on_every_prompt_once(
-    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+    synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    options = asynchronous(policy, agent, "--async_train", "checkpoint.every=1")
-    run = Run("grpo", ray_address, tmp_path / "run", *options)
-    run.wait_for_step(3)
+    # From the third checkpoint on no episode goes on, so that it is killed with some in the queue and some begun.
+    gate = Gate(tmp_path / "run/checkpoints/step_3", tmp_path / "go")
+    agent = tmp_path / "agent.py"
+    agent.write_text(source(gate).replace("is_shut()", "is_shut(label)") + AGENT)
+    run = Run(
+        "grpo", ray_address, tmp_path / "run", *asynchronous(policy, agent, "--async_train", "checkpoint.every=1")
+    )
+    run.wait_until(gate.is_reached)
     os.kill(run.pids()["trainer-0"], signal.SIGKILL)
-    run.wait(280)
+    run.wait_until(lambda: len(run.starts()["trainer-0"]) == 2)
+    gate.open()
+    run.wait()
     assert run.code == 0, run.err
     assert prompts_of(run) == prompts_of(synchronous)
     # The first batch is drawn from the weights that are trained; each one after it is one version behind.
     assert [line["rollout/staleness_max"] for line in run.metrics] == [0, 1, 1, 1, 1, 1]
 
 
+SLOW = """
+from pathlib import Path
+
+def is_shut(label):
+    # Until a step has been written down, and the engine has its weights.
+    metrics = Path({metrics!r})
+    return label in {labels} and not (metrics.exists() and metrics.read_text().count("\\n"))
+"""
+
+
+@pytest.mark.full
 def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_later(
-    synchronous: Run, policy: Path, agent: Path, ray_address: str, tmp_path: Path
+    synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
+    # Two of the first twelve prompts, which are in flight at the start; eight of the others are the first batch.
+    labels = list(dict.fromkeys(batches(synchronous)[0]["label"]))[:2]
     slow = tmp_path / "slow.py"
-    text = AGENT.replace("self.turns += 1", "self.turns += 1\n        await asyncio.sleep(float(self.slow))")
-    slow.write_text(
-        "import asyncio\n"
-        + text.replace(
-            "self.turns = 0",
-            "self.turns = self.slow = 0\n        self.slow = 0.1 + 2.0 * states['label'].startswith('a')",
-        )
-    )
+    slow.write_text(SLOW.format(metrics=f"{tmp_path}/run/metrics.jsonl", labels=labels) + AGENT)
     options = asynchronous(policy, slow, "--async_train", "--partial_rollout", "asynchronous.in_flight_prompts=12")
-    run = Run("grpo", ray_address, tmp_path / "run", *options).wait(280)
+    run = Run("grpo", ray_address, tmp_path / "run", *options).wait()
     assert run.code == 0, run.err
     assert sorted(prompts_of(run)) == sorted(prompts_of(synchronous))
+    assert not {*labels} & {*batches(run)[0]["label"]}
     carried = [line["rollout/carried_groups"] for line in run.metrics]
     assert sum(carried) > 0, carried
     assert max(line["rollout/staleness_max"] for line in run.metrics) <= 2
@@ -180,27 +204,27 @@ def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_l
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "message"),
+    ("recipe", "options", "facts"),
     [
-        ("grpo", ["--async_train"], "set placement.collocate=false"),
-        ("grpo", ["--async_train", "placement.collocate=false", "backend=local"], "set backend=ray"),
-        ("grpo", ["--partial_rollout"], "asynchronous.partial_rollout without asynchronous.enabled"),
-        ("grpo", ["--agent_func_path", "none.py"], "none.py"),
-        ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], "set one of the two"),
-        ("openrlhf_ppo", ["--async_train", "--colocate_all_models"], "async_train, but the roles take turns"),
-        ("openrlhf_ppo", ["--agent_func_path", "env:guess"], "set exactly one of the four"),
-        ("openrlhf_ppo", ["--agent_max_turns", "0"], "agent_max_turns=0"),
-        ("grpo", ["--agent_func_path", "env:guess", "algorithm.overlong_buffer=2"], "unset one of them"),
+        ("grpo", ["--async_train"], ["asynchronous", "placement.collocate=false"]),
+        ("grpo", ["--async_train", "placement.collocate=false", "backend=local"], ["asynchronous", "backend=ray"]),
+        ("grpo", ["--partial_rollout"], ["asynchronous.partial_rollout", "asynchronous.enabled"]),
+        ("grpo", ["--agent_func_path", "none.py"], ["none.py"]),
+        ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], ["agent.func_path", "reward.source"]),
+        ("openrlhf_ppo", ["--async_train", "--colocate_all_models"], ["async_train", "colocate_all_models"]),
+        ("openrlhf_ppo", ["--agent_func_path", "env:guess"], ["agent_func_path", "remote_rm_url", "scorer"]),
+        ("openrlhf_ppo", ["--agent_max_turns", "0"], ["agent_max_turns", 0]),
+        ("grpo", ["--agent_func_path", "env:guess", "algorithm.overlong_buffer=2"], ["agent", "overlong_buffer"]),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(
-    recipe: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    recipe: str, options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from importlib import import_module
 
     main: Any = import_module(f"recipes.{recipe}.main").main
     assert main(["--dry_run", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(says(*facts), capsys.readouterr().err)
 
 
 def test_the_plan_of_an_asynchronous_run_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:

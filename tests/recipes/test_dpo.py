@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -30,6 +31,7 @@ from recipes.dpo.algorithm import loss, preference_loss
 from recipes.dpo.config import DPOConfig
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
+from tests.messages import says
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},
@@ -171,7 +173,7 @@ def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempP
     ties += ["max_tokens_per_gpu=2000", "train_batch_size=256"]
     options |= {name: [*ties, *given.split()] for name, given in TIES.items()}
     options["two models"] = [f"pretrain={models[0]}", f"ref_pretrain={models[1]}", *own]
-    return run_locally("dpo", folder, options)
+    return {**run_locally("dpo", folder, options)}
 
 
 def difference(one: RunFolder, other: RunFolder) -> float:
@@ -181,7 +183,6 @@ def difference(one: RunFolder, other: RunFolder) -> float:
     return max(float((x - weights[1][name]).abs().max()) for name, x in weights[0].items())
 
 
-@pytest.mark.timeout(300)  # the first test waits for the runs
 def test_a_resumed_run_is_the_same_to_the_last_bit(runs: dict[str, RunFolder]) -> None:
     assert difference(runs["plain"], runs["resumed"]) == 0
     assert [line["step"] for line in runs["resumed"].metrics] == [3, 4, 5]
@@ -218,7 +219,7 @@ def test_a_file_that_is_missing_is_told_before_a_model_is_made(
 ) -> None:
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
     assert main([f"{option}={tmp_path}/none.jsonl", f"run_dir={tmp_path}/run"]) == 2
-    assert f"{option}={tmp_path}/none.jsonl: data file" in capsys.readouterr().err
+    assert f"{option}={tmp_path}/none.jsonl" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,6 +238,7 @@ def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other:
             assert one.get(name) == pytest.approx(two.get(name), abs=1e-4)
 
 
+@pytest.mark.full
 def test_two_ranks_learn_what_one_learns(
     runs: dict[str, RunFolder], policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
@@ -268,7 +270,7 @@ def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, Ru
     assert changed == {name for name in start if name.endswith("proj.weight")}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.nightly
 def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
     start = Path(resolve_model(f"{WARM_START_PREFIX}sort"))
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
@@ -348,26 +350,26 @@ def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["dataset={rows}", "chosen_key=better"], "dataset={rows}: row 0: column 'better' must hold text"),
-        (["dataset={rows}", "eval_dataset={rows}", "eval_split=test"], "eval_dataset={rows}: "),
-        (["dataset={empty}"], "dataset={empty}: data '{empty}' must hold a list of at least one object"),
-        (["dataset={rows}", "ref_pretrain={other}"], "ref_pretrain={other}: it has another vocabulary than pretrain="),
-        (["dataset={rows}", "ref_pretrain=nobody/has-this"], "ref_pretrain=nobody/has-this: it is no folder here"),
-        (["dataset=task:sport"], "dataset=task:sport: "),
-        (["dataset=task:sort", "eval_dataset=task:sort"], "eval_dataset=task:sort: a task draws the pairs of its"),
-        (["dataset={rows}", "ipo=true", "label_smoothing=0.1"], "label_smoothing=0.1; set 0 to below 0.5, and 0 with"),
-        (["dataset={rows}", "beta=0"], "beta=0.0; set it above 0"),
-        (["dataset={rows}", "train_batch_size=1", "num_gpus_per_node=2"], "train_batch_size=1 pairs for 2 ranks"),
-        (["dataset={rows}", "input_template=say:"], "input_template='say:' has no place for the prompt"),
-        (["dataset={rows}", "input_template=say: {{}}"], "input_template goes around a prompt of its own column"),
-        (["dataset={rows}", "flash_attn=true"], "flash_attn: use attn_implementation=flash_attention_2"),
+        (["dataset={rows}", "chosen_key=better"], ["dataset={rows}", "row 0", "'better'"]),
+        (["dataset={rows}", "eval_dataset={rows}", "eval_split=test"], ["eval_dataset={rows}", "test"]),
+        (["dataset={empty}"], ["dataset={empty}"]),
+        (["dataset={rows}", "ref_pretrain={other}"], ["ref_pretrain={other}", "vocabulary", "pretrain="]),
+        (["dataset={rows}", "ref_pretrain=nobody/has-this"], ["ref_pretrain=nobody/has-this"]),
+        (["dataset=task:sport"], ["dataset=task:sport"]),
+        (["dataset=task:sort", "eval_dataset=task:sort"], ["eval_dataset=task:sort", "eval_samples"]),
+        (["dataset={rows}", "ipo=true", "label_smoothing=0.1"], ["label_smoothing=0.1", "ipo"]),
+        (["dataset={rows}", "beta=0"], ["beta=0.0"]),
+        (["dataset={rows}", "train_batch_size=1", "num_gpus_per_node=2"], ["train_batch_size=1", "2 ranks"]),
+        (["dataset={rows}", "input_template=say:"], ["input_template", "'say:'"]),
+        (["dataset={rows}", "input_template=say: {{}}"], ["input_template", "prompt_key"]),
+        (["dataset={rows}", "flash_attn=true"], ["flash_attn", "attn_implementation=flash_attention_2"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
     options: list[str],
-    message: str,
+    facts: list[str],
     models: tuple[Path, Path],
     policy: Path,
     tmp_path: Path,
@@ -379,6 +381,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     run_dir = tmp_path / "run"
     assert main([f"run_dir={run_dir}", f"pretrain={models[0]}", *(text.format(**names) for text in options)]) == 2
     error = capsys.readouterr().err
-    assert message.format(**names) in error
+    assert re.search(says(*(fact.format(**names) for fact in facts)), error)
     assert error.count("\n") == 1
     assert not run_dir.exists()

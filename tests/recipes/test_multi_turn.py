@@ -1,19 +1,19 @@
 """recipes/multi_turn: what its estimators make of the same episodes, by hand, and that it learns to play."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_runs import run_locally
-from recipe_runs import Run, RunFolder
+from local_runs import LocalRun, run_here, run_locally
 
 from components.batch import Batch
-from components.warm_start import WarmStartSettings, ensure_warm_start
 from recipes.multi_turn.algorithm import add_advantages
 from recipes.multi_turn.config import AlgorithmOptions, MultiTurnConfig
 from recipes.multi_turn.main import main, read_config
+from tests.messages import says
 
 DIGITS = """
 from agents import AgentInstanceBase
@@ -134,52 +134,47 @@ def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["agent.func_path=null"], "agent.func_path is empty; set agent.func_path=..."),
-        (["agent.func_path=env:nim"], "there is no environment 'env:nim'"),
-        (["samples_per_prompt=1"], "algorithm.estimator=reinforce_baseline compares the episodes of one prompt"),
-        (["algorithm.turn_gamma=1.5"], "algorithm.turn_gamma=1.5; set a discount from 0 to 1"),
-        (["algorithm.correction_range=[2,1]"], "set two weights, the lower first"),
-        (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0; set it to 0 or more"),
-        (["minibatches=3"], "minibatches=3 does not divide a step's 512 episodes"),
-        (["--async_train"], "set placement.collocate=false"),
+        (["agent.func_path=null"], ["agent.func_path"]),
+        (["agent.func_path=env:nim"], ["env:nim"]),
+        (["samples_per_prompt=1"], ["algorithm.estimator=reinforce_baseline", "samples_per_prompt", 2]),
+        (["algorithm.turn_gamma=1.5"], ["algorithm.turn_gamma=1.5", 0, 1]),
+        (["algorithm.correction_range=[2,1]"], ["algorithm.correction_range", 2.0, 1.0]),
+        (["algorithm.kl_coef=-1"], ["algorithm.kl_coef=-1.0"]),
+        (["minibatches=3"], ["minibatches=3", 512]),
+        (["--async_train"], ["asynchronous", "placement.collocate=false"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*MODEL, "--dry_run", *options]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(says(*facts), error)
+    assert error.count("\n") == 1
 
 
-@pytest.fixture(scope="module")
-def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has seen a few games: it guesses numbers, and four in ten halve what is left."""
-    settings = WarmStartSettings(task="guess", steps=60, batch_size=64)
-    return ensure_warm_start(settings, tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def runs(player: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """A few steps in a world that is soon understood, and fewer of the game with credit by turn."""
-    folder = tmp_path_factory.mktemp("multi_turn")
-    (folder / "digits.py").write_text(DIGITS)
+def options_of(player: Path, *more: str) -> list[str]:
     common = [f"model.path={player}", "data.path=task:guess", "evaluation.path=task:guess", "minibatches=4"]
     common += ["evaluation.samples_per_prompt=1", "rollout.max_new_tokens=4", "train.learning_rate=8e-4", "seed=1"]
-    digits = [f"agent.func_path={folder}/digits.py", "data.max_rows=192", "prompts_per_step=32"]
-    turn = ["agent.func_path=env:guess", "data.max_rows=16", "prompts_per_step=8", "samples_per_prompt=4"]
-    credit = ["algorithm.credit=turn", "algorithm.turn_gamma=0.5", "algorithm.whiten=false"]
-    options = {
-        "digits": [*common, *digits, "evaluation.max_rows=128"],
-        "turn": [*common, *turn, *credit, "evaluation.max_rows=16"],
-    }
-    return run_locally("multi_turn", folder, options)
+    return [*common, *more]
 
 
-@pytest.mark.timeout(400)
-def test_the_policy_learns_in_every_turn_what_a_world_rewards(runs: dict[str, RunFolder]) -> None:
-    run = runs["digits"]
+@pytest.fixture(scope="module")
+def turns(player: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """Two steps of the game with credit by turn."""
+    steps = ["agent.func_path=env:guess", "data.max_rows=16", "prompts_per_step=8", "samples_per_prompt=4"]
+    credit = ["algorithm.credit=turn", "algorithm.turn_gamma=0.5", "algorithm.whiten=false", "evaluation.max_rows=16"]
+    folder = tmp_path_factory.mktemp("multi_turn")
+    return run_locally("multi_turn", folder, {"turn": options_of(player, *steps, *credit)})["turn"]
+
+
+@pytest.mark.nightly
+def test_the_policy_learns_in_every_turn_what_a_world_rewards(player: Path, tmp_path: Path) -> None:
+    (tmp_path / "digits.py").write_text(DIGITS)
+    digits = [f"agent.func_path={tmp_path}/digits.py", "data.max_rows=192", "prompts_per_step=32"]
+    run = run_locally("multi_turn", tmp_path, {"run": options_of(player, *digits, "evaluation.max_rows=128")})["run"]
     score = run.summary["score"]
     # Measured, sampled at temperature 1 and (greedy): .54 -> .98 (.69 -> 1.0). The turns were right in .81 and .33 of
     # the first step's episodes, in .99 and .94 of the sixth's.
@@ -193,10 +188,13 @@ def test_the_policy_learns_in_every_turn_what_a_world_rewards(runs: dict[str, Ru
         assert (line["rollout/finished_share"], line["rollout/turns_mean"]) == (1, 2)
 
 
-def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(runs: dict[str, RunFolder]) -> None:
-    assert runs["turn"].summary["status"] == "finished"
+def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(turns: LocalRun) -> None:
+    assert (turns.summary["status"], turns.summary["score"]["examples"]) == ("finished", 16)
+    assert (turns.run_dir / "checkpoints/step_2/hf/model.safetensors").is_file()
+    for line in turns.metrics:
+        assert line["rollout/logprob_gap_max"] < 1e-4
     for step in (1, 2):
-        batch = Batch.load(runs["turn"].run_dir / f"rollouts/step_{step:06d}.parquet")
+        batch = Batch.load(turns.run_dir / f"rollouts/step_{step:06d}.parquet")
         returns: list[list[float]] = []
         for i in range(len(batch)):
             turn, reward = batch.row(i, "turn"), batch.row(i, "turn_reward")
@@ -216,7 +214,7 @@ def test_an_agent_whose_episodes_have_no_reward_ends_the_run_with_what_to_do(pla
     agent = tmp_path / "agent.py"
     agent.write_text("from agents import SingleTurnAgentExecutor as AgentExecutor\n")
     options = [f"model.path={player}", "data.path=task:guess", f"agent.func_path={agent}", "data.max_rows=4"]
-    sizes = ["prompts_per_step=4", "samples_per_prompt=2", "rollout.max_new_tokens=4", "backend=local"]
-    run = Run("multi_turn", "", tmp_path / "run", *options, *sizes).wait()
+    sizes = ["prompts_per_step=4", "samples_per_prompt=2", "rollout.max_new_tokens=4"]
+    run = run_here("multi_turn", tmp_path / "run", *options, *sizes)
     assert run.code == 1
-    assert "have no reward; let its executor give them one" in run.summary["error"]
+    assert re.search(says("reward", "executor"), run.summary["error"])

@@ -15,6 +15,7 @@ from core import ConfigError, options_of
 from recipes.openrlhf_ppo import flags
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
+from tests.messages import says
 
 GUIDE = {
     "train_rm": """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1
@@ -100,15 +101,17 @@ def test_each_flag_of_the_guides_works_or_says_what_to_use(
     error = capsys.readouterr().err
     if name in flags.REFUSED and name != "logging_steps":
         assert code == 2
-        assert error == f"openrlhf_ppo: not available here: {name}: {flags.REFUSED[name].why}\n"
+        assert re.search(says(name, flags.REFUSED[name].why), error)
+        assert error.count("\n") == 1
     elif name == "attn_implementation":
-        assert (code, "needs the package flash_attn" in error) == (2, True)
+        assert (code, "flash_attn" in error) == (2, True)
     elif name in ("micro_train_batch_size", "micro_rollout_batch_size"):
         # The preset cuts by tokens.
-        note = f"openrlhf_ppo: no effect of {name}: use_dynamic_batch cuts by tokens\n"
-        assert (code, error.count("no effect"), error.endswith(note)) == (0, 1, True)
+        *_, note = error.splitlines()
+        assert (code, error.count("no effect")) == (0, 1)
+        assert re.search(says("no effect", name, "use_dynamic_batch"), note)
     else:
-        assert (code, error.startswith("openrlhf_ppo: on GPU"), "no effect" in error) == (0, True, False)
+        assert (code, "GPU" in error, "no effect" in error) == (0, True, False)
 
 
 def test_a_whole_command_of_the_guides_names_all_that_is_missing_in_one_line(
@@ -118,8 +121,9 @@ def test_a_whole_command_of_the_guides_names_all_that_is_missing_in_one_line(
     assert main(["--dry_run", *shlex.split(command)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    named = re.findall(r"(?:here: |; )(\w+): ", error)
-    assert named == ["vllm_sync_backend"]
+    # Some refused names are no more than words.
+    named = {name for name in flags.REFUSED if "_" in name and re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", error)}
+    assert named == {"vllm_sync_backend"}
 
 
 def test_the_command_of_the_guide_runs_without_what_is_missing(
@@ -299,7 +303,7 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
 
 def test_the_page_from_openrlhf_is_what_the_schema_says() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "migration_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -314,67 +318,63 @@ BASE = ["pretrain=./x", "prompt_data=y.jsonl", "remote_rm_url=r.py"]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["advantage_estimator=rloo"], "compares the answers to one prompt, but n_samples_per_prompt=1"),
-        (["advantage_estimator=dr_grpo"], "compares the answers to one prompt, but n_samples_per_prompt=1"),
-        (["advantage_estimator=group_norm", "n_samples_per_prompt=2", "gamma=0.9"], "knows no discount, but gamma=0.9"),
-        (
-            ["advantage_estimator=reinforce", "critic_pretrain=z"],
-            "trains no critic, so critic_pretrain=z would have no",
-        ),
-        (["advantage_estimator=reinforce", "lambd=0.9", "value_clip=1"], "so lambd=0.9, value_clip=1.0 would have no"),
-        (["advantage_estimator=grpo"], "grpo"),
-        (["use_kl_loss=true", "init_kl_coef=0"], "use_kl_loss=true, but init_kl_coef=0"),
-        (["colocate_actor_ref=true", "init_kl_coef=0"], "there is no reference"),
-        (["colocate_critic_reward=true"], "only a reward_pretrain takes a device"),
-        (["reward_pretrain=z"], "set exactly one of the four"),
-        (["normalize_reward=true"], "normalize_reward uses the mean and std of a reward_pretrain"),
-        (["reward_clip_range=[1,-1]"], "reward_clip_range=1.0 -1.0; set the lower bound first"),
-        (["overlong_buffer_len=2000"], "overlong_buffer_len=2000; set 1 to generate_max_len=1024"),
-        (["stop_properly_penalty_coef=1.5"], "stop_properly_penalty_coef=1.5; set it to at most 1"),
-        (["eval_steps=5"], "eval_steps without eval_dataset"),
-        (["eval_scorer=sort"], "eval_scorer without eval_dataset"),
+        (["advantage_estimator=rloo"], ["rloo", "n_samples_per_prompt=1"]),
+        (["advantage_estimator=dr_grpo"], ["dr_grpo", "n_samples_per_prompt=1"]),
+        (["advantage_estimator=group_norm", "n_samples_per_prompt=2", "gamma=0.9"], ["group_norm", "gamma=0.9"]),
+        (["advantage_estimator=reinforce", "critic_pretrain=z"], ["reinforce", "critic_pretrain=z"]),
+        (["advantage_estimator=reinforce", "lambd=0.9", "value_clip=1"], ["reinforce", "lambd=0.9", "value_clip=1.0"]),
+        (["advantage_estimator=grpo"], ["'grpo'", "group_norm"]),
+        (["use_kl_loss=true", "init_kl_coef=0"], ["use_kl_loss=true", "init_kl_coef=0"]),
+        (["colocate_actor_ref=true", "init_kl_coef=0"], ["colocate_actor_ref", "init_kl_coef"]),
+        (["colocate_critic_reward=true"], ["colocate_critic_reward", "reward_pretrain"]),
+        (["reward_pretrain=z"], ["reward_pretrain=z", "remote_rm_url=r.py", "scorer", "agent_func_path"]),
+        (["normalize_reward=true"], ["normalize_reward", "reward_pretrain"]),
+        (["reward_clip_range=[1,-1]"], ["reward_clip_range", 1.0, -1.0]),
+        (["overlong_buffer_len=2000"], ["overlong_buffer_len=2000", "generate_max_len=1024"]),
+        (["stop_properly_penalty_coef=1.5"], ["stop_properly_penalty_coef=1.5"]),
+        (["eval_steps=5"], ["eval_steps", "eval_dataset"]),
+        (["eval_scorer=sort"], ["eval_scorer", "eval_dataset"]),
         (
             ["agent_func_path=a.py", "remote_rm_url=null", "eval_dataset=z", "eval_scorer=sort"],
-            "scores all of its episodes",
+            ["eval_scorer=sort", "agent"],
         ),
-        (["eval_dataset=z", "eval_temperature=0"], "eval_temperature=0 gives the same answer every time"),
-        (["apply_chat_template=true", "input_template=Q {}"], "exclude each other"),
-        (["input_template=Q"], "must hold {} once"),
-        (["train_batch_size=1", "actor_num_gpus_per_node=2"], "leaves some of the 2 actor ranks without an answer"),
-        (["micro_train_batch_size=0"], "micro_train_batch_size=0; set it to at least 1"),
-        (["eps_clip_low_high=[2,0.2]"], "cannot be clipped to 1 - 2.0"),
-        (["init_kl_coef=-1"], "init_kl_coef=-1.0"),
-        (["dual_clip=1"], "dual_clip=1.0; set it above 1, with policy_loss_type=ppo"),
-        (["dual_clip=3", "policy_loss_type=gspo"], "dual_clip=3.0; set it above 1, with policy_loss_type=ppo"),
-        (["kl_target=0.1", "init_kl_coef=0"], "an adapted weight needs all three above 0"),
-        (["kl_target=-1"], "an adapted weight needs all three above 0"),
-        (["kl_target=0.1", "kl_horizon=204"], "more than a fifth of a step's answers as its horizon"),
-        (["enable_ema=true", "ema_beta=1"], "ema_beta=1.0; set it to 0 or more and less than 1"),
-        (["dynamic_filtering=true"], "dynamic_filtering with n_samples_per_prompt=1"),
+        (["eval_dataset=z", "eval_temperature=0"], ["eval_temperature=0", "eval_n_samples_per_prompt"]),
+        (["apply_chat_template=true", "input_template=Q {}"], ["apply_chat_template", "input_template"]),
+        (["input_template=Q"], ["input_template", "'Q'"]),
+        (["train_batch_size=1", "actor_num_gpus_per_node=2"], ["train_batch_size=1", "2 actor ranks"]),
+        (["micro_train_batch_size=0"], ["micro_train_batch_size=0"]),
+        (["eps_clip_low_high=[2,0.2]"], ["2.0", "clip"]),
+        (["init_kl_coef=-1"], ["init_kl_coef=-1.0"]),
+        (["dual_clip=1"], ["dual_clip=1.0", "policy_loss_type=ppo"]),
+        (["dual_clip=3", "policy_loss_type=gspo"], ["dual_clip=3.0", "policy_loss_type=ppo"]),
+        (["kl_target=0.1", "init_kl_coef=0"], ["kl_target=0.1", "init_kl_coef=0"]),
+        (["kl_target=-1"], ["kl_target=-1.0", "kl_horizon"]),
+        (["kl_target=0.1", "kl_horizon=204"], ["kl_horizon", 204]),
+        (["enable_ema=true", "ema_beta=1"], ["ema_beta=1.0"]),
+        (["dynamic_filtering=true"], ["dynamic_filtering", "n_samples_per_prompt=1"]),
         (
             ["dynamic_filtering=true", "n_samples_per_prompt=2", "dynamic_filtering_reward_range=[1,0]"],
-            "dynamic_filtering_reward_range=1.0 0.0; set 2 or more answers, and the lower bound first",
+            ["dynamic_filtering_reward_range", 1.0, 0.0],
         ),
-        (["vllm_is_truncated_threshold=[5,0.5]"], "vllm_is_truncated_threshold=5.0 0.5; set two ratios"),
-        (["use_icepop=true", "vllm_is_correction_type=tis"], "use_icepop=true and vllm_is_correction_type=tis"),
-        (["policy_loss_type=trpo"], "trpo"),
-        (["remote_rm_timeout=0"], "timeout"),
-        (["reward_workers=0"], "workers"),
+        (["vllm_is_truncated_threshold=[5,0.5]"], ["vllm_is_truncated_threshold", 5.0, 0.5]),
+        (["use_icepop=true", "vllm_is_correction_type=tis"], ["use_icepop", "vllm_is_correction_type=tis"]),
+        (["policy_loss_type=trpo"], ["trpo"]),
+        (["remote_rm_timeout=0"], ["timeout", 0]),
+        (["reward_workers=0"], ["workers", 0]),
     ],
 )
-def test_options_that_contradict_each_other_are_an_error(options: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_options_that_contradict_each_other_are_an_error(options: list[str], facts: list[object]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)) as caught:
         read_config([*BASE, *options])
-    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_several_reward_models_need_a_weight_each() -> None:
     models = ["pretrain=./x", "prompt_data=y.jsonl", "--reward_pretrain", "a,b"]
     assert read_config([*models, "--reward_weights", "0.5", "2"]).reward_weights == [0.5, 2.0]
-    with pytest.raises(ConfigError, match="reward_weights has 1 numbers for 2 reward models"):
+    with pytest.raises(ConfigError, match=says("reward_weights", 1, "2 reward models")):
         read_config([*models, "--reward_weights", "0.5"])
 
 
@@ -410,8 +410,7 @@ def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(
     # 512 answers for 5,000 ranks is said first.
     assert "5000 actor ranks" in capsys.readouterr().err
     assert main(["--dry_run", "vllm_num_engines=5000"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"vllm_num_engines=5000, but this machine has no GPU and \d+ CPU cores", error)
+    assert re.search(says("vllm_num_engines=5000", "CPU cores"), capsys.readouterr().err)
 
 
 def test_flash_attention_on_a_machine_without_gpu_is_refused(
@@ -419,37 +418,37 @@ def test_flash_attention_on_a_machine_without_gpu_is_refused(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["--dry_run", "--attn_implementation", "flash_attention_2"]) == 2
-    assert "needs a GPU, and this machine shows none" in capsys.readouterr().err
+    assert re.search(says("attn_implementation", "flash_attention_2", "GPU"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("options", "note"),
+    ("options", "facts"),
     [
-        (["--kl_estimator", "k3"], "no effect of kl_estimator: init_kl_coef=0 needs no reference"),
-        (["--reward_workers", "2", "scorer=null", "reward_pretrain=x"], "reward_workers: no reward code is run"),
-        (["--remote_rm_timeout", "5"], "no effect of remote_rm_timeout: no server is asked"),
-        (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "no effect of eps_clip: eps_clip_low_high is set"),
-        (["--policy_loss_type", "sapo", "--eps_clip", "0.1"], "no effect of eps_clip: sapo clips no ratio"),
-        (["--use_icepop"], "no effect of use_icepop: enable_vllm_is_correction is off"),
+        (["--kl_estimator", "k3"], ["kl_estimator", "init_kl_coef=0"]),
+        (["--reward_workers", "2", "scorer=null", "reward_pretrain=x"], ["reward_workers", "reward code"]),
+        (["--remote_rm_timeout", "5"], ["remote_rm_timeout", "server"]),
+        (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], ["eps_clip", "eps_clip_low_high"]),
+        (["--policy_loss_type", "sapo", "--eps_clip", "0.1"], ["eps_clip", "sapo"]),
+        (["--use_icepop"], ["use_icepop", "enable_vllm_is_correction"]),
         (
             ["--policy_loss_type", "gspo", "--enable_vllm_is_correction", "--vllm_is_correction_type", "tis"],
-            "no effect of vllm_is_correction_type: gspo corrects its ratio itself",
+            ["vllm_is_correction_type", "gspo"],
         ),
-        (["--kl_horizon", "99"], "no effect of kl_horizon: there is no kl_target"),
-        (["--ema_beta", "0.9"], "no effect of ema_beta: enable_ema is off"),
-        (["--dynamic_filtering_reward_range", "0", "0.5"], "range: dynamic_filtering is off"),
-        (["--use_dynamic_batch", "false", "--train_max_tokens_per_gpu", "99"], "use_dynamic_batch is off"),
+        (["--kl_horizon", "99"], ["kl_horizon", "kl_target"]),
+        (["--ema_beta", "0.9"], ["ema_beta", "enable_ema"]),
+        (["--dynamic_filtering_reward_range", "0", "0.5"], ["dynamic_filtering_reward_range", "dynamic_filtering is"]),
         (
-            ["--init_kl_coef", "0.1", "--use_kl_loss"],
-            "kl_estimator=k1 with use_kl_loss=True: k2, k3 or one with a + suits",
+            ["--use_dynamic_batch", "false", "--train_max_tokens_per_gpu", "99"],
+            ["train_max_tokens_per_gpu", "use_dynamic_batch"],
         ),
+        (["--init_kl_coef", "0.1", "--use_kl_loss"], ["kl_estimator=k1", "use_kl_loss", "k2", "k3"]),
     ],
 )
 def test_an_option_that_has_no_effect_beside_the_others_is_named(
-    options: list[str], note: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--dry_run", *options]) == 0
-    assert note in capsys.readouterr().err
+    assert any(re.search(says(*facts), line) for line in capsys.readouterr().err.splitlines())
 
 
 def test_a_refused_option_in_a_file_is_refused_with_its_file(
@@ -457,4 +456,4 @@ def test_a_refused_option_in_a_file_is_refused_with_its_file(
 ) -> None:
     (tmp_path / "mine.yaml").write_text("vllm_sync_backend: nccl\n")
     assert main(["--dry_run", f"config={tmp_path}/mine.yaml"]) == 2
-    assert f"{tmp_path}/mine.yaml: not available here: vllm_sync_backend" in capsys.readouterr().err
+    assert re.search(says(f"{tmp_path}/mine.yaml", "vllm_sync_backend"), capsys.readouterr().err)

@@ -1,19 +1,23 @@
 """recipes/openrlhf_ppo as its users meet it: real Ray, real DeepSpeed, real files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from local_runs import run_here
 from recipe_runs import Run
+
+from tests.messages import says
 
 SMALL = [
     "prompt_data=task:sort",
     "scorer=sort",
     "eval_dataset=task:sort",
-    "max_eval_samples=128",
+    "max_eval_samples=32",
     "max_samples=32",
     "rollout_batch_size=16",
     "n_samples_per_prompt=4",
@@ -41,11 +45,11 @@ def test_a_run_ends_well_and_its_summary_is_true(one_rank: Run) -> None:
     assert one_rank.code == 0, one_rank.err
     summary = one_rank.summary
     assert (summary["status"], summary["steps"], summary["seed"], summary["error"]) == ("finished", 2, 42, None)
-    assert summary["score"]["examples"] == 128
+    assert summary["score"]["examples"] == 32
     assert [entry["step"] for entry in one_rank.metrics] == [1, 2]
     assert summary["peak_memory_bytes"] > 500 * 2**20
     assert 0 < summary["seconds"]["setup"] < summary["seconds"]["to_first_step"]
-    assert "score on 128 held-out prompts" in one_rank.out
+    assert re.search(says("score", 32, round(summary["score"]["end"], 2)), one_rank.out)
 
 
 def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
@@ -60,21 +64,16 @@ def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
 
 
 def test_local_mode_gives_the_metrics_and_the_policy_of_the_processes_bit_for_bit(
-    one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
+    one_rank: Run, policy: Path, tmp_path: Path
 ) -> None:
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, "backend=local").wait()
+    run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={policy}", *SMALL)
     assert run.code == 0, run.err
-    timed = ("time", "timing_s", "perf")
-    for ours, theirs in zip(run.metrics, one_rank.metrics, strict=True):
-        assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
-            k: v for k, v in theirs.items() if not k.startswith(timed)
-        }
+    assert run.learnt() == one_rank.learnt()
     for file in ("hf/model.safetensors", "state/critic/rank_0-00000.safetensors"):
         kept = [r.run_dir / "checkpoints/step_2" / file for r in (run, one_rank)]
         assert kept[0].read_bytes() == kept[1].read_bytes(), file
     assert run.summary["score"] == one_rank.summary["score"]
     assert run.starts() == {}
-    assert run.summary["peak_memory_bytes"] < one_rank.summary["peak_memory_bytes"] / 2
 
 
 def test_a_run_folder_is_never_written_over(one_rank: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +81,7 @@ def test_a_run_folder_is_never_written_over(one_rank: Run, capsys: pytest.Captur
 
     before = (one_rank.run_dir / "metrics.jsonl").read_bytes()
     assert main([f"run_dir={one_rank.run_dir}", "resume=none"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert re.search(says("resume", one_rank.run_dir), capsys.readouterr().err)
     assert (one_rank.run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -105,20 +104,20 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task = get_task("sort")
-    rows = task.rows("heldout", 128, 0)
+    rows = task.rows("heldout", 32, 0)
     prompts = tokenizer([row["input"] for row in rows], return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**prompts, max_new_tokens=8, do_sample=False)
     answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    score = sum(task.score(answer, row["label"]) for answer, row in zip(answers, rows, strict=True)) / 128
+    score = sum(task.score(answer, row["label"]) for answer, row in zip(answers, rows, strict=True)) / 32
     assert score == one_rank.summary["score"]["end_greedy"]
 
 
+@pytest.mark.full
 def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
-    ranks += ["reward_num_gpus_per_node=2"]
     # Micro-batches cut by answers instead of by tokens.
     cut = ["use_dynamic_batch=false", "micro_train_batch_size=5", "micro_rollout_batch_size=16"]
     two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks, *cut).wait()
@@ -128,13 +127,6 @@ def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
             assert two_step[name] == pytest.approx(one_step[name], rel=1e-4, abs=1e-6), name
 
 
-def test_with_learning_rate_zero_nothing_moves(ray_address: str, policy: Path, tmp_path: Path) -> None:
-    options = [*SMALL, "actor_learning_rate=0", "critic_learning_rate=0"]
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *options, "backend=local").wait()
-    score = run.summary["score"]
-    assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
-
-
 REWARD_FILE = """
 def reward_func(queries, prompts, labels, **kwargs):
     assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
@@ -142,9 +134,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
-    ray_address: str, policy: Path, tmp_path: Path
-) -> None:
+def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD_FILE)
     rows = [{"question": f"{letters}>", "answer": "abc"} for letters in ("abcde", "edcba", "fghij", "kblaa")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -153,7 +143,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
         use_dynamic_batch=true generate_max_len=8 init_kl_coef=0.1 kl_estimator=k3 use_kl_loss=true
         colocate_actor_ref=true actor_learning_rate=1e-2 num_episodes=2 lr_warmup_ratio=0 zero_stage=3
         max_epochs=2""".split()
-    run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, "backend=local").wait()
+    run = run_here("openrlhf_ppo", tmp_path / "run", *options)
     assert run.code == 0, run.err
     first, second = run.metrics
     assert first["reward/reward"] == 3.0
@@ -164,29 +154,29 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["--pretrian", "x"], "unknown option '--pretrian'; did you mean 'pretrain'"),
-        (["prompt_data=nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
-        (["pretrain=./nowhere", "prompt_data=task:sort", "scorer=sort"], "pretrain=./nowhere: there is no model"),
-        (["scorer=sport"], "no scorer 'sport'"),
-        (["train_batch_size=100"], "64 x 8 = 512 answers, which train_batch_size=100 does not divide"),
-        (["rollout_batch_size=10000", "train_batch_size=10000"], "fewer than rollout_batch_size=10000"),
-        (["remote_rm_url=x.py"], "set exactly one of the four"),
-        (["actor_learning_rate=-1"], "learning_rate=-1.0 is not possible; use 0 or more"),
-        (["adam_offload=true"], "adam_offload=True works on partitioned optimizer states; set zero_stage"),
-        (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be made"),
-        (["temperature=0"], "temperature=0.0; training needs samples"),
+        (["--pretrian", "x"], ["pretrian", "pretrain"]),
+        (["prompt_data=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["pretrain=./nowhere", "prompt_data=task:sort", "scorer=sort"], ["pretrain=./nowhere"]),
+        (["scorer=sport"], ["sport"]),
+        (["train_batch_size=100"], [64, 8, 512, "train_batch_size=100"]),
+        (["rollout_batch_size=10000", "train_batch_size=10000"], ["task:sort", "rollout_batch_size=10000"]),
+        (["remote_rm_url=x.py"], ["remote_rm_url=x.py", "scorer", "reward_pretrain", "agent_func_path"]),
+        (["actor_learning_rate=-1"], ["learning_rate=-1.0"]),
+        (["adam_offload=true"], ["adam_offload", "zero_stage"]),
+        (["run_dir=/proc/nowhere"], ["run_dir=/proc/nowhere"]),
+        (["temperature=0"], ["temperature=0.0"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.openrlhf_ppo.main import main
 
     assert main(options) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert re.search(says(*facts), error)
     assert error.count("\n") == 1
 
 
@@ -226,7 +216,9 @@ def test_too_few_gpus_are_refused_with_what_to_do(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main(["--dry_run"]) == 2
-    assert "need 3 devices, but 1 node(s) of 1 have 1" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(says(3, 1, "devices"), error)
 
 
 def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,11 +255,11 @@ def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:
         "print('HEAVY', sorted({'ray', 'torch', 'transformers'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     assert done.stderr.endswith("\nHEAVY []\n")
-    assert "openrlhf_ppo: rollout  2 x " in done.stderr
+    assert re.search(r"rollout +2 x ", done.stderr)
     plan = json.loads(done.stdout)["placement"]
     assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "CRITIC": 1, "ROLLOUT": 2, "REWARD": 1}
     assert set(plan["devices"]) == set(plan["processes"])

@@ -1,4 +1,4 @@
-"""A run on pairs that was killed goes on from its checkpoint, and ends as one that was not."""
+"""A run on given answers that was killed goes on from its checkpoint, and ends as one that was not."""
 
 import json
 import os
@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 from local_runs import run_locally
-from recipe_runs import ROOT, RunFolder
+from recipe_runs import GUARD_S, ROOT, RunFolder
 
 from tests.recipe_copies import write_untrained
 
-pytestmark = pytest.mark.timeout(300)
-
-STEPS, SAVE_STEPS, LAST = 48, 16, 27
+STEPS, SAVE_STEPS, LAST = 16, 4, 10
 """Steps of a run, between its checkpoints, and before it is killed: in its second epoch, with one of the first."""
-OPTIONS = f"""dataset=task:sort max_samples=416 eval_samples=32 eval_steps=20 train_batch_size=16 max_epochs=2
+OPTIONS = f"""dataset=task:sort max_samples=160 eval_samples=32 train_batch_size=16 max_epochs=2
     save_steps={SAVE_STEPS} learning_rate=1e-3""".split()
 
 KILLED = f"""
@@ -45,27 +43,29 @@ def exact(run: RunFolder) -> dict[str, Any]:
     return {"metrics": run.learnt(), "weights": weights, "score": run.summary["score"], "note": note}
 
 
-@pytest.mark.parametrize("recipe", ["reward_model", "dpo"])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["reward_model", "dpo", "sft"])
 def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was_not(
     recipe: str, tmp_path: Path
 ) -> None:
     given = [f"pretrain={write_untrained(tmp_path / 'model')}", *OPTIONS]
+    given += [] if recipe == "sft" else ["eval_steps=7"]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, recipe, f"run_dir={tmp_path}/run", *given, "backend=local"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=GUARD_S,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert [line["step"] for line in RunFolder(tmp_path / "run").metrics] == list(range(LAST + 1))
+    assert RunFolder(tmp_path / "run").metrics[-1]["step"] == LAST
 
     runs = run_locally(recipe, tmp_path, {"run": given, "undisturbed": given})
-    assert runs["run"].summary["resumed_from"] == SAVE_STEPS
+    assert runs["run"].summary["resumed_from"] == 2 * SAVE_STEPS
     found, expected = exact(runs["run"]), exact(runs["undisturbed"])
     assert found["metrics"] == expected["metrics"]
-    assert [line["step"] for line in found["metrics"]] == list(range(STEPS + 1))
+    assert [line["step"] for line in found["metrics"]] == [*range(recipe == "sft", STEPS + 1)]
     assert found["weights"].keys() == expected["weights"].keys()
     assert [name for name in found["weights"] if found["weights"][name] != expected["weights"][name]] == []
     assert (found["score"], found["note"]) == (expected["score"], expected["note"])

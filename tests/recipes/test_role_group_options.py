@@ -1,6 +1,7 @@
 """The options of grpo and reinforce_pp, and what is refused before anything starts."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from recipe_runs import ROOT
+
+from tests.messages import says
 
 RECIPES = ("grpo", "reinforce_pp")
 OWN = ["model.path=x", "data.path=task:sort"]
@@ -53,7 +56,7 @@ def refused(main: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Ca
     ],
 )
 def test_an_unknown_option_names_the_nearest(refused: Callable[..., str], key: str, nearest: str) -> None:
-    assert f"did you mean '{nearest}'" in refused(f"--{key}=1")
+    assert re.search(says(key, f"'{nearest}'"), refused(f"--{key}=1"))
 
 
 def test_later_files_and_then_the_command_line_win(main: Any, tmp_path: Path) -> None:
@@ -77,17 +80,15 @@ def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_o
 
 def test_the_demonstration_is_40_steps_of_512_answers(main: Any) -> None:
     config = main.read_config([])
-    assert config.arithmetic(2560) == (
-        "40 steps of 64 prompts x 8 answers = 512; in each 4 optimizer steps of 128 answers, in micro-batches of at "
-        "most 16384 tokens"
-    )
+    facts = ["40 steps", "64 prompts", "8 answers", 512, "4 optimizer steps", "128 answers", "16384 tokens"]
+    assert re.search(says(*facts), config.arithmetic(2560))
 
 
 def test_prompts_that_fill_no_step_are_named(main: Any) -> None:
     config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "epochs=2", "data.passes=3"])
     # 3 times 9 are 3 steps of 8, and 3 more.
-    assert config.arithmetic(9).startswith("3 steps of 8 prompts x 2 answers = 16; in each 2 optimizer steps of 16 ans")
-    assert config.arithmetic(9).endswith("; the last 3 prompts fill no step and are not used")
+    facts = ["3 steps", "8 prompts", "2 answers", "2 optimizer steps", "16 answers", "last 3 prompts"]
+    assert re.search(says(*facts), config.arithmetic(9))
 
 
 def test_what_is_printed_as_the_configuration_can_be_read_again(
@@ -117,11 +118,11 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
         "print('HEAVY', sorted({'ray', 'torch', 'transformers'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     *table, imported = done.stderr.splitlines()
     assert (done.returncode, imported) == (0, "HEAVY []")
-    assert f"{recipe}: rollout    2 x " in done.stderr
+    assert re.search(r"rollout +2 x ", done.stderr)
     assert (len(table) <= 15, max(map(len, table)) <= 100) == (True, True)
     plan = json.loads(done.stdout)["placement"]
     assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "ROLLOUT": 2, "REFERENCE": 1}
@@ -181,87 +182,91 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
     assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
 
 
-BOTH = [
-    ([], "model.path is empty; set model.path=..."),
-    (["model.path=x"], "data.path is empty; set data.path=..."),
-    ([*OWN, "prompts_per_step=0"], "prompts_per_step=0; set it to at least 1"),
-    ([*OWN, "minibatches=0"], "minibatches=0; set it to at least 1"),
-    ([*OWN, "epochs=0"], "epochs=0; set it to at least 1"),
-    ([*OWN, "prompts_per_step=5", "samples_per_prompt=3", "minibatches=4"], "minibatches=4 does not divide a step's"),
-    (["model.path=x", "data.path=rows.jsonl"], "data.path=rows.jsonl names no task with a reward of its own"),
-    ([*OWN, "algorithm.clip_low=1.5"], "set algorithm.clip_low from 0 to 1"),
-    ([*OWN, "algorithm.clip_high=-0.1"], "algorithm.clip_high to 0 or more"),
-    ([*OWN, "algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0; set it to 0 or more"),
-    ([*OWN, "algorithm.kl_estimator=k9"], "k9"),
-    ([*OWN, "rollout.temperature=-1"], "temperature=-1.0"),
-    ([*OWN, "rollout.max_new_tokens=0"], "max_new_tokens=0"),
-    ([*OWN, "train.learning_rate=-1"], "learning_rate=-1.0 is not possible; use 0 or more"),
-    ([*OWN, "data.passes=0"], "data.passes=0; set it to at least 1"),
-    ([*OWN, "evaluation.every=0"], "evaluation.every=0; set 1 or more, or -1"),
-    ([*OWN, "checkpoint.every=0"], "checkpoint.every=0; set 1 or more, or -1"),
-    ([*OWN, "reward.workers=0"], "reward.workers=0"),
-    ([*OWN, "seed=-1"], "seed=-1; set it to at least 0"),
-    ([*OWN, "placement.nodes=2", "placement.actor_ranks=3"], "placement.actor_ranks=3 cannot be spread over placement"),
-    ([*OWN, "backend=local", "placement.actor_ranks=2"], "local"),
-]  # fmt: skip
+BOTH: list[tuple[list[str], list[object]]] = [
+    ([], ["model.path"]),
+    (["model.path=x"], ["data.path"]),
+    ([*OWN, "prompts_per_step=0"], ["prompts_per_step=0"]),
+    ([*OWN, "minibatches=0"], ["minibatches=0"]),
+    ([*OWN, "epochs=0"], ["epochs=0"]),
+    ([*OWN, "prompts_per_step=5", "samples_per_prompt=3", "minibatches=4"], ["minibatches=4", 15]),
+    (["model.path=x", "data.path=rows.jsonl"], ["data.path=rows.jsonl", "reward"]),
+    ([*OWN, "algorithm.clip_low=1.5"], ["algorithm.clip_low", 1.5]),
+    ([*OWN, "algorithm.clip_high=-0.1"], ["algorithm.clip_high", -0.1]),
+    ([*OWN, "algorithm.kl_coef=-1"], ["algorithm.kl_coef=-1.0"]),
+    ([*OWN, "algorithm.kl_estimator=k9"], ["algorithm.kl_estimator", "k9", "k1", "k3"]),
+    ([*OWN, "rollout.temperature=-1"], ["temperature=-1.0"]),
+    ([*OWN, "rollout.max_new_tokens=0"], ["max_new_tokens=0"]),
+    ([*OWN, "train.learning_rate=-1"], ["learning_rate=-1.0"]),
+    ([*OWN, "data.passes=0"], ["data.passes=0"]),
+    ([*OWN, "evaluation.every=0"], ["evaluation.every=0", -1]),
+    ([*OWN, "checkpoint.every=0"], ["checkpoint.every=0", -1]),
+    ([*OWN, "reward.workers=0"], ["reward.workers=0"]),
+    ([*OWN, "seed=-1"], ["seed=-1"]),
+    ([*OWN, "placement.nodes=2", "placement.actor_ranks=3"], ["placement.actor_ranks=3", "placement.nodes=2"]),
+    ([*OWN, "backend=local", "placement.actor_ranks=2"], ["local", 2]),
+]
 
 
-@pytest.mark.parametrize(("options", "message"), BOTH)
+@pytest.mark.parametrize(("options", "facts"), BOTH)
 def test_options_that_cannot_be_are_refused_with_what_to_set(
-    refused: Callable[..., str], tmp_path: Path, options: list[str], message: str
+    refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
     (tmp_path / "none.yaml").write_text("model: {path: ''}\n")
     own = "model.path=x" in options
-    assert message in refused(*options, *([] if own else ["--config", str(tmp_path / "none.yaml")]))
+    assert re.search(says(*facts), refused(*options, *([] if own else ["--config", str(tmp_path / "none.yaml")])))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "message"),
+    ("recipe", "options", "facts"),
     [
-        ("grpo", ["samples_per_prompt=1"], "GRPO compares the answers to one prompt; set 2 or more"),
-        ("grpo", ["algorithm.filter_range=[1,0]"], "algorithm.filter_range=(1.0, 0.0); set two scores"),
-        ("grpo", ["algorithm.overlong_buffer=0"], "algorithm.overlong_buffer=0; set 1 to rollout.max_new_tokens=1024"),
-        ("grpo", ["algorithm.overlong_buffer=1025"], "set 1 to rollout.max_new_tokens=1024"),
-        ("grpo", ["algorithm.correction_range=[2,1]"], "algorithm.correction_range=2.0 1.0; set two ratios"),
-        ("grpo", ["algorithm.ratio=word"], "word"),
-        ("reinforce_pp", ["samples_per_prompt=0"], "samples_per_prompt=0; set it to at least 1"),
-        ("reinforce_pp", ["algorithm.baseline=group_mean"], "but samples_per_prompt=1; set it to 2 or more"),
-        ("reinforce_pp", ["algorithm.baseline=leave_one_out"], "algorithm.baseline=leave_one_out compares the answers"),
-        ("reinforce_pp", ["algorithm.gamma=1.1"], "algorithm.gamma=1.1; set a discount from 0 to 1"),
-        ("reinforce_pp", ["algorithm.reward_range=[1,1]"], "set two rewards, the lower first"),
-        ("reinforce_pp", ["algorithm.kl_estimator=k3+"], "k3+"),  # its gradient means nothing in a reward
+        ("grpo", ["samples_per_prompt=1"], ["samples_per_prompt=1", 2]),
+        ("grpo", ["algorithm.filter_range=[1,0]"], ["algorithm.filter_range", 1.0, 0.0]),
+        ("grpo", ["algorithm.overlong_buffer=0"], ["algorithm.overlong_buffer=0", "rollout.max_new_tokens=1024"]),
+        ("grpo", ["algorithm.overlong_buffer=1025"], ["algorithm.overlong_buffer=1025", "rollout.max_new_tokens=1024"]),
+        ("grpo", ["algorithm.correction_range=[2,1]"], ["algorithm.correction_range", 2.0, 1.0]),
+        ("grpo", ["algorithm.ratio=word"], ["algorithm.ratio", "word"]),
+        ("reinforce_pp", ["samples_per_prompt=0"], ["samples_per_prompt=0", 1]),
+        (
+            "reinforce_pp",
+            ["algorithm.baseline=group_mean"],
+            ["algorithm.baseline=group_mean", "samples_per_prompt=1", 2],
+        ),
+        ("reinforce_pp", ["algorithm.baseline=leave_one_out"], ["algorithm.baseline=leave_one_out", 2]),
+        ("reinforce_pp", ["algorithm.gamma=1.1"], ["algorithm.gamma=1.1"]),
+        ("reinforce_pp", ["algorithm.reward_range=[1,1]"], ["algorithm.reward_range", 1.0]),
+        ("reinforce_pp", ["algorithm.kl_estimator=k3+"], ["k3+"]),  # its gradient means nothing in a reward
     ],
-)  # fmt: skip
+)
 def test_options_of_one_recipe_that_cannot_be_are_refused(
-    recipe: str, refused: Callable[..., str], options: list[str], message: str
+    recipe: str, refused: Callable[..., str], options: list[str], facts: list[object]
 ) -> None:
-    assert message in refused(*OWN, *options)
+    assert re.search(says(*facts), refused(*OWN, *options))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["model.path=./nowhere", "data.path=task:sort"], "model.path=./nowhere"),
-        (["data.path=nowhere.jsonl", "reward.source=exact_match"], "'nowhere.jsonl' does not exist"),
-        (["data.path=task:sport", "reward.source=sort"], "sport"),
-        (["reward.source=nowhere.py"], "nowhere.py"),
-        (["reward.source=sport"], "no scorer 'sport'"),
-        (["data.path=DIR/rows.jsonl", "data.input_key=question", "reward.source=gsm8k"], "label"),
-        (["data.path=DIR/rows.jsonl", "data.input_key=quest", "reward.source=exact_match"], "quest"),
-        (["evaluation.path=DIR/gone.jsonl"], "gone.jsonl"),
-        (["prompts_per_step=4000"], "task:sort gives 2560 prompts, fewer than prompts_per_step=4000; lower it"),
-        (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be made"),
-        (["resume=DIR/nothing"], "nothing"),
+        (["model.path=./nowhere", "data.path=task:sort"], ["model.path=./nowhere"]),
+        (["data.path=nowhere.jsonl", "reward.source=exact_match"], ["nowhere.jsonl"]),
+        (["data.path=task:sport", "reward.source=sort"], ["sport"]),
+        (["reward.source=nowhere.py"], ["nowhere.py"]),
+        (["reward.source=sport"], ["sport"]),
+        (["data.path=DIR/rows.jsonl", "data.input_key=question", "reward.source=gsm8k"], ["label"]),
+        (["data.path=DIR/rows.jsonl", "data.input_key=quest", "reward.source=exact_match"], ["quest"]),
+        (["evaluation.path=DIR/gone.jsonl"], ["gone.jsonl"]),
+        (["prompts_per_step=4000"], ["task:sort", 2560, "prompts_per_step=4000"]),
+        (["run_dir=/proc/nowhere"], ["run_dir=/proc/nowhere"]),
+        (["resume=DIR/nothing"], ["nothing"]),
     ],
 )
 def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_starts(
-    refused: Callable[..., str], tmp_path: Path, options: list[str], message: str
+    refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "ab>", "answer": "ab"}\n')
     options = [option.replace("DIR", str(tmp_path)) for option in options]
     if any(option.startswith("data.path=") and "jsonl" in option for option in options):
         options.append("evaluation.path=null")
-    assert message in refused(*options)
+    assert re.search(says(*facts), refused(*options))
 
 
 def test_dapo_is_clip_higher_with_filtered_prompts_and_a_soft_limit() -> None:
@@ -269,7 +274,7 @@ def test_dapo_is_clip_higher_with_filtered_prompts_and_a_soft_limit() -> None:
     assert (own.clip_low, own.clip_high, own.loss_aggregation, own.kl_coef) == (0.2, 0.28, "token-mean", 0.0)
     assert (own.filter_range, own.overlong_buffer, own.overlong_penalty, own.std_norm) == ((0.0, 1.0), 2, 1.0, True)
     # The filter leaves fewer prompts for the last step, so there may be one more.
-    assert load("grpo", "dapo").arithmetic(2561).startswith("at most 41 steps")
+    assert "at most 41 steps" in load("grpo", "dapo").arithmetic(2561)
 
 
 def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:

@@ -1,5 +1,5 @@
-"""grpo and reinforce_pp as their users meet them: what a run is told about ranks, engines and micro-batches, and what
-happens to it, changes nothing of what it learns.
+"""grpo, whose roles are called as groups, as its users meet it: what a run is told about ranks, engines and
+micro-batches, and what happens to it, changes nothing of what it learns. reinforce_pp has the same roles.
 """
 
 import json
@@ -9,64 +9,65 @@ from pathlib import Path
 
 import pytest
 import torch
+from gates import Gate, source
 from local_runs import run_locally
 from recipe_runs import Run, RunFolder
 from safetensors.torch import load_file
 
 from components.batch import Batch
-from tests.processes import wait_until_gone
 
-pytestmark = pytest.mark.timeout(300)
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
+    while is_shut():
+        time.sleep(0.01)
     answers = [query[len(prompt):len(prompt) + 5] for query, prompt in zip(queries, prompts)]
     return {"rewards": [sum(a < b for a, b in zip(answer, answer[1:])) / 4 for answer in answers]}
 """
 COMMON = """
     data.path=task:sort data.max_prompt_tokens=16 evaluation.path=task:sort evaluation.max_rows=32
     evaluation.samples_per_prompt=1 prompts_per_step=8 samples_per_prompt=4 minibatches=2 rollout.max_new_tokens=8
-    train.learning_rate=1e-3 train.eps=1e-5
+    train.learning_rate=1e-3 train.eps=1e-5 algorithm.kl_coef=0.05
 """
 """Adam divides by the root of its second moment: with a small eps, what is only rounding in the gradient of a weight
 that does not matter would be as large a step as any."""
-OWN = {
-    "grpo": ["algorithm.kl_coef=0.05"],
-    "reinforce_pp": ["algorithm.kl_coef=0.05", "algorithm.baseline=group_mean"],
-}
 TWO_STEPS = ["data.max_rows=16"]
-LONG = ["data.max_rows=62", "checkpoint.every=2", "algorithm.kl_coef=0"]
-FILTERED = {"grpo": ["algorithm.filter_range=[0.3,0.7]"], "reinforce_pp": []}
-"""Seven steps of 8 prompts, and 6 more prompts; grpo drops what is too easy or too hard."""
+LONG = ["data.max_rows=62", "checkpoint.every=2", "algorithm.kl_coef=0", "algorithm.filter_range=[0.3,0.7]"]
+"""Seven steps of 8 prompts, and 6 more prompts; what is too easy or too hard is dropped."""
 APART = """placement.collocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
     train.zero_stage=2
 """
 
 
-@pytest.fixture(scope="module", params=["grpo", "reinforce_pp"])
-def recipe(request: pytest.FixtureRequest) -> str:
-    return request.param
+def options(policy: Path, folder: Path, *gates: Gate) -> list[str]:
+    """What all runs share; their rewards wait at the gates, however long."""
+    (folder / "reward.py").write_text(source(*gates) + REWARD)
+    given = [f"model.path={policy}", f"reward.source={folder}/reward.py", "reward.timeout_s=600"]
+    return [*COMMON.split(), *given]
 
 
 @pytest.fixture(scope="module")
-def options(recipe: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What all runs of a recipe share."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    return [*COMMON.split(), *OWN[recipe], f"model.path={policy}", f"reward.source={reward}"]
-
-
-@pytest.fixture(scope="module")
-def local(recipe: str, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """Four runs in one process."""
+def local(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Runs in this process."""
+    folder = tmp_path_factory.mktemp("grpo")
+    common = options(policy, folder)
     still = ["train.learning_rate=0", "minibatches=1", "algorithm.kl_coef=0"]
     runs = {
-        "plain": [*options, *TWO_STEPS],
-        "cut": [*options, *TWO_STEPS, "train.max_tokens=64"],
-        "still": [*options, *TWO_STEPS, *still],
-        "long": [*options, *LONG, *FILTERED[recipe]],
+        "plain": [*common, *TWO_STEPS],
+        "cut": [*common, *TWO_STEPS, "train.max_tokens=64"],
+        "still": [*common, *TWO_STEPS, *still],
+        "alone": [*common, *TWO_STEPS, "algorithm.kl_coef=0"],
+        "long": [*common, *LONG],
     }
-    return run_locally(recipe, tmp_path_factory.mktemp(recipe), runs)
+    return {**run_locally("grpo", folder, runs)}
+
+
+@pytest.fixture(scope="module")
+def reinforce(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Two steps of the other recipe, with a baseline of its own."""
+    folder = tmp_path_factory.mktemp("reinforce_pp")
+    given = [*options(policy, folder), *TWO_STEPS, "algorithm.baseline=group_mean"]
+    return run_locally("reinforce_pp", folder, {"plain": given})["plain"]
 
 
 def agree(one: RunFolder, other: RunFolder) -> None:
@@ -83,8 +84,9 @@ def agree(one: RunFolder, other: RunFolder) -> None:
         torch.testing.assert_close(tensor, exported[1][name], rtol=0, atol=1e-5, msg=name)
 
 
-def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder]) -> None:
-    run = local["plain"]
+@pytest.mark.parametrize("recipe", ["grpo", "reinforce_pp"])
+def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder], reinforce: RunFolder) -> None:
+    run = {"grpo": local["plain"], "reinforce_pp": reinforce}[recipe]
     assert (run.summary["status"], run.summary["recipe"], run.summary["seed"]) == ("finished", recipe, 42)
     assert run.summary["score"]["examples"] == 32
     assert [line["step"] for line in run.metrics] == [1, 2]
@@ -98,15 +100,15 @@ def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder]) -> 
     assert 0 < run.metrics[1]["reward/reward"] < 1
 
 
-def test_the_first_update_of_each_step_starts_at_ratio_one(local: dict[str, RunFolder]) -> None:
-    for line in [*local["plain"].metrics, *local["cut"].metrics, *local["still"].metrics]:
+def test_the_first_update_of_each_step_starts_at_ratio_one(local: dict[str, RunFolder], reinforce: RunFolder) -> None:
+    for line in [*local["plain"].metrics, *local["cut"].metrics, *local["still"].metrics, *reinforce.metrics]:
         assert line["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_engine_and_trainer_agree_on_log_probabilities_with_and_without_a_look_back(
-    local: dict[str, RunFolder],
+    local: dict[str, RunFolder], reinforce: RunFolder
 ) -> None:
-    for line in local["plain"].metrics:
+    for line in [*local["plain"].metrics, *reinforce.metrics]:
         assert line["rollout/logprob_gap_max"] < 1e-4
         assert line["actor/first_engine_gap"] < 1e-4
     for line in local["still"].metrics:  # one optimizer step, no KL: nobody looks back
@@ -127,10 +129,31 @@ def test_the_size_of_micro_batches_changes_nothing(local: dict[str, RunFolder]) 
     agree(local["cut"], local["plain"])
 
 
-def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
-    recipe: str, options: list[str], local: dict[str, RunFolder], ray_address: str, tmp_path: Path
+def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
+    policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
-    run = Run(recipe, ray_address, tmp_path / "run", *options, *TWO_STEPS, *APART.split()).wait()
+    gate = Gate(tmp_path / "run/checkpoints/step_1", tmp_path / "go")
+    ranks = ["placement.actor_ranks=2", "train.zero_stage=2"]
+    given = [*options(policy, tmp_path, gate), *TWO_STEPS, *ranks, "algorithm.kl_coef=0", "checkpoint.every=1"]
+    run = Run("grpo", ray_address, tmp_path / "run", *given)
+    run.wait_until(gate.is_reached)
+    assert len(run.kill()) == 4
+    gate.open()
+
+    again = Run("grpo", ray_address, tmp_path / "run", *given).wait()
+    assert again.code == 0, again.err
+    assert again.summary["resumed_from"] == 1
+    agree(again, local["alone"])
+    assert again.starts().keys() == {"trainer-0", "actor-0", "actor-1", "rollout-0"}
+    assert again.left_behind() == []
+
+
+@pytest.mark.full
+def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
+    policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
+) -> None:
+    given = [*options(policy, tmp_path), *TWO_STEPS, *APART.split()]
+    run = Run("grpo", ray_address, tmp_path / "run", *given).wait()
     assert run.code == 0, run.err
     agree(run, local["plain"])
     assert run.starts().keys() == {
@@ -140,14 +163,9 @@ def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_l
     assert run.left_behind() == []
 
 
-def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(
-    recipe: str, local: dict[str, RunFolder]
-) -> None:
+def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(local: dict[str, RunFolder]) -> None:
     run = local["long"]
     sizes = [len(Batch.load(file)) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
-    if recipe == "reinforce_pp":
-        assert sizes == [32] * 7
-        return
     *whole, last = run.metrics
     assert sizes[:-1] == [32] * len(whole)
     assert 0 < sizes[-1] < 32
@@ -164,29 +182,29 @@ def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(
         assert all(0.3 < mean < 0.7 for mean in means)
 
 
+@pytest.mark.full
 def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happened(
-    recipe: str, options: list[str], local: dict[str, RunFolder], ray_address: str, tmp_path: Path
+    policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
-    given = [*options, *LONG, *FILTERED[recipe]]
-    run = Run(recipe, ray_address, tmp_path / "run", *given)
-    if recipe == "grpo":  # the other has the same roles
-        run.wait_for_step(1)
-        os.kill(run.pids()["rollout-0"], signal.SIGKILL)
-        run.wait_until(lambda: len(run.starts()["rollout-0"]) == 2)
-    run.wait_until((run.run_dir / "checkpoints/step_2").is_dir, pause=0.01)
-    run.process.kill()
-    run.process.wait(10)
-    pids = list(run.pids().values())
-    assert len(pids) == 3
-    wait_until_gone(*pids)
-    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-    happened = [event["kind"] for event in events if event["event"] == "job"]
-    assert happened == (["start", "lost", "replaced"] if recipe == "grpo" else ["start"])
+    folder = tmp_path / "run"
+    first = Gate(folder / "rollouts/step_000001.parquet", tmp_path / "first")
+    second = Gate(folder / "checkpoints/step_2", tmp_path / "second")
+    given = [*options(policy, tmp_path, first, second), *LONG]
+    run = Run("grpo", ray_address, folder, *given)
+    run.wait_until(first.is_reached)
+    os.kill(run.pids()["rollout-0"], signal.SIGKILL)
+    first.open()
+    run.wait_until(second.is_reached)
+    assert len(run.starts()["rollout-0"]) == 2
+    assert len(run.kill()) == 3
+    second.open()
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["event"] == "job"] == ["start", "lost", "replaced"]
 
-    again = Run(recipe, ray_address, tmp_path / "run", *given).wait()
+    again = Run("grpo", ray_address, folder, *given).wait()
     assert again.code == 0, again.err
     undisturbed = local["long"]
-    assert again.summary["resumed_from"] in (2, 4)
+    assert again.summary["resumed_from"] == 2
     assert again.summary["steps"] == undisturbed.summary["steps"]
     assert again.summary["score"] == undisturbed.summary["score"]
     assert again.learnt() == undisturbed.learnt()

@@ -12,6 +12,7 @@ from components.rl.aggregation import Totals
 from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, policy_loss, surrogate
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import asked_config, resolved
+from tests.messages import says
 
 OWN = ["actor_rollout_ref.model.path=x", "data.train_files=task:sort", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
 SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3"]
@@ -91,7 +92,7 @@ def test_gdpo_normalises_each_reward_for_itself() -> None:
     deviation = math.sqrt(sum(x * x for x in total) / 4)
     found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", **logs)
     assert found == pytest.approx([x / deviation for x in total], abs=1e-4)
-    with pytest.raises(ValueError, match="has c, but of numbers the reward function returns a, b; name"):
+    with pytest.raises(ValueError, match=says("gdpo_reward_keys", " c,", "a, b")):
         advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,c]", **logs)
 
 

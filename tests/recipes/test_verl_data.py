@@ -1,6 +1,7 @@
 """The verl recipe's rows, prompts and rewards, and the scripts that write its files."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
 from recipes.verl_ppo.data import check_inputs, prompt_source, read_rows
 from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
+from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
@@ -52,7 +54,7 @@ def verl_rows(path: Path, *prompts: Any, source: str = "exact_match") -> Path:
 
 def run_script(name: str, given: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--input", str(given), "--local_dir", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
 
 
 def written(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path
     done = run_script("gsm8k", tmp_path / "in", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     for split, records in given.items():
-        assert f"{len(records)} rows in {tmp_path}/out/{split}.parquet" in done.stdout
+        assert re.search(says(len(records), f"{tmp_path}/out/{split}.parquet"), done.stdout)
         rows = written(tmp_path / "out" / f"{split}.parquet")
         assert [row["extra_info"]["index"] for row in rows] == list(range(len(records)))
         for row, record in zip(rows, records, strict=True):
@@ -105,7 +107,7 @@ def test_math_keeps_what_is_in_the_last_box(tmp_path: Path) -> None:
     write_lines(tmp_path / "test.jsonl", [*rows, {"problem": "P", "solution": "none"}])
     done = run_script("math", tmp_path, tmp_path / "out", "--only", "test")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "test, row 4, with the fields problem, solution: the solution 'none' has no box" in done.stderr
+    assert re.search(says("test, row 4", "problem, solution", "'none'"), done.stderr)
 
 
 def test_hellaswag_asks_for_the_number_of_an_ending(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_hellaswag_asks_for_the_number_of_an_ending(tmp_path: Path) -> None:
     assert train["prompt"][0]["content"].startswith("Cooking: She cuts\n")
     assert train["prompt"][0]["content"].endswith("0. a car.\n1. an onion.")
     write_lines(tmp_path / "train.jsonl", [row | {"label": ""}])
-    assert "the label '' is none of 0 to 1" in run_script("hellaswag", tmp_path, out).stderr
+    assert re.search(says("train, row 0", "label ''", 0, 1), run_script("hellaswag", tmp_path, out).stderr)
 
 
 def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
@@ -149,12 +151,13 @@ def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
 def test_a_script_says_what_its_input_lacks(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"text": "x"}])
     done = run_script("gsm8k", tmp_path, tmp_path / "out", "--only", "train")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: train, row 0, with the fields text: there is no field 'question'\n",
-    )
-    assert "--only dev; use one of train, test" in run_script("gsm8k", tmp_path, tmp_path, "--only", "dev").stderr
-    assert "does not exist" in run_script("gsm8k", tmp_path / "none", tmp_path).stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert re.search(says("train, row 0", "text", "'question'"), done.stderr)
+    done = run_script("gsm8k", tmp_path, tmp_path, "--only", "dev")
+    assert re.search(says("--only dev", "train, test"), done.stderr)
+    done = run_script("gsm8k", tmp_path / "none", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{tmp_path}/none" in done.stderr
 
 
 # --- the prompts
@@ -170,30 +173,26 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "prompts", "said"),
+    ("options", "prompts", "facts"),
     [
-        (
-            ["data.filter_overlong_prompts=true"],
-            ["ab"],
-            "2 prompts of more than data.max_prompt_length=4 tokens are left out",
-        ),
-        (["data.truncation=left"], ["ab", "bcde", "defg"], "are cut (data.truncation=left)"),
-        (["data.truncation=right"], ["ab", "abcd", "abcd"], "are cut (data.truncation=right)"),
-        (["data.truncation=middle"], ["ab", "abde", "abfg"], "2 prompts of more than data.max_prompt_length=4 tokens"),
-        (["data.max_prompt_length=7"], ["ab", "abcde", "abcdefg"], ""),
+        (["data.filter_overlong_prompts=true"], ["ab"], ["2 prompts", "data.max_prompt_length=4"]),
+        (["data.truncation=left"], ["ab", "bcde", "defg"], ["2 prompts", "data.truncation=left"]),
+        (["data.truncation=right"], ["ab", "abcd", "abcd"], ["2 prompts", "data.truncation=right"]),
+        (["data.truncation=middle"], ["ab", "abde", "abfg"], ["2 prompts", "data.max_prompt_length=4"]),
+        (["data.max_prompt_length=7"], ["ab", "abcde", "abcdefg"], []),
     ],
 )
 def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
-    tmp_path: Path, options: list[str], prompts: list[str], said: str
+    tmp_path: Path, options: list[str], prompts: list[str], facts: list[str]
 ) -> None:
     found, lines = sourced(tmp_path, *options)
     assert found == prompts
-    assert said in "".join(lines)
-    assert len(lines) == bool(said)
+    assert re.search(says(*facts), "".join(lines))
+    assert len(lines) == bool(facts)
 
 
 def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 of 3 prompts .* the longest 7 \(row 2\).*filter_overlong_prompts.*left"):
+    with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "filter_overlong_prompts", "left")):
         sourced(tmp_path)
 
 
@@ -251,39 +250,33 @@ BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ("actor_rollout_ref.model.path=nowhere", "actor_rollout_ref.model.path=nowhere: it is no folder here"),
-        ("critic.model.path=nowhere", "critic.model.path=nowhere: it is no folder here"),
-        (f"{RM}HERE/labels", "has 2 labels; a reward model has one"),
-        (f"{RM}HERE/words", "another vocabulary than the policy"),
-        ("data.train_files=nowhere.parquet", "'nowhere.parquet' does not exist"),
-        (
-            "data.train_files=HERE/other.jsonl",
-            "there is no reward function for the data source 'other'; set custom_rew",
-        ),
-        (
-            f"{RM}HERE/rm reward_model.function_weight=1 data.train_files=HERE/other.jsonl",
-            "for the data source 'other'",
-        ),
-        ("data.train_files=HERE/gsm8k.jsonl data.val_files=HERE/x.jsonl", "'openai/gsm8k': the label 'x' is neither"),
-        ("custom_reward_function.path=nowhere.py", "reward file 'nowhere.py' does not exist"),
-        ("custom_reward_function.reward_kwargs.method=loose", "the built-in functions take only method=strict"),
-        ("reward_model.reward_kwargs.max_resp_len=9", "only dapo takes some"),
-        (f"reward_model.reward_manager=dapo {BUFFER}.enable=true {BUFFER}.len=99", "set len to 1 to 9 tokens"),
+        ("actor_rollout_ref.model.path=nowhere", ["actor_rollout_ref.model.path=nowhere"]),
+        ("critic.model.path=nowhere", ["critic.model.path=nowhere"]),
+        (f"{RM}HERE/labels", ["HERE/labels", "2 labels"]),
+        (f"{RM}HERE/words", ["HERE/words", "vocabulary"]),
+        ("data.train_files=nowhere.parquet", ["nowhere.parquet"]),
+        ("data.train_files=HERE/other.jsonl", ["data source 'other'", "custom_reward_function"]),
+        (f"{RM}HERE/rm reward_model.function_weight=1 data.train_files=HERE/other.jsonl", ["data source 'other'"]),
+        ("data.train_files=HERE/gsm8k.jsonl data.val_files=HERE/x.jsonl", ["'openai/gsm8k'", "'x'"]),
+        ("custom_reward_function.path=nowhere.py", ["nowhere.py"]),
+        ("custom_reward_function.reward_kwargs.method=loose", ["loose", "method=strict"]),
+        ("reward_model.reward_kwargs.max_resp_len=9", ["max_resp_len", "dapo"]),
+        (f"reward_model.reward_manager=dapo {BUFFER}.enable=true {BUFFER}.len=99", ["len", 99, 1, 9]),
         (
             "data.train_max_samples=3 trainer.total_epochs=1",
-            "data.train_files give 3 prompts, in all epochs fewer than data.train_batch_size=4",
+            ["data.train_files", "3 prompts", "data.train_batch_size=4"],
         ),
         (
             "data.val_files=task:sort data.val_max_samples=3 trainer.n_gpus_per_node=4",
-            "3 held-out prompts are fewer than the 4 processes that sample; raise data.val_max_samples",
+            ["3 held-out prompts", "4 processes", "data.val_max_samples"],
         ),
-        ("data.train_files=HERE/tools.jsonl", "row 0 has extra_info.need_tools_kwargs, for episodes with tools"),
-        ("data.train_files=HERE/agent.jsonl", "row 0 has agent_name 'tool_agent', for episodes with tools"),
+        ("data.train_files=HERE/tools.jsonl", ["row 0", "extra_info.need_tools_kwargs"]),
+        ("data.train_files=HERE/agent.jsonl", ["row 0", "agent_name", "'tool_agent'"]),
     ],
 )
-def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: str, message: str) -> None:
+def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: str, facts: list[object]) -> None:
     verl_rows(models / "other.jsonl", "a", source="other")
     verl_rows(models / "gsm8k.jsonl", *"abcd", source="openai/gsm8k")
     label = {"reward_model": {"ground_truth": "x"}}
@@ -295,9 +288,9 @@ def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: 
     write_lines(models / "x.jsonl", [{"data_source": "openai/gsm8k", "prompt": "a", **label}])
     own = [f"actor_rollout_ref.model.path={models}/policy", "data.train_batch_size=4", "data.max_response_length=9"]
     own += ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
-    with pytest.raises(ConfigError) as caught:
+    expected = says(*(str(fact).replace("HERE", str(models)) for fact in facts))
+    with pytest.raises(ConfigError, match=expected):
         check_inputs(config_of(*own, *options.replace("HERE", str(models)).split()))
-    assert message in str(caught.value)
 
 
 def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models: Path) -> None:
@@ -306,7 +299,7 @@ def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models
     own += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     check_inputs(config_of(*own, *f"{RM}{models}/rm".split()))
     check_inputs(config_of(*own, "data.train_files=task:sort"))
-    with pytest.raises(ConfigError, match=r"row 0: there is no field reward_model\.ground_truth"):
+    with pytest.raises(ConfigError, match=says("row 0", "reward_model.ground_truth")):
         check_inputs(config_of(*own))
 
 
@@ -316,7 +309,8 @@ def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token_and_it_
     tokenizer, said = config.tokenizer(), list[str]()
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<eos>", "<eos>")
     prompt_source(config, read_rows(config), tokenizer, say=said.append)
-    assert said == ["the tokenizer's end token '<eos>' pads too"]
+    assert len(said) == 1
+    assert "'<eos>'" in said[0]
 
 
 # --- the rewards
@@ -362,7 +356,7 @@ def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
     assert len(Batch.concat([rewarded(samples.select([i]))[0] for i in (0, 4)])) == 2
     flexible, _ = rewarded(samples.select([0, 1]), "custom_reward_function.reward_kwargs.method=flexible")
     assert flexible["reward"].tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="there is no reward function for the data source 'mine'"):
+    with pytest.raises(ValueError, match="data source 'mine'"):
         rewarded(answers(("mine", "a", "a")))
 
 
@@ -392,7 +386,7 @@ def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_p
     assert found["info"] == [{"why": "ab"}, None, {"why": "abc"}]
     found.save(tmp_path / "rollouts.parquet")
     assert Batch.load(tmp_path / "rollouts.parquet")["info"] == found["info"]
-    assert "answer 1 gets reward 0, because its reward failed: KeyError: 'bad'" in said[0]
+    assert re.search(says("answer 1", "reward 0", "KeyError: 'bad'"), said[0])
     batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
     assert rewarded(samples, *own, *batch)[0]["reward"].tolist() == [3.0] * 3
 
@@ -401,8 +395,9 @@ def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> 
     body = "    time.sleep(3)\n    return [1.0] * len(data_sources)\n"
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
+    # Longer than one answer may take, and far from what sixty may.
     with ScoreWorkers(code, RewardSettings(timeout_s=2, max_failed_share=0.0)) as workers:
-        assert workers(*[["a"] * 4] * 4, extras=[None] * 4).reward_B.tolist() == [1.0] * 4
+        assert workers(*[["a"] * 60] * 4, extras=[None] * 60).reward_B.tolist() == [1.0] * 60
 
 
 def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:
@@ -430,7 +425,7 @@ def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
     weighted = [*own, "reward_model.function_weight=2"]
     found, _ = rewarded(answers(*rows[:2], rm_score=model[:2]), *weighted)
     assert found["reward"].tolist() == [2.5, -2.0]
-    with pytest.raises(ValueError, match="for the data source 'chat'"):
+    with pytest.raises(ValueError, match="data source 'chat'"):
         rewarded(answers(*rows, rm_score=model), *weighted)
 
 
@@ -439,10 +434,10 @@ def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_cou
     own = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
     found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
     assert (found["reward"].tolist(), found["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
-    assert said[0].startswith("answer 1 gets score 0, because its score failed")
+    assert re.search(says("answer 1", "score 0", "'one'"), said[0])
     found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
     assert (found["reward"].tolist(), found["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
-    assert said[0].startswith("answer 1 gets reward 0, because its reward failed")
+    assert re.search(says("answer 1", "reward 0", "'one'"), said[0])
 
 
 def test_episodes_keep_the_rewards_of_their_world() -> None:
@@ -451,6 +446,7 @@ def test_episodes_keep_the_rewards_of_their_world() -> None:
     )
     found, said = rewarded(episodes)
     assert found["reward"].tolist() == [0.25, 0.0]
-    assert said == ["answer 1 gets reward 0, because its reward failed: it broke"]
-    with pytest.raises(ValueError, match="the agent's episodes have no reward"):
+    assert len(said) == 1
+    assert re.search(says("answer 1", "reward 0", "it broke"), said[0])
+    with pytest.raises(ValueError, match=says("episodes", "reward", "executor")):
         rewarded(answers(("mine", "a", "")), "agent.func_path=env:guess")

@@ -14,6 +14,7 @@ from core import ConfigError, given_options, load_config, options_of
 from recipes.verl_ppo.config import KEYS, VerlPPOConfig, idle_notes, plain_arguments
 from recipes.verl_ppo.main import main
 from recipes.verl_ppo.resource_pool import ResourcePoolManager, Role
+from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -97,10 +98,9 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     config = small(*epochs, "actor_rollout_ref.actor.optim.lr_warmup_steps=3")
     # Three epochs of 150 prompts are 450: 7 steps of 64, and 2 prompts.
     assert config.steps(150) == 7
-    assert config.arithmetic(150) == (
-        "7 steps of 64 prompts x 8 answers = 512 sequences; in each 8 optimizer steps of 16 prompts = 128 sequences, "
-        "in micro-batches of at most 4 sequences on each of 1 processes; the last 2 of all 450 prompts are not used"
-    )
+    facts = ["7 steps", "64 prompts", "8 answers", "512 sequences", "8 optimizer steps", "16 prompts", "128 sequences"]
+    facts += ["at most 4 sequences", "1 processes", "last 2", "450 prompts"]
+    assert re.search(says(*facts), config.arithmetic(150))
     assert (config.minibatch_sequences("actor"), config.minibatch_sequences("critic")) == (128, 256)
     assert (config.actor_engine(6).total_steps, config.critic_engine(6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
     # The warm-up counts steps of the run: 3 of 8 optimizer steps.
@@ -164,7 +164,7 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
     assert not config.packing
     (tmp_path / "c.yaml").write_text("trainer: {device: cuda}\nray_init.num_cpus: 8\n")
     for form in ([f"--config={tmp_path}/c.yaml"], ["--config", f"{tmp_path}/c.yaml"]):
-        assert idle_notes(form)[0].startswith("no effect of trainer.device, ray_init.num_cpus: ")
+        assert re.search(says("trainer.device", "ray_init.num_cpus"), idle_notes(form)[0])
 
 
 @pytest.mark.parametrize(
@@ -238,25 +238,25 @@ def test_every_key_that_is_not_taken_says_why_and_no_name_has_two_meanings() -> 
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("argument", "facts"),
     [
-        ("critic.ppo_micro_batch_size=4", "critic.ppo_micro_batch_size: it counts the sequences of all processes"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "use smaller micro-batches"),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "spread the models with fsdp2"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "agent.func_path"),
-        ("+reward_model.overlong_buffer.enable=True", "reward_model.reward_manager=dapo"),
-        ("trainer.default_hdfs_dir=hdfs://a", "set trainer.default_local_dir"),
-        ("+actor_rollout_ref.model.override_config.attention_dropout=0.", "config.json of its folder"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=32", "engine_kwargs: an engine takes what is under"),
-        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "not here yet; answers that validate"),
-        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", "gradients are added up in fp32"),
-        ("actor_rollout_ref.actor.no_such_key=1", "unknown option 'actor_rollout_ref.actor.no_such_key'"),
-        ("~critic", "~critic: this is not read by Hydra"),
-        ("--config-name=ppo_trainer", "write key=value, and --config FILE"),
+        ("critic.ppo_micro_batch_size=4", ["critic.ppo_micro_batch_size", "_per_gpu"]),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ["ulysses_sequence_parallel_size"]),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", ["megatron", "fsdp2"]),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", ["multi_turn.enable", "agent.func_path"]),
+        ("+reward_model.overlong_buffer.enable=True", ["overlong_buffer", "reward_model.reward_manager=dapo"]),
+        ("trainer.default_hdfs_dir=hdfs://a", ["default_hdfs_dir", "trainer.default_local_dir"]),
+        ("+actor_rollout_ref.model.override_config.attention_dropout=0.", ["override_config", "config.json"]),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=32", ["rollout.engine_kwargs"]),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", ["rollout.val_kwargs.top_p"]),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", ["mixed_precision", "fp32"]),
+        ("actor_rollout_ref.actor.no_such_key=1", ["'actor_rollout_ref.actor.no_such_key'"]),
+        ("~critic", ["~critic"]),
+        ("--config-name=ppo_trainer", ["--config-name", "--config FILE"]),
     ],
 )
-def test_a_key_that_is_not_taken_says_what_to_use(argument: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
         small(argument)
 
 
@@ -269,61 +269,70 @@ def test_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ([f"{A}.ppo_mini_batch_size=24"], "24 does not divide data.train_batch_size=64: both count prompts"),
-        (["critic.ppo_mini_batch_size=24"], "critic.ppo_mini_batch_size=24 does not divide"),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=null"], f"{A}.use_dynamic_bsz=true, which cuts passes by tokens"),
-        ([f"{A}.ppo_epochs=0"], f"{A}.ppo_epochs=0; set it to at least 1"),
-        (["trainer.n_gpus_per_node=200"], "leaves some of its 200 processes without a sequence"),
-        (["algorithm.adv_estimator=grpo", f"{R}.n=1"], "compares the answers to one prompt; set 2 or more"),
-        (["algorithm.adv_estimator=optimal_token_baseline"], "here: opo has the best baseline"),
-        ([f"{A}.policy_loss.loss_mode=dro"], "loss_mode=dro is not here: with vanilla"),
-        ([f"{A}.loss_agg_mode=token-sum"], "it is seq-mean-token-sum times the answers"),
-        (["reward_model.reward_manager=prime"], "naive scores answers at the same time"),
-        (["critic.loss_agg_mode=mean"], "critic.loss_agg_mode=mean; use one of token-mean,"),
-        (["critic.cliprange_value=0"], "so that no value could move; set it above 0"),
-        (["critic.ppo_mini_batch_size=many"], "critic.ppo_mini_batch_size=many; set it to at least 1"),
-        (["trainer.n_gpus_per_node=65", "algorithm.adv_estimator=remax"], "as few as 64 answers at a time, fewer than"),
-        (["trainer.n_gpus_per_node=9", "algorithm.filter_groups.enable=true"], "rollout.n (with remax"),
+        ([f"{A}.ppo_mini_batch_size=24"], [f"{A}.ppo_mini_batch_size=24", "data.train_batch_size=64"]),
+        (["critic.ppo_mini_batch_size=24"], ["critic.ppo_mini_batch_size=24", "data.train_batch_size=64"]),
         (
-            [*APART, "trainer.resource_pool_spec={train: [1], sample: [513]}"],
-            "rollout has 513 processes (or engines), more than a step's 512 answers",
+            [f"{A}.ppo_micro_batch_size_per_gpu=null"],
+            [f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.use_dynamic_bsz=true"],
         ),
-        (["trainer.nnodes=3", "trainer.resource_pool_spec={global_pool: [1, 1]}"], "have 2 to 2 nodes; leave it out"),
-        ([f"{A}.fsdp_config.model_dtype=bf16", f"{A}.fsdp_config.dtype=float32"], "set model_dtype=fp32"),
-        (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
-        (["critic.enable=False"], "needs the critic, but critic.enable=false"),
-        ([f"{A}.strategy=megatron"], f"set {A}.strategy=fsdp2"),
-        ([f"{A}.strategy=fsdp2"], "critic.strategy=fsdp; set the same"),
-        ([f"{R}.name=sglang"], f"{R}.name=sglang is not here: vllm takes its place; use one of auto, vllm, hf"),
-        ([f"{R}.temperature=0"], f"{R}.temperature=0.0 would give one answer only"),
-        ([f"{R}.val_kwargs.n=4"], "set do_sample=true and a temperature"),
-        ([f"{A}.kl_loss_type=full"], "full is no estimator of the KL"),
-        ([f"{A}.clip_ratio=1.5"], "cannot be clipped to 1 - 1.5"),
-        (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"], "above a fifth of a step's answers"),
+        ([f"{A}.ppo_epochs=0"], [f"{A}.ppo_epochs=0"]),
+        (["trainer.n_gpus_per_node=200"], ["200 processes"]),
+        (["algorithm.adv_estimator=grpo", f"{R}.n=1"], ["grpo", f"{R}.n=1"]),
+        (["algorithm.adv_estimator=optimal_token_baseline"], ["optimal_token_baseline", "opo"]),
+        ([f"{A}.policy_loss.loss_mode=dro"], ["loss_mode=dro", "vanilla"]),
+        ([f"{A}.loss_agg_mode=token-sum"], ["loss_agg_mode=token-sum", "seq-mean-token-sum"]),
+        (["reward_model.reward_manager=prime"], ["reward_manager=prime", "naive"]),
+        (["critic.loss_agg_mode=mean"], ["critic.loss_agg_mode=mean", "token-mean"]),
+        (["critic.cliprange_value=0"], ["critic.cliprange_value=0"]),
+        (["critic.ppo_mini_batch_size=many"], ["critic.ppo_mini_batch_size=many"]),
+        (["trainer.n_gpus_per_node=65", "algorithm.adv_estimator=remax"], [64, 65]),
+        (["trainer.n_gpus_per_node=9", "algorithm.filter_groups.enable=true"], ["rollout.n", 8, 9]),
+        ([*APART, "trainer.resource_pool_spec={train: [1], sample: [513]}"], ["rollout", 513, 512]),
+        (
+            ["trainer.nnodes=3", "trainer.resource_pool_spec={global_pool: [1, 1]}"],
+            ["trainer.nnodes=3", "resource_pool_spec", 2],
+        ),
+        ([f"{A}.fsdp_config.model_dtype=bf16", f"{A}.fsdp_config.dtype=float32"], ["model_dtype=fp32", "float32"]),
+        (["algorithm.adv_estimator=gdpo"], ["gdpo", "algorithm.gdpo_reward_keys"]),
+        (["critic.enable=False"], ["critic.enable=false", "adv_estimator=gae"]),
+        ([f"{A}.strategy=megatron"], ["megatron", f"{A}.strategy=fsdp2"]),
+        ([f"{A}.strategy=fsdp2"], [f"{A}.strategy=fsdp2", "critic.strategy=fsdp"]),
+        ([f"{R}.name=sglang"], [f"{R}.name=sglang", "vllm", "hf"]),
+        ([f"{R}.temperature=0"], [f"{R}.temperature=0.0"]),
+        ([f"{R}.val_kwargs.n=4"], [f"{R}.val_kwargs.n=4", "do_sample=true"]),
+        ([f"{A}.kl_loss_type=full"], ["full", "kl"]),
+        ([f"{A}.clip_ratio=1.5"], ["clip", 1.5]),
+        (
+            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+            ["algorithm.kl_ctrl", "horizon=100"],
+        ),
         (
             ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_is=token"],
-            "is not here yet; unset bypass_mode",
+            ["bypass_mode", "rollout_is"],
         ),
-        (["algorithm.rollout_correction.rollout_rs=seq_mean_k2"], "without rollout_rs_threshold"),
+        (["algorithm.rollout_correction.rollout_rs=seq_mean_k2"], ["rollout_rs", "rollout_rs_threshold"]),
         (
             [f"algorithm.rollout_correction.rollout_rs{rest}" for rest in ("=seq_max_k2", "_threshold=1")],
-            "rollout_rs=seq_max_k2 is not here yet",
+            ["rollout_rs=seq_max_k2"],
         ),
-        (["trainer.logger=[console,mlflow]"], "use some of console, file, wandb, tensorboard"),
-        (["reward_model.enable=True"], "without reward_model.model.path"),
-        (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
-        (["trainer.val_only=true", "data.val_files=null"], "without data.val_files"),
-        (["async_train=true"], "set actor_rollout_ref.hybrid_engine=false"),
-        (["trainer.role_mapping={actor_rollout: global_pool}"], "no pool for critic, which is needed; add critic:"),
-        (["trainer.role_mapping={actor: global_pool, critic: global_pool}"], "has no role for the part rollout"),
-        (["trainer.role_mapping={actor_rollout: a, critic: a}"], "resource_pool_spec has global_pool; add it there"),
-        (["trainer.resource_pool_spec={global_pool: [2, 1]}"], "the same number of at least 1 on all"),
+        (["trainer.logger=[console,mlflow]"], ["trainer.logger", "mlflow", "tensorboard"]),
+        (["reward_model.enable=True"], ["reward_model.enable", "reward_model.model.path"]),
+        (["trainer.resume_mode=resume_path"], ["trainer.resume_mode=resume_path", "trainer.resume_from_path"]),
+        (["trainer.val_only=true", "data.val_files=null"], ["trainer.val_only", "data.val_files"]),
+        (["async_train=true"], ["async", "actor_rollout_ref.hybrid_engine=false"]),
+        (["trainer.role_mapping={actor_rollout: global_pool}"], ["role_mapping", "critic"]),
+        (["trainer.role_mapping={actor: global_pool, critic: global_pool}"], ["role_mapping", "rollout"]),
+        (
+            ["trainer.role_mapping={actor_rollout: a, critic: a}"],
+            ["resource_pool_spec", "global_pool"],
+        ),
+        (["trainer.resource_pool_spec={global_pool: [2, 1]}"], ["resource_pool_spec", "[2, 1]"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_set(options: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_what_cannot_work_is_refused_with_what_to_set(options: list[str], facts: list[object]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
         small(*options)
 
 
@@ -414,7 +423,7 @@ def test_the_demonstration_becomes_grpo_by_one_key(capsys: pytest.CaptureFixture
 
 def test_the_page_from_verl_is_what_the_schema_says_and_names_every_key() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "migration_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     page = (ROOT / "docs" / "from_verl.md").read_text()
     named = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE)))

@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_runs import run_locally
+from gates import Gate
+from local_runs import run_here, run_locally
 from recipe_runs import Run, RunFolder
 from safetensors.torch import load_file
 from tiny_models import write_reward_model
 from verl_runs import APART, KL, LONG, SMALL, batches, same, write_files
 
-pytestmark = pytest.mark.timeout(400)
+from tests.messages import says
+
 REFERENCE_WITHIN = "trainer.role_mapping={actor_rollout_ref:global_pool,critic:global_pool}"
 POLICY = Path("checkpoints/step_2/hf/model.safetensors")
 PAIRS = "algorithm.adv_estimator=grpo data.val_files=null"
@@ -56,7 +59,7 @@ def local(options: list[str], policy: Path, tmp_path_factory: pytest.TempPathFac
     }
     # The second goes on from the middle of the first.
     runs["from_a_path"] += "/checkpoints/step_2"
-    return run_locally("verl_ppo", folder, {name: [*options, *text.split()] for name, text in runs.items()})
+    return {**run_locally("verl_ppo", folder, {name: [*options, *text.split()] for name, text in runs.items()})}
 
 
 AGENT = """
@@ -163,21 +166,38 @@ def test_the_first_update_of_each_step_starts_at_ratio_one_and_the_engine_agrees
 # --- going on
 
 
+STOPS = """
+
+score_of = compute_score
+
+def compute_score(*given, **named):
+    # Ctrl-C, once, in the middle of the second step: this runs in a child of the process that drives the run.
+    stop = Path({stop!r})
+    if Path({trace!r}).exists() and stop.exists():
+        stop.unlink()
+        os.kill(os.getppid(), signal.SIGINT)
+    return score_of(*given, **named)
+"""
+
+
 def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothing_had_happened(
-    local: dict[str, RunFolder], options: list[str], tmp_path: Path
+    local: dict[str, RunFolder], policy: Path, tmp_path: Path
 ) -> None:
     undisturbed = local["long"]
-    given = [*options, *LONG.split(), "backend=local"]
-    run = Run("verl_ppo", "", tmp_path / "run", *given)
-    run.wait_for_step(1)
-    run.process.send_signal(signal.SIGINT)
-    run.wait()
+    given = [*SMALL.split(), *write_files(tmp_path, policy), *LONG.split()]
+    stop, trace = tmp_path / "stop", tmp_path / "run/rollouts/step_000001.parquet"
+    stop.touch()
+    with (tmp_path / "reward.py").open("a") as code:
+        code.write("\n\nimport os\nimport signal\nfrom pathlib import Path")
+        code.write(STOPS.format(stop=str(stop), trace=str(trace)))
+    run = run_here("verl_ppo", tmp_path / "run", *given)
     assert (run.code, run.summary["status"]) == (130, "stopped"), run.err
     stopped_at = run.summary["steps"]
-    assert f"stopped after step {stopped_at} of 6; run_dir={tmp_path}/run goes on" in run.out
-    again = Run("verl_ppo", "", tmp_path / "run", *given, "trainer.resume_mode=auto").wait()
+    assert 2 <= stopped_at < 6
+    assert re.search(says(f"step {stopped_at} of 6", f"run_dir={tmp_path}/run"), run.out)
+    again = run_here("verl_ppo", tmp_path / "run", *given, "trainer.resume_mode=auto")
     assert again.code == 0, again.err
-    assert f"goes on after step {stopped_at} of 6" in again.out
+    assert re.search(says(f"step {stopped_at} of 6"), again.out)
     assert again.summary["resumed_from"] == stopped_at
     same(again, undisturbed)
     prompts = [prompt for batch in batches(again) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
@@ -198,12 +218,12 @@ def test_resume_mode_disable_never_writes_over_a_run(
     from recipes.verl_ppo.main import main
 
     folder = local["long"].run_dir
-    for where, message in (
-        ([f"run_dir={folder}"], "holds a run already"),
-        ([f"run_dir={tmp_path}/run", f"trainer.default_local_dir={folder}/checkpoints"], "up to step_6"),
+    for where, facts in (
+        ([f"run_dir={folder}"], [folder]),
+        ([f"run_dir={tmp_path}/run", f"trainer.default_local_dir={folder}/checkpoints"], ["step_6"]),
     ):
         assert main([*options, *where, "trainer.resume_mode=disable"]) == 2
-        assert message in capsys.readouterr().err
+        assert re.search(says("resume", *facts), capsys.readouterr().err)
 
 
 # --- what keys do
@@ -314,6 +334,17 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, Run
 # --- several processes
 
 
+def test_processes_of_a_cluster_learn_what_one_process_learns_bit_for_bit(
+    local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
+) -> None:
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *options, *KL.split(), REFERENCE_WITHIN).wait()
+    assert run.code == 0, run.err
+    same(run, local["within"])
+    assert run.starts().keys() == {"trainer-0", "actor_rollout_ref-0", "critic-0"}
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
 def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what_one_rank_learns(
     local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
 ) -> None:
@@ -335,14 +366,19 @@ def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what
     assert run.left_behind() == []
 
 
+@pytest.mark.full
 def test_pools_apart_sample_ahead_and_a_killed_run_of_them_trains_on_every_prompt_once(
-    options: list[str], ray_address: str, tmp_path: Path
+    policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    given = [*options, *APART.split(), "--async_train"]
-    run = Run("verl_ppo", ray_address, tmp_path / "run", *given)
-    run.wait_for_step(2)
+    # After the second checkpoint no answer is rewarded, until the run has been killed.
+    gate = Gate(tmp_path / "run/checkpoints/step_2", tmp_path / "go")
+    given = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *given, "reward_model.timeout_s=600")
+    run.wait_until(gate.is_reached)
     os.kill(run.pids()["trainer-0"], signal.SIGKILL)
-    run.wait(200)
+    run.wait_until(lambda: len(run.starts()["trainer-0"]) == 2)
+    gate.open()
+    run.wait()
     assert run.code == 0, run.err
     prompts = [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
     assert sorted(prompts) == list(range(32))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gates import Gate, source
 from recipe_runs import RunFolder
 
 from components.batch import Batch
@@ -33,15 +34,17 @@ APART = """
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
+    while is_shut():
+        time.sleep(0.01)
     answer, first = solution_str[:5], (extra_info or {}).get("first", "")
     score = sum(a < b for a, b in zip(answer, answer[1:])) / 4 + bonus
     return {"score": score, "letters": len(answer), "extra": float(first == "a")}
 """
 
 
-def write_files(folder: Path, policy: Path) -> list[str]:
-    """Options with the policy, and with a reward function whose file goes into the folder."""
-    (folder / "reward.py").write_text(REWARD)
+def write_files(folder: Path, policy: Path, *gates: Gate) -> list[str]:
+    """Options with the policy, and with a reward function whose file goes into the folder, and which waits at gates."""
+    (folder / "reward.py").write_text(source(*gates) + REWARD)
     return [f"actor_rollout_ref.model.path={policy}", f"custom_reward_function.path={folder}/reward.py"]
 
 

@@ -1,9 +1,10 @@
 """A job that answers long, while one of its engines is killed."""
 
+import itertools
 import os
 import signal
-import threading
 from pathlib import Path
+from typing import Any
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig
@@ -11,7 +12,9 @@ from core import BaseTrainer, trainer_invocation
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.roles.rollout import Rollout
 
-PROMPTS, TOKENS = 1200, 90
+PROMPTS, TOKENS = 200, 90
+LAST = 30
+"""A step of vLLM's in the middle of what an engine generates: each is one more token of some of the answers."""
 
 
 class Engine(Rollout):
@@ -21,6 +24,22 @@ class Engine(Rollout):
     def pid(self) -> int:
         """Of this engine."""
         return os.getpid()
+
+    @trainer_invocation
+    def doom(self) -> None:
+        """Die in the middle of what is generated next, if this is the first engine."""
+        if self.rank > 0:
+            return
+        player: Any = self.player
+        vllm = player.engine._llm.llm_engine
+        step, steps = vllm.step, itertools.count(1)
+
+        def last_steps() -> Any:
+            if next(steps) == LAST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step()
+
+        vllm.step = last_steps
 
 
 class Disturbed(BaseTrainer):
@@ -43,10 +62,8 @@ class Disturbed(BaseTrainer):
         undisturbed: Batch = self.RG_ROLLOUT.generate(prompts, sampling)
         undisturbed.save(folder / "undisturbed.parquet")
         before: list[int] = self.RG_ROLLOUT.pid()
-        victim = threading.Timer(0.5, os.kill, (before[0], signal.SIGKILL))
-        victim.start()
+        self.RG_ROLLOUT.doom()
         disturbed: Batch = self.RG_ROLLOUT.generate(prompts, sampling)
-        assert not victim.is_alive(), "it was over before the engine was killed"
         disturbed.save(folder / "disturbed.parquet")
         after: list[int] = self.RG_ROLLOUT.pid()
         assert after[0] != before[0], "the engine was not replaced"
