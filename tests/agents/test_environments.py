@@ -2,81 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from agents.environment import AgentInstanceBase
-from agents.environments import calculator, code, guess, gymnasium, textarena
-from agents.loading import check_agent, load_agent
-from agents.options import AgentOptions
-from agents.player import open_player
-from components.batch import Batch
+from agents.environments import calculator, code, guess
+from agents.loading import load_agent
+from agents.sandbox import Limits
 from components.data.tasks import GuessTask, WordTask
-from components.data.text import TextEncoder, load_tokenizer
-from components.data.tiny_model import learnt_tokenizer, tiny_model
-from components.engines.config import HFRolloutConfig, SamplingConfig
+from tests.agents.world_cases import halving, play, play_untrained, rewards, saying, text_of, write_policy
+from tests.messages import says
 
-Steps = list[dict[str, Any]]
-Player = Callable[[str], str]
-"""What is said, to what is answered."""
-
-LAKE = {"env": "FrozenLake-v1", "seed": 3, "options": {"is_slippery": False}}
-NUMBER = {"env": "GuessTheNumber-v0", "seed": 3}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(3, 4) == 7"]}
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
 
 
-def text_of(said: Any) -> str:
-    return said if isinstance(said, str) else "\n".join(message["content"] for message in said)
-
-
-def play(world: AgentInstanceBase, prompt: str, label: Any, player: Player, turns: int = 30) -> Steps:
-    """Play an episode to its end, or so many turns; what each step returned."""
-
-    async def episode() -> Steps:
-        said = (await world.reset({"observation": prompt, "label": label}))["observation"]
-        steps: Steps = []
-        while len(steps) < turns and not (steps and steps[-1]["done"]):
-            states = {"observation_text": "", "action_text": player(text_of(said)), "label": label}
-            steps.append(await world.step(states))
-            said = steps[-1]["environment_feedback"]
-        return steps
-
-    return asyncio.run(episode())
-
-
-def saying(*words: str) -> Player:
-    """One after the other, whatever is said."""
-    left = list(words)
-    return lambda _said: left.pop(0)
-
-
-def halving(low: int, high: int, smaller: str, larger: str, write: str = "{}") -> Player:
-    """Guess the middle of what is left."""
-    bounds = [low, high]
-
-    def guess_middle(said: str) -> str:
-        middle = sum(bounds) // 2
-        if smaller in said:
-            bounds[1] = middle - 1
-        elif larger in said:
-            bounds[0] = middle + 1
-        return write.format(sum(bounds) // 2)
-
-    return guess_middle
-
-
-def rewards(steps: Steps) -> list[float]:
-    return [step["rewards"] for step in steps]
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give programs time on a busy machine."""
+    monkeypatch.setattr(code.AgentInstance, "limits", Limits(timeout_s=60))
 
 
 # guess
@@ -139,26 +87,26 @@ def test_the_calculator_does_arithmetic(expression: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "expression",
+    ("expression", "fact"),
     [
-        "",
-        "1 +",
-        "1 if 1 else 2",
-        "__import__('os').system('true')",
-        "abs(1)",
-        "True + 1",
-        "'a' * 9",
-        "9 ** 9 ** 9",
-        "(10 ** 64) ** 64",
-        "1e308 * 10",
-        "(-1) ** 0.5",
-        "(" * 100 + "1" + ")" * 101,
-        "1" * 300,
-        "\0",
+        ("", "''"),
+        ("1 +", "'1 +'"),
+        ("1 if 1 else 2", "1 if 1 else 2"),
+        ("__import__('os').system('true')", "__import__"),
+        ("abs(1)", "abs(1)"),
+        ("True + 1", "'True'"),
+        ("'a' * 9", "'a'"),
+        ("9 ** 9 ** 9", 9**9),
+        ("(10 ** 64) ** 64", "(10 ** 64) ** 64"),
+        ("1e308 * 10", "1e+308"),
+        ("(-1) ** 0.5", "(-1) ** 0.5"),
+        ("(" * 100 + "1" + ")" * 101, 202),
+        ("1" * 300, 300),
+        ("\0", r"\x00"),
     ],
 )
-def test_the_calculator_does_nothing_else_and_not_for_long(expression: str) -> None:
-    with pytest.raises(ValueError, match=r"expression|arithmetic|too large"):
+def test_the_calculator_does_nothing_else_and_not_for_long(expression: str, fact: object) -> None:
+    with pytest.raises(ValueError, match=says(fact)):
         calculator.calculator(expression)
 
 
@@ -267,174 +215,25 @@ def test_the_tries_are_limited() -> None:
     assert rewards(steps) == [0.0] * 4 and steps[-1]["extra_logs"]["tries"] == 4
 
 
-# textarena
-
-
-def test_a_game_of_textarena_is_won_by_who_knows_it_and_not_by_who_does_not() -> None:
-    steps = play(
-        textarena.AgentInstance(), "Play.", json.dumps(NUMBER), halving(1, 20, "lower", "higher", "I say [{}].")
-    )
-    assert rewards(steps) == [0.0] * (len(steps) - 1) + [1.0] and steps[-1]["scores"] == 1.0
-    # Two moves in a row that are none end it.
-    lost = play(textarena.AgentInstance(), "Play.", NUMBER, saying("99", "no"))
-    assert rewards(lost) == [0.0, 0.0] and lost[-1]["done"]
-    assert "invalid move" in text_of(lost[0]["environment_feedback"])
-    assert lost[-1]["extra_logs"] == {"invalid_move": 1.0}
-
-
-def test_a_move_without_brackets_gets_them_and_the_game_does_not_repeat_it() -> None:
-    (step,) = play(textarena.AgentInstance(), "Play.", NUMBER, saying(" 20 "), turns=1)
-    assert text_of(step["environment_feedback"]) == "The target number is lower.\n"
-
-
-def test_the_rules_follow_the_prompt_and_the_seed_makes_the_game() -> None:
-    def begin(label: dict[str, Any]) -> str:
-        return text_of(
-            asyncio.run(textarena.AgentInstance().reset({"observation": "Hi.", "label": label}))["observation"]
-        )
-
-    games = [begin({"env": "FifteenPuzzle-v0", "seed": seed}) for seed in (1, 1, 2)]
-    assert games[0].startswith("Hi.\n\nYou are")
-    assert games[0] == games[1] != games[2]
-
-
-def test_games_side_by_side_are_the_same_as_alone_and_leave_the_common_numbers_alone() -> None:
-    async def boards(worlds: list[textarena.AgentInstance]) -> list[list[str]]:
-        """Of 2048, which draws a new tile after each move."""
-        for world in worlds:
-            await world.reset({"observation": "", "label": {"env": "2048-v0", "seed": 5}})
-        said: list[list[str]] = [[] for _ in worlds]
-        for move in ("up", "left", "down"):
-            for world, heard in zip(worlds, said):
-                heard.append(text_of((await world.step({"action_text": move}))["environment_feedback"]))
-        return said
-
-    random.seed(7)
-    before = random.getstate()
-    (alone,) = asyncio.run(boards([textarena.AgentInstance()]))
-    assert asyncio.run(boards([textarena.AgentInstance() for _ in range(3)])) == [alone] * 3
-    assert random.getstate() == before
-
-
-@pytest.mark.parametrize("game", textarena.GAMES.split())
-def test_every_listed_game_plays_without_a_download(game: str) -> None:
-    (step,) = play(textarena.AgentInstance(), "", {"env": f"{game}-v0", "seed": 1}, saying("1"), turns=1)
-    assert -1.0 <= step["rewards"] <= 1.0 and text_of(step["environment_feedback"]).strip()
-
-
-@pytest.mark.parametrize("name", ["TicTacToe-v0", "Wordle-v0", "Countdown-v0", "GuessTheNumber", "Nonsense-v0"])
-def test_games_of_several_players_or_with_downloads_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"the label's env is '.*'; set it to <game>-v0, for one of .*GuessTheNumber"):
-        play(textarena.AgentInstance(), "", {"env": name}, saying())
-
-
-# gymnasium
-
-
-def test_a_game_of_gymnasium_is_won_by_who_knows_it_and_not_by_who_does_not() -> None:
-    way = saying("down", "I go DOWN.", "right", "1, no: 2", "down", "right")
-    steps = play(gymnasium.AgentInstance(), "Play.", json.dumps(LAKE), way)
-    assert rewards(steps) == [0.0] * 5 + [1.0] and steps[-1]["scores"] == 1.0
-    hole = play(gymnasium.AgentInstance(), "Play.", LAKE, saying("right", "down"))
-    assert rewards(hole) == [0.0, 0.0] and hole[-1]["done"] and hole[-1]["scores"] == 0.0
-
-
-def test_the_state_is_written_and_what_names_no_action_is_answered() -> None:
-    world = gymnasium.AgentInstance()
-    begin = asyncio.run(world.reset({"observation": "Play.", "label": LAKE}))["observation"]
-    assert begin == [
-        {
-            "role": "user",
-            "content": "Play.\nYou stand at [ ]. Reach G; H are holes.\nWrite one of: left, down, right, up.\n"
-            "[S]FFF\nFHFH\nFFFH\nHFFG\n",
-        }
-    ]
-    step = asyncio.run(world.step({"action_text": "jump"}))
-    assert text_of(step["environment_feedback"]).startswith("That names no action. Write one of: left")
-    assert (step["rewards"], step["done"], step["extra_logs"]) == (0.0, False, {"invalid_actions": 1})
-
-
-def test_a_taxi_sees_its_passenger_its_goal_and_itself() -> None:
-    world = gymnasium.AgentInstance()
-    asyncio.run(world.reset({"observation": "", "label": {"env": "Taxi-v4", "seed": 3}}))
-    # The taxi at the upper middle, the passenger at R, who wants to Y.
-    assert world._shown(None) == (
-        "+---------+\n|<R>: |[ ]: :G|\n| : | : : |\n| : : : : |\n| | : | : |\n|(Y)| : |B: |\n+---------+\n"
-    )
-    way = ["south", "south", "west", "west", "north", "north", "pickup", "south", "south", "south", "south", "dropoff"]
-    found = [asyncio.run(world.step({"action_text": word})) for word in way]
-    assert "[_]" in text_of(found[7]["environment_feedback"])
-    # 20 for arriving, and -1 for each of the eleven steps before.
-    assert sum(rewards(found)) == 20 - 11
-    assert (found[-1]["scores"], found[-1]["done"]) == (1.0, True)
-
-
-def test_blackjack_says_what_the_cards_make() -> None:
-    label = {"env": "Blackjack-v1", "seed": 3}
-    steps = play(gymnasium.AgentInstance(), "", label, saying("hit", "stick"))
-    assert text_of(steps[0]["environment_feedback"]) == "Your cards make 17; the dealer shows 10.\n"
-    assert rewards(steps) == [0.0, -1.0] and steps[-1]["scores"] == 0.0
-
-
-def test_a_game_that_takes_too_long_is_over() -> None:
-    label = {**LAKE, "options": {"is_slippery": False, "max_episode_steps": 3}}
-    steps = play(gymnasium.AgentInstance(), "", label, lambda _said: "left")
-    assert [step["done"] for step in steps] == [False, False, True]
-    assert steps[-1]["scores"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        ({"env": "Nonsense-v1"}, "gymnasium cannot make the label's"),
-        ({"env": "FrozenLake-v1", "options": {"no": 1}}, "gymnasium cannot make the label's"),
-        ({"env": "Pendulum-v1"}, "Pendulum-v1 has the actions Box.*set env to e.g. FrozenLake-v1"),
-        ("FrozenLake-v1", "the label 'FrozenLake-v1' is no JSON object with 'env'; set data.label_key"),
-        ({"game": 1}, "is no JSON object with 'env'"),
-    ],
-)
-def test_a_label_that_makes_no_game_says_what_to_set(label: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        play(gymnasium.AgentInstance(), "", label, saying())
-
-
 # all
 
 
 @pytest.mark.parametrize("name", ["textarena", "gymnasium"])
 def test_a_library_that_is_not_installed_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"env:{name} needs {name}, .*; run: bash scripts/setup.sh recipes games"):
+    with pytest.raises(ValueError, match=says(f"env:{name}", "scripts/setup.sh recipes games")):
         load_agent(f"env:{name}")
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that has learnt nothing, with a chat template."""
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = learnt_tokenizer(["Play the game. Write one of: 1 2 3 [user] [assistant] [system] [tool]"] * 8, 300)
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    tiny_model(tokenizer, seed=0, hidden=32, layers=1, max_positions=4096).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize(
     ("name", "label"),
-    [("guess", "7"), ("calculator", "#### 7"), ("code", json.dumps(ADD)), ("textarena", NUMBER), ("gymnasium", LAKE)],
+    [("guess", "7"), ("calculator", "#### 7"), ("code", json.dumps(ADD))],
 )
 def test_an_untrained_policy_plays_every_environment_without_an_error(name: str, label: Any, policy: Path) -> None:
-    check_agent(f"env:{name}")
-    agent = AgentOptions(func_path=f"env:{name}", max_turns=3)
-    player = open_player(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
-    prompt = TextEncoder(load_tokenizer(policy)).encode_prompt("Play the game.")
-    ids = {"prompt_id": torch.zeros(4, dtype=torch.int64), "sample_id": torch.arange(4)}
-    objects = {"prompt": ["Play the game."] * 4, "label": [label] * 4}
-    batch = player.play(Batch.from_rows({"tokens": [prompt] * 4}, ids, objects), SamplingConfig(max_new_tokens=5))
-    player.close()
-    assert batch["error"] == [""] * 4
-    assert set(batch["status"]) <= {"finished", "truncated"}
-    assert int(batch["num_turns"].min()) >= 1
+    play_untrained(name, label, policy)

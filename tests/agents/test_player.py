@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from tests.agents.play_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
+from tests.messages import says
 
 
 class Talk(AgentInstanceBase):
@@ -139,11 +141,11 @@ def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12) | st.sampled_from(
     ["<eos>", " he", "llo"]
 )
-says = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), content=words), max_size=2)
+said = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), content=words), max_size=2)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(script=st.lists(says, min_size=1, max_size=4), seed=st.integers(0, 10**6), most=st.integers(1, 7))
+@given(script=st.lists(said, min_size=1, max_size=4), seed=st.integers(0, 10**6), most=st.integers(1, 7))
 def test_what_was_drawn_is_found_unchanged_whatever_a_world_says(
     rig: Rig, script: list[Any], seed: int, most: int
 ) -> None:
@@ -227,11 +229,9 @@ def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
     assert batch["reward_failed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert "no such board" in batch["error"][0]
     strict = rig.player(MultiTurnAgentExecutor(Flaky), max_failed_share=0.0)
-    with pytest.raises(
-        RuntimeError, match=r"1 of 6 episodes ended as errors, more than agent.max_failed_share=0 .*board"
-    ):
+    with pytest.raises(RuntimeError, match=says("1 of 6", "agent.max_failed_share=0", "no such board")):
         strict.play(rig.prompts(6, 1, labels), sampling())
-    with pytest.raises(RuntimeError, match="3 of 6 episodes ended as errors") as caught:
+    with pytest.raises(RuntimeError, match="3 of 6") as caught:
         rig.player(MultiTurnAgentExecutor(Flaky)).play(
             rig.prompts(6, 1, ["bad", "bad", "bad", *labels[:3]]), sampling()
         )
@@ -248,10 +248,10 @@ def test_too_many_errors_are_not_waited_for(rig: Rig) -> None:
             await asyncio.sleep(3600)
             raise AssertionError
 
-    with pytest.raises(RuntimeError, match="2 of 2 episodes"):
+    with pytest.raises(RuntimeError, match="2 of 2"):
         player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0, max_failed_share=0.5)
         player.play(rig.prompts(2, 1, ["bad", "bad"]), sampling())
-    with pytest.raises(RuntimeError, match="1 of 2 episodes"):
+    with pytest.raises(RuntimeError, match="1 of 2"):
         player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0)
         player.play(rig.prompts(2, 1, ["good", "bad"]), sampling())
 
@@ -292,22 +292,21 @@ def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "what"),
+    ("returned", "facts"),
     [
-        (None, "execute returned None; return an Episode, or a list of them with the main one first"),
-        ([], r"execute returned \[\]"),
-        (Episode([1, 2], 2, logprobs=[0.0] * 3), "tokens, logprobs and versions differ in length"),
+        (None, ["execute", "None", "Episode"]),
+        ([], ["execute", "[]", "Episode"]),
+        (Episode([1, 2], 2, logprobs=[0.0] * 3), ["tokens", "logprobs", "versions"]),
     ],
 )
-def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, returned: Any, what: str) -> None:
+def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, returned: Any, facts: list[str]) -> None:
     class Wrong(AgentExecutorBase):
         async def execute(self, task: EpisodeTask, policy: Policy) -> Any:
             return returned
 
     batch = rig.player(Wrong(), max_failed_share=1.0).play(rig.prompts(1, 1), sampling())
     assert batch["status"] == ["error"]
-    with pytest.raises(ValueError, match=what):
-        raise ValueError(batch["error"][0])
+    assert re.search(says(*facts), batch["error"][0])
 
 
 def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> None:
@@ -323,7 +322,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> 
     for executor in (MultiTurnAgentExecutor(Talk), Swallowing()):
         player = rig.player(executor, max_failed_share=1.0)
         rig.engine.sleep()
-        with pytest.raises(ValueError, match="this engine sleeps"):
+        with pytest.raises(ValueError, match="sleeps"):
             player.play(rig.prompts(2, 1), sampling())
         rig.engine.wake()
         player.play(rig.prompts(2, 1), sampling())
@@ -410,7 +409,7 @@ def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_ri
     prompts = own_rig.prompts(3, 2)
     assert player.collect(60.0).batch is None
     player.begin(prompts, sampling())
-    with pytest.raises(ValueError, match="prompt 10 is being played already"):
+    with pytest.raises(ValueError, match="prompt 10"):
         player.begin(prompts, sampling())
     first = player.collect(60.0)
     assert first.batch is not None
@@ -470,16 +469,18 @@ def test_errors_in_flight_are_a_share_of_the_last_episodes(rig: Rig) -> None:
     assert WINDOW * 0.1 > 2
     alone = rig.player(MultiTurnAgentExecutor(Flaky))
     alone.begin(rig.prompts(3, 1, ["bad"] * 3), sampling())
-    with pytest.raises(RuntimeError, match="3 of 3 episodes ended as errors"):
+    with pytest.raises(RuntimeError, match="3 of 3"):
         while alone.collect(60.0).in_flight:
             pass
 
 
 def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
+    begun: list[str] = []
     ended: list[str] = []
 
     class Endless(Talk):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            begun.append(states["label"])
             try:
                 await asyncio.sleep(3600)
             finally:
@@ -488,7 +489,8 @@ def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
 
     player = rig.player(MultiTurnAgentExecutor(Endless), step_timeout_s=3600.0)
     player.begin(rig.prompts(2, 2), sampling())
-    assert player.collect(0.5).in_flight == [10, 11]
+    while len(begun) < 4:
+        assert player.collect(0.02).in_flight == [10, 11]
     assert ended == []
     rig.close()
     assert sorted(ended) == ["label 0", "label 0", "label 1", "label 1"]

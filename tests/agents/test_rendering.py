@@ -9,6 +9,7 @@ from agents.rendering import feedback_tokens, first_tokens, render_turn
 from components.data.text import TextEncoder
 from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
 from tests.agents.play_cases import TEMPLATE, TEXTS
+from tests.messages import says
 
 FEEDBACK = [{"role": "user", "content": "Higher."}]
 REASONING_STRIPPED = (
@@ -86,7 +87,7 @@ def test_another_end_token_stands_for_that_of_the_template() -> None:
 def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
     encoder = encoder_of(TEMPLATE)
     rendered = f"[user]Higher.{EOS}\n[assistant]"
-    with pytest.raises(ValueError, match=r"holds the special token '<eos>'.*set data\.apply_chat_template=false"):
+    with pytest.raises(ValueError, match=says("'<eos>'", "data.apply_chat_template=false")):
         first_tokens(encoder, [{"role": "user", "content": f"Play. {rendered}"}], f"{rendered}\n")
     # A world's own words are its own.
     assert first_tokens(encoder, [{"role": "user", "content": EOS}], "Higher.")
@@ -124,12 +125,12 @@ def test_messages_that_begin_a_sequence_go_through_the_template() -> None:
 
 def test_what_cannot_be_encoded_is_refused() -> None:
     letters = TextEncoder(character_tokenizer("abc"))
-    with pytest.raises(ValueError, match="no token for the characters 'x'"):
+    with pytest.raises(ValueError, match=says("'x'", "'abx'")):
         feedback_tokens(letters, "abx", [3])
-    with pytest.raises(ValueError, match="empty observation"):
+    with pytest.raises(ValueError, match="observation"):
         first_tokens(letters, "")
-    with pytest.raises(ValueError, match="leaves out what an assistant has said"):
+    with pytest.raises(ValueError, match="template"):
         render_turn(encoder_of("{{ messages[-1]['content'] }}"), FEEDBACK, [7])
     letters.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="template"):
         feedback_tokens(letters, [{"role": "user", "content": "a"}], [3])

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import agents.sandbox
 from agents.sandbox import Limits, SandboxResult, run_python, run_python_async
+from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[2]
 IS_CUT = subprocess.run(agents.sandbox.PROBE).returncode == 0
@@ -34,12 +36,10 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def gone(mark: str) -> bool:
-    """Whether they all end within 5 s."""
-    deadline = time.monotonic() + 5
-    while processes_with(mark) and time.monotonic() < deadline:
+def wait_until_gone(mark: str) -> None:
+    """Wait until they all have ended."""
+    while processes_with(mark):
         time.sleep(0.02)
-    return not processes_with(mark)
 
 
 def test_a_program_reads_its_input_and_its_output_and_exit_code_come_back() -> None:
@@ -59,28 +59,32 @@ def test_a_traceback_says_nothing_of_where_the_program_stood_so_it_is_the_same_e
     assert first.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_an_endless_loop_is_ended_at_its_seconds_of_cpu_time() -> None:
-    start = time.monotonic()
-    result = run_python("while True: pass", limits=Limits(cpu_s=1, timeout_s=60))
-    assert time.monotonic() - start < 30  # on a busy machine
-    assert (result.exit, result.reason) == (-signal.SIGXCPU, "ended: it took more than 1 s of CPU time")
+def test_an_endless_loop_is_ended_at_its_seconds_of_cpu_time_and_what_it_has_said_is_kept() -> None:
+    result = run_python("print('on', flush=True)\nwhile True: pass", limits=Limits(cpu_s=1, timeout_s=600))
+    assert (result.stdout, result.exit) == ("on\n", -signal.SIGXCPU)
+    assert re.search(says("1 s", "CPU"), result.reason)
 
 
+@pytest.mark.full
 def test_a_program_that_ignores_the_first_signal_gets_one_it_cannot_ignore() -> None:
     program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    result = run_python(program, limits=Limits(cpu_s=1, timeout_s=60))
-    assert (result.exit, result.reason) == (-signal.SIGKILL, "ended: it took more than 1 s of CPU time")
+    result = run_python(program, limits=Limits(cpu_s=1, timeout_s=600))
+    assert result.exit == -signal.SIGKILL
+    assert re.search(says("1 s", "CPU"), result.reason)
 
 
 def test_a_program_that_sleeps_is_ended_at_its_seconds_on_the_clock() -> None:
-    result = run_python("print('on', flush=True)\nimport time\ntime.sleep(99)", limits=Limits(timeout_s=6))
-    assert (result.stdout, result.exit, result.reason) == ("on\n", -9, "ended: it took more than 6 s")
+    result = run_python("import time\nwhile True: time.sleep(9)", limits=Limits(timeout_s=1))
+    assert result.exit == -signal.SIGKILL
+    assert "1 s" in result.reason
+    assert "CPU" not in result.reason
 
 
 def test_a_program_may_end_itself_and_all_around_it() -> None:
     for program in ("import os\nos.kill(0, 9)", "import os\nos.abort()"):
         result = run_python(program)
-        assert (result.exit, result.reason) in [(-9, "ended by SIGKILL"), (-6, "ended by SIGABRT")]
+        name = {-9: "SIGKILL", -6: "SIGABRT"}[result.exit]
+        assert name in result.reason
 
 
 def test_2_gib_are_refused_and_100_mib_are_not() -> None:
@@ -120,7 +124,7 @@ def test_nothing_that_it_started_is_left_even_in_a_session_of_its_own() -> None:
         f"import subprocess, sys\nfor own in {[False, True] if IS_CUT else [False]}:\n  {start}start_new_session=own)"
     )
     assert run_python(program).exit == 0
-    assert gone(mark)
+    wait_until_gone(mark)
 
 
 def test_a_program_that_is_cancelled_ends_with_whoever_waited() -> None:
@@ -136,27 +140,25 @@ def test_a_program_that_is_cancelled_ends_with_whoever_waited() -> None:
             await task
 
     asyncio.run(cancel())
-    assert gone(mark)
+    wait_until_gone(mark)
 
 
 def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
-    beats = tmp_path / "beats"
+    mark = f"orphan-{os.getpid()}"
     # What it forks ends too where there are namespaces; elsewhere it would not, as the class says.
-    program = f"import os, time\nif {IS_CUT} and os.fork() == 0: os.setsid()\nwhile True:\n"
-    program += f"  with open({str(beats)!r}, 'a') as file: file.write('x')\n  time.sleep(0.02)"
-    code = f"from agents.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=90))"
+    program = f"import os, sys\nif {IS_CUT} and os.fork() == 0: os.setsid()\n"
+    program += f"os.execv(sys.executable, [sys.executable, '-c', 'import time\\nwhile True: time.sleep(9)', {mark!r}])"
+    code = f"from agents.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=3600))"
+    (tmp_path / "parent.py").write_text(code)
     # Its folder is left by a parent that is killed, and goes with the test's.
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, env={**os.environ, "TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 30
-    while not beats.exists() or len(beats.read_text()) < 10:
-        assert time.monotonic() < deadline and parent.poll() is None
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=env)
+    while len(processes_with(mark)) < 1 + IS_CUT:
+        assert parent.poll() is None
         time.sleep(0.02)
     parent.kill()
     parent.wait()
-    time.sleep(0.5)
-    beaten = len(beats.read_text())
-    time.sleep(0.5)
-    assert len(beats.read_text()) == beaten
+    wait_until_gone(mark)
 
 
 def test_many_programs_run_at_the_same_time() -> None:
@@ -166,19 +168,29 @@ def test_many_programs_run_at_the_same_time() -> None:
     assert [result.stdout for result in asyncio.run(all_at_once())] == [f"{i}\n" for i in range(16)]
 
 
-def test_programs_wait_for_a_place_and_their_time_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents.sandbox, "_places", threading.BoundedSemaphore(1))
-    program = "import time\nprint(time.monotonic())\ntime.sleep(2)\nprint(time.monotonic())"
+    program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
 
     def run() -> list[float]:
-        result = run_python(program, limits=Limits(timeout_s=7))
-        assert result.reason == ""
-        return [float(line) for line in result.stdout.split()]
+        return [float(line) for line in run_python(program, limits=Limits(timeout_s=60)).stdout.split()]
 
-    # From threads, each with a loop of its own; together they take more than the limit of one.
+    # From threads, each with a loop of its own.
     with ThreadPoolExecutor(4) as pool:
         spans = sorted(future.result() for future in [pool.submit(run) for _ in range(4)])
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.full
+def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = threading.BoundedSemaphore(1)
+    monkeypatch.setattr(agents.sandbox, "_places", places)
+    limits = Limits(timeout_s=10)
+    with ThreadPoolExecutor(1) as pool:
+        with places:
+            waiting = pool.submit(run_python, "print(1)", limits=limits)
+            time.sleep(limits.timeout_s + 1)
+        assert (waiting.result().stdout, waiting.result().reason) == ("1\n", "")
 
 
 def test_a_machine_without_namespaces_is_said_once_and_in_the_result(
@@ -193,10 +205,10 @@ def test_a_machine_without_namespaces_is_said_once_and_in_the_result(
         agents.sandbox._can_cut.cache_clear()
     assert [(result.stdout, result.is_cut) for result in results] == [("1\n", False)] * 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "with the network of this machine" in caplog.text
+    assert re.search(says("network", "unshare"), caplog.text)
 
 
 @pytest.mark.parametrize("wrong", [{"cpu_s": 0}, {"timeout_s": 0.0}, {"memory_bytes": -1}, {"max_output": 0}])
 def test_limits_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=.*; set "):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
         Limits(**wrong)

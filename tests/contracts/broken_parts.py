@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,12 +65,13 @@ def text_logs(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewa
 
 
 def hanging(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
-    time.sleep(600)
+    threading.Event().wait()
     return constant(queries)
 
 
 def slow_when_long(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
-    time.sleep(600 if max(map(len, queries)) > 50_000 else 0)
+    if max(map(len, queries)) > 50_000:
+        threading.Event().wait()
     return constant(queries)
 
 
@@ -150,7 +151,7 @@ class Drawing(Agent):
 class Blocking(Agent):
     async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
         # As an environment does that is not written for asyncio.
-        time.sleep(600)
+        threading.Event().wait()
         return await super().reset(states)
 
 

@@ -67,11 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the targets."""
     config.addinivalue_line("markers", "repeatable: the same gives the same again; left out with --allow-random")
     config.stash[ASKED] = _asked(config)
-    if config.stash[ASKED].users_own:
-        # A budget is for our own suite: a user's function may load a model.
-        from tests.conftest import FOLDER_BUDGET_S
-
-        FOLDER_BUDGET_S["contracts"] = math.inf
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

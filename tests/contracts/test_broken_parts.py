@@ -5,6 +5,7 @@ The contracts run as users run them: `pytest tests/contracts --target ...`, in a
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.messages import says
+
 CONTRACTS = Path(__file__).resolve().parent
 BROKEN = "tests.contracts.broken_parts"
 
 Failures = dict[str, str]
 """Messages of failed tests, by name."""
+Facts = dict[str, tuple[object, ...]]
+"""What they have to hold."""
+NOT_COMPARED = "nothing can be compared"
+"""What is said where a promise cannot be tried because another is broken."""
 
 ONE, BATCH = "test_a_batch_of_one_is_rewarded", "test_each_answer_of_a_batch_gets_one_finite_reward"
 TEXT = "test_whatever_a_policy_writes_is_rewarded"
@@ -39,59 +46,51 @@ INSTANCES = "test_two_instances_share_no_state"
 AT_ONCE = "test_episodes_that_run_at_once_give_what_they_give_alone"
 
 UNSEEN = "[characters that cannot be seen]"
-EXPECTED: dict[str, Failures] = {
+EXPECTED: dict[str, Facts] = {
     "one_for_all": {
-        BATCH: "'rewards' has the shape (1,); give one number for each of the 8 queries",
-        **dict.fromkeys((ALONE, ORDER, AGAIN, LOGS), "give one number for each of the"),
+        BATCH: ("'rewards'", "(1,)", 8),
+        **dict.fromkeys((ALONE, ORDER, AGAIN, LOGS), ("'rewards'", "(1,)")),
     },
-    "text_logs": {ONE: "extra_logs['verdict'] must be numbers, found a str among them"},
-    "hanging": {ONE: "no result after 2 s (answer 0, prompt 'What is 3 + 4?"},
-    "drawn": {
-        AGAIN: "asked again it gave another reward; make it depend on its arguments alone",
-        **dict.fromkeys((ALONE, ORDER), "nothing can be compared: asked again it gave another reward"),
-    },
-    "hashed": {AGAIN: "asked in a new process it gave another reward"},
-    "centred": {ALONE: "an answer alone got another reward than in a batch"},
-    "sorted_rewards": {
-        ORDER: "in another order the answers got other rewards; return them in the order of the queries",
-        ALONE: "an answer alone got another reward than in a batch",
-    },
-    "tidying": {ARGUMENTS: "ChangedArguments: queries were ['What is"},
+    "text_logs": {ONE: ("extra_logs['verdict']", "str")},
+    "drawn": {AGAIN: ("again", "--allow-random"), **dict.fromkeys((ALONE, ORDER), (NOT_COMPARED,))},
+    "hashed": {AGAIN: ("new process", "--allow-random")},
+    "centred": {ALONE: ("alone", "What is 3 + 4?")},
+    "sorted_rewards": {ORDER: ("order",), ALONE: ("alone",)},
+    "tidying": {ARGUMENTS: ("ChangedArguments", "queries", "['What is")},
     "word_count": {
-        TEXT + "[an empty response]": "ZeroDivisionError: division by zero",
-        TEXT + "[white space only]": "A policy writes such things: give a low reward instead.",
-        LOGS: "asked for usual and unusual answers together",
+        TEXT + "[an empty response]": ("ZeroDivisionError: division by zero",),
+        TEXT + "[white space only]": ("ZeroDivisionError: division by zero",),
+        LOGS: ("ZeroDivisionError",),
     },
     "label_text": {
-        LABEL + "[no label (None)]": "AttributeError: 'NoneType' object has no attribute 'strip'",
-        **{LABEL + f"[{what}]": "raise a ValueError that says" for what in ("a list", "a number", "an object")},
+        LABEL + "[no label (None)]": ("AttributeError: 'NoneType' object has no attribute 'strip'", "ValueError"),
+        **{LABEL + f"[{what}]": ("AttributeError", "ValueError") for what in ("a list", "a number", "an object")},
     },
-    "percent": {SCORES: "gave the score 50"},
-    "some_logs": {LOGS: "extra_logs['empty'] came for some answers and not for answer 0"},
-    "slow_when_long": {LONG: "Answer within 2 s, or allow more with --deadline."},
-    "dying": {
-        TEXT + UNSEEN: "the process that ran it ended: exit code 3",
-        LOGS: "the process that ran it ended: exit code 3",
-    },
+    "percent": {SCORES: (50, "'scores'")},
+    "some_logs": {LOGS: ("extra_logs['empty']", "answer 0")},
+    "dying": dict.fromkeys((TEXT + UNSEEN, LOGS), ("exit code 3",)),
     # Parts in the user's folder, in order.
     "mine.rules:score": {},
     "one_rule.py:score": {},
-    "Endless": {ENDS: "episode 0 was not done after 20 turns; count them in step and return done"},
-    "Unfinished": {SCHEMA: "step 0 returned a dict with the keys ['done', 'rewards']; return a dict with rewards, en"},
-    "Raising": {SCHEMA: 'raise KeyError("board")'},
-    "Forgetful": {RESET: "gave StepResult(reward=1.0, score=1.0, feedback='turn 1', done=False, logs={}), and then St"},
-    "Shared": {INSTANCES: "keep its state in self", AT_ONCE: "at once the episodes went otherwise than alone"},
-    "Writing": {STATES: "changed states['sampling_params'] from {'temperature': 1.0, "},
-    "Drawing": {
-        SAME: "the same actions gave another episode",
-        **dict.fromkeys((RESET, INSTANCES, AT_ONCE), "nothing can be compared"),
-    },
-    "Blocking": {SCHEMA: "reset of episode 0 did not return within 2 s"},
-    "Crashing": {SAID + UNSEEN: "its process ended with exit code 3 in step 0 of episode 0"},
-    "Unmade": {SCHEMA: "an agent is made without arguments, by an __init__ that is not async"},
-    "Plain": {SCHEMA: "reset returned a dict that cannot be awaited; write async def reset"},
+    "Endless": {ENDS: ("episode 0", 20, "--max-turns")},
+    "Unfinished": {SCHEMA: ("step 0", ["done", "rewards"], "environment_feedback")},
+    "Raising": {SCHEMA: ('raise KeyError("board")',)},
+    "Forgetful": {RESET: ("reset", "reward=1.0", "'turn 1'", "done=False", "and then")},
+    "Shared": {INSTANCES: ("self",), AT_ONCE: ("self",)},
+    "Writing": {STATES: ("states['sampling_params']", "{'temperature': 1.0, ")},
+    "Drawing": {SAME: ("--allow-random",), **dict.fromkeys((RESET, INSTANCES, AT_ONCE), (NOT_COMPARED,))},
+    "Crashing": {SAID + UNSEEN: ("exit code 3", "step 0 of episode 0")},
+    "Unmade": {SCHEMA: ("Unmade()", "__init__", "async")},
+    "Plain": {SCHEMA: ("reset", "dict", "async def reset")},
 }
-"""What fails for each part, with words of its message. After ONE and SCHEMA a part is asked for nothing more."""
+"""What fails for each part, with facts of its message. After ONE and SCHEMA a part is asked for nothing more."""
+DEADLINE_S = 8
+HANGING: dict[str, Facts] = {
+    "hanging": {ONE: (f"{DEADLINE_S} s", "answer 0", "What is 3 + 4?", "--deadline")},
+    "slow_when_long": {LONG: (f"{DEADLINE_S} s", "--deadline")},
+    "Blocking": {SCHEMA: ("reset of episode 0", f"{DEADLINE_S} s", "--deadline")},
+}
+"""The same, with a deadline that all calls meet but those that hang."""
 
 
 def target_of(part: str) -> str:
@@ -103,7 +102,7 @@ def run_contracts(folder: Path, *arguments: str) -> tuple[dict[str, Failures], s
     report = folder / "report.xml"
     # -P: the folder comes on the path by what the contracts do for it, as with the command `pytest`.
     command = [sys.executable, "-P", "-m", "pytest", str(CONTRACTS), "-p", "no:cacheprovider", f"--junitxml={report}"]
-    result = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=110)
+    result = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     failures: dict[str, Failures] = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -123,16 +122,28 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failures]:
     (folder / "mine").mkdir()
     for name in ("mine/rules.py", "one_rule.py"):
         (folder / name).write_text("def score(response, label):\n    return float(response.strip() == label)\n")
-    return run_contracts(folder, *(f"--target={target_of(part)}" for part in EXPECTED), "--deadline=2")[0]
+    return run_contracts(folder, *(f"--target={target_of(part)}" for part in EXPECTED), "--deadline=300")[0]
 
 
-@pytest.mark.parametrize("part", EXPECTED)
-def test_a_broken_promise_is_found_by_its_contract_alone(broken: dict[str, Failures], part: str) -> None:
-    failures, expected = broken[target_of(part)], EXPECTED[part]
+def check(part: str, failures: Failures, expected: Facts) -> None:
+    """See that these contracts failed and no others, and that each says why."""
     if expected.keys() & {ONE, SCHEMA}:
         rest = {name: text for name, text in failures.items() if name not in expected}
         assert all(f"{part}, not asked for" in text for text in rest.values()), rest
     else:
         assert failures.keys() == expected.keys(), failures
-    for name, words in expected.items():
-        assert words in failures[name]
+    for name, facts in expected.items():
+        assert re.search(says(*facts), failures[name])
+
+
+@pytest.mark.parametrize("part", EXPECTED)
+def test_a_broken_promise_is_found_by_its_contract_alone(broken: dict[str, Failures], part: str) -> None:
+    check(part, broken[target_of(part)], EXPECTED[part])
+
+
+@pytest.mark.full
+def test_a_part_that_hangs_is_found_by_its_deadline(tmp_path: Path) -> None:
+    arguments = (f"--target={target_of(part)}" for part in HANGING)
+    failures, _ = run_contracts(tmp_path, *arguments, f"--deadline={DEADLINE_S}")
+    for part, expected in HANGING.items():
+        check(part, failures[target_of(part)], expected)

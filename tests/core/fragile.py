@@ -9,6 +9,9 @@ from typing import Any
 
 from core import BaseTrainer, BaseWorkload, trainer_invocation
 
+LATE_S = 12.0
+"""For who answers at once; who hangs is waited for so long."""
+
 
 def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
     """Die or hang, once for each letter in the file of this moment: `k` is killed, `s` stopped, `l` loops."""
@@ -18,7 +21,8 @@ def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
         if how[:1]:
             file.write_text(how[1:])
         if how[:1] == "l":
-            time.sleep(60)
+            while True:
+                time.sleep(1)
         elif how[:1]:
             os.kill(os.getpid(), {"k": signal.SIGKILL, "s": signal.SIGSTOP}[how[0]])
 
@@ -65,12 +69,12 @@ class Fragile(BaseWorkload):
         strike(self.folder, "once", self)
         return items
 
-    @trainer_invocation(idempotent=True, is_async=True, timeout=5.0)
+    @trainer_invocation(idempotent=True, is_async=True, timeout=LATE_S)
     def quick(self) -> int:
         strike(self.folder, "quick", self)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=5.0)
+    @trainer_invocation(is_async=True, timeout=LATE_S)
     def quick_once(self) -> int:
         strike(self.folder, "quick_once", self)
         return self.rank

@@ -1,10 +1,12 @@
 """What a job's description may say, and what is refused before anything starts."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from core import Job, JobBuilder, JobError, RLJobBuilder
+from tests.messages import says
 
 
 def rl_job() -> RLJobBuilder:
@@ -83,42 +85,41 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(2)
     builder.actor("workers.Echo").nproc_per_node(2).resource(accelerator=1)
     builder.rollout("workers.Echo").total(2).resource(accelerator=1)
-    with pytest.raises(JobError, match=r"need 4 devices, but 1 node\(s\) of 2 have 2"):
+    with pytest.raises(JobError, match=says("4 devices", "1 node", 2)):
         builder.build()
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "facts"),
     [
-        (lambda: JobBuilder().build(), "no role"),
-        (lambda: RLJobBuilder().trainer("workers.Script").build(), "needs an actor"),
-        (lambda: rl_job().actor("workers.Echo"), "described twice"),
-        (lambda: JobBuilder().run("workers.Echo"), "no role; open one"),
-        (lambda: JobBuilder().total(2), "none is open"),
-        (lambda: rl_job().total(-1), "at least 1"),
-        (lambda: rl_job().concurrency(0), "at least 1"),
-        (lambda: JobBuilder().role("a").run("workers.Echo").process_group().build(), "is for ranks that meet"),
-        (lambda: rl_job().resource(gpu=1), "give cpu, accelerator, memory"),
-        (lambda: rl_job().process_group("nowhere"), "names no function; write it as 'package.module:function'"),
-        (lambda: rl_job().max_restarts(-1), "max_restarts=-1; set 0 or more"),
-        (lambda: rl_job().recovery(max_restarts=-2), "max_restarts=-2; set 0 or more"),
-        (lambda: rl_job().recovery(stop_grace=-1), "stop_grace=-1; set 0 or more"),
-        (lambda: rl_job().recovery(stall_timeout=-1), "stall_timeout=-1; set at least 5 seconds, or 0"),
-        (lambda: rl_job().recovery(stall_timeout=4), "stall_timeout=4; set at least 5 seconds, or 0"),
-        (lambda: rl_job().env({"RANK": "3"}), "RANK, which core sets"),
-        (lambda: rl_job().global_env({"A": 1}), "must be strings"),  # pyright: ignore[reportArgumentType]
-        (lambda: rl_job().with_collocation("actor", "critic").build(), "no role CRITIC"),
-        (lambda: rl_job().with_collocation("actor", "trainer").build(), "ACTOR has 2, TRAINER has 1"),
-        (lambda: JobBuilder().role("a").run("main"), "names no class"),
-        (lambda: RLJobBuilder().trainer(""), "names no class"),
-        (lambda: JobBuilder().role("a").run("nowhere.Echo").build(), "no module 'nowhere'"),
-        (lambda: JobBuilder().role("a").run("workers.Ecko").build(), "has no class 'Ecko'"),
-        (lambda: JobBuilder().device_type("TPU"), "set 'CPU', 'GPU'"),  # pyright: ignore[reportArgumentType]
+        (lambda: JobBuilder().build(), ["role("]),
+        (lambda: RLJobBuilder().trainer("workers.Script").build(), ["actor"]),
+        (lambda: rl_job().actor("workers.Echo"), ["ACTOR", "role("]),
+        (lambda: JobBuilder().run("workers.Echo"), ["run", "workers.Echo", "role("]),
+        (lambda: JobBuilder().total(2), ["nproc_per_node", "run("]),
+        (lambda: rl_job().total(-1), ["total", -1]),
+        (lambda: rl_job().concurrency(0), ["concurrency", 0]),
+        (lambda: JobBuilder().role("a").run("workers.Echo").process_group().build(), ["A", "process_group", "train"]),
+        (lambda: rl_job().resource(gpu=1), ["gpu", "accelerator"]),
+        (lambda: rl_job().process_group("nowhere"), ["nowhere", "package.module:function"]),
+        (lambda: rl_job().max_restarts(-1), ["max_restarts", -1]),
+        (lambda: rl_job().recovery(max_restarts=-2), ["max_restarts", -2]),
+        (lambda: rl_job().recovery(stop_grace=-1), ["stop_grace", -1]),
+        (lambda: rl_job().recovery(stall_timeout=-1), ["stall_timeout", -1, 5]),
+        (lambda: rl_job().recovery(stall_timeout=4), ["stall_timeout", 4, 5]),
+        (lambda: rl_job().env({"RANK": "3"}), ["RANK"]),
+        (lambda: rl_job().global_env({"A": 1}), ["A=1"]),  # pyright: ignore[reportArgumentType]
+        (lambda: rl_job().with_collocation("actor", "critic").build(), ["ACTOR", "CRITIC"]),
+        (lambda: rl_job().with_collocation("actor", "trainer").build(), ["ACTOR", 2, "TRAINER", 1]),
+        (lambda: JobBuilder().role("a").run("main"), ["main", "package.module:Class"]),
+        (lambda: RLJobBuilder().trainer(""), ["''", "package.module:Class"]),
+        (lambda: JobBuilder().role("a").run("nowhere.Echo").build(), ["A", "nowhere"]),
+        (lambda: JobBuilder().role("a").run("workers.Ecko").build(), ["A", "Ecko", "Echo"]),
+        (lambda: JobBuilder().device_type("TPU"), ["TPU", "CPU", "GPU"]),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_set(make: object, message: str) -> None:
-    assert callable(make)
-    with pytest.raises(JobError, match=message):
+def test_what_cannot_work_is_refused_with_what_to_set(make: Callable[[], object], facts: list[object]) -> None:
+    with pytest.raises(JobError, match=says(*facts)):
         make()
 
 
@@ -172,14 +173,13 @@ def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("per_group", "use nproc_per_node"),
-        ("sub_stage", "leave it out"),
-        ("no_setup_process_group", "leave it out"),
-        ("by_dlrover_run_cmd", "use role"),
+        ("per_group", "nproc_per_node"),
+        ("no_setup_process_group", "process_group()"),
+        ("by_dlrover_run_cmd", "role("),
     ],
 )
 def test_a_name_of_dlrovers_builder_that_is_gone_says_what_to_use(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=f"RLJobBuilder has no '{name}' .*{instead}"):
+    with pytest.raises(AttributeError, match=says("RLJobBuilder", name, instead)):
         getattr(rl_job(), name)
 
 
@@ -199,5 +199,5 @@ def test_the_guides_ways_to_change_a_job_work() -> None:
 
 def test_two_collocations_cannot_claim_the_same_role() -> None:
     builder = rl_job().with_collocation("actor").with_collocation("actor")
-    with pytest.raises(JobError, match="in two collocations"):
+    with pytest.raises(JobError, match="ACTOR"):
         builder.build()

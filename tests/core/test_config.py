@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from core import ConfigError, Refused, describe_options, load_config
+from tests.messages import says
 
 
 @dataclass(kw_only=True)
@@ -100,21 +101,21 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "facts"),
     [
-        (["stepz=1"], "unknown option 'stepz'; did you mean 'steps'"),
-        (["--learning_rate", "1"], "did you mean 'optimizer.learning_rate'"),
-        (["steps=many"], "the command line: steps: .*'many'"),
-        (["kind=gea"], r"kind: Invalid value 'gea', expected one of \['gae', 'rloo'\]"),
-        (["--betas", "1"], "--betas takes 2 values, but 1 follow"),
-        (["--path"], "--path takes 1 value, but 0 follow"),
-        (["word"], "cannot read 'word'"),
-        (["steps=-1"], "steps=-1 is below 0"),
-        (["config=/no/such.yaml"], "no configuration file /no/such.yaml"),
+        (["stepz=1"], ["stepz", "'steps'"]),
+        (["--learning_rate", "1"], ["--learning_rate", "optimizer.learning_rate"]),
+        (["steps=many"], ["steps", "many"]),
+        (["kind=gea"], ["kind", "gea", "gae", "rloo"]),
+        (["--betas", "1"], ["--betas", 2, 1]),
+        (["--path"], ["--path", 1, 0]),
+        (["word"], ["word", "key=value"]),
+        (["steps=-1"], ["steps=-1", "steps=0"]),
+        (["config=/no/such.yaml"], ["/no/such.yaml"]),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_write(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_mistake_is_answered_with_what_to_write(words: list[str], facts: list[object]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Options, words)
 
 
@@ -132,7 +133,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("optimizer: {lr: 0.5}\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml: unknown option 'optimizer.lr'"):
+    with pytest.raises(ConfigError, match=says("a.yaml", "optimizer.lr")):
         load_config(Options, ["--config", str(tmp_path / "a.yaml")])
 
 
@@ -162,17 +163,15 @@ def test_another_name_is_known_in_a_file_too(tmp_path: Path) -> None:
 
 
 def test_refused_options_are_all_named_at_once_with_their_reasons() -> None:
-    with pytest.raises(ConfigError) as caught:
+    # The reasons are those of the schema.
+    facts = ("packing: not yet; leave it out", "range: use clip", "tp_size: one device per engine; leave it out")
+    with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Newcomers, ["--packing", "--range", "0", "1", "--seed", "2", "--tp_size", "2"])
-    assert str(caught.value) == (
-        "not available here: packing: not yet; leave it out; range: use clip; "
-        "tp_size: one device per engine; leave it out"
-    )
 
 
 def test_a_refused_option_in_a_file_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("packing: true\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml: not available here: packing: not yet"):
+    with pytest.raises(ConfigError, match=says("a.yaml", "packing: not yet")):
         load_config(Newcomers, [f"config={tmp_path}/a.yaml"])
 
 
@@ -182,5 +181,5 @@ def test_a_refused_option_that_asks_for_what_is_so_anyway_is_let_through(words: 
 
 
 def test_a_misspelt_option_is_told_the_nearest_of_all_names() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'packing'"):
+    with pytest.raises(ConfigError, match=says("pakcing", "'packing'")):
         load_config(Newcomers, ["--pakcing"])

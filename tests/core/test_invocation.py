@@ -8,21 +8,22 @@ import workers
 from core import Role, rpc, trainer_invocation
 from core.invocation import exports_of
 from core.sharding import chunk_sizes, join, split
+from tests.messages import says
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ({"target": "rank0"}, "target='rank0'"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"timeout": True}, "timeout=True"),
-        ({"is_async": True, "blocking": False}, "set one of the two"),
-        ({"pre_func": 3}, "pre_func=3 cannot be called"),
-        ({"pre_function": len}, r"has no \['pre_function'\]"),
+        ({"target": "rank0"}, ["target='rank0'", "RANK0"]),
+        ({"timeout": 0}, ["timeout=0"]),
+        ({"timeout": True}, ["timeout=True"]),
+        ({"is_async": True, "blocking": False}, ["is_async=True", "blocking=False"]),
+        ({"pre_func": 3}, ["pre_func=3"]),
+        ({"pre_function": len}, ["pre_function", "'pre_func'"]),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_class_is_defined(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_option_is_refused_when_the_class_is_defined(options: dict[str, Any], facts: list[str]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         trainer_invocation(**options)
 
 
@@ -72,7 +73,7 @@ def test_a_stub_that_its_method_does_not_fit_is_refused_naming_both() -> None:
         @rpc(workers.stub_with_two)
         def method(self, a: int) -> None: ...
 
-    with pytest.raises(ValueError, match=r"workers.stub_with_two\(a: int, b: int\).*Wrong.method\(a: int\)"):
+    with pytest.raises(ValueError, match=says("workers.stub_with_two(a: int, b: int)", "Wrong.method(a: int)")):
         exports_of(Wrong())
 
 
@@ -84,7 +85,7 @@ def test_two_methods_of_one_name_are_refused() -> None:
         @rpc("same")
         def two(self) -> None: ...
 
-    with pytest.raises(ValueError, match="exports 'same' twice"):
+    with pytest.raises(ValueError, match=says("same", "one", "two")):
         exports_of(Twice())
 
 
@@ -93,7 +94,7 @@ def test_a_name_that_a_role_group_has_for_itself_is_refused() -> None:
         @trainer_invocation
         def call(self) -> None: ...
 
-    with pytest.raises(ValueError, match="have a call of their own"):
+    with pytest.raises(ValueError, match=r"Shadowed\.call"):
         exports_of(Shadowed())
 
 
@@ -106,5 +107,5 @@ def test_chunks_are_contiguous_and_join_to_what_was_split() -> None:
 def test_role_names_are_words_in_upper_case() -> None:
     assert Role("actor") == Role.ACTOR == "ACTOR"
     assert Role("tool_server").group_name == "RG_TOOL_SERVER"
-    with pytest.raises(ValueError, match="is not a word"):
+    with pytest.raises(ValueError, match="tool server"):
         Role("tool server")

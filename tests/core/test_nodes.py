@@ -5,6 +5,7 @@ Either has room for all ranks of the jobs, so what is on both was put there.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+from tests.messages import says
+
+pytestmark = pytest.mark.full
 
 HERE = Path(__file__).parent
 Found = dict[str, list[Any]]
@@ -43,7 +46,7 @@ with builder.build().running("nodes"):
     found["sums"] = RoleGroup("actor").call("sum_of_ranks").result()
 
 builder = JobBuilder().device_type("CPU")
-builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(3).resource(cpu=1)
+builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(2).resource(cpu=1)
 with builder.build().running("apart"):
     found["apart"] = RoleGroup("apart").call("place").result()
 
@@ -69,7 +72,6 @@ def found() -> Found:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -88,15 +90,15 @@ def test_ranks_of_several_nodes_are_on_as_many_machines_though_one_has_room_for_
 
 def test_a_role_of_more_nodes_than_the_cluster_has_is_refused_with_what_is_missing(found: Found) -> None:
     (message,) = found["refused"]
-    assert message.startswith("WIDE is to be on 3 machines with 2 CPU on each, but the cluster has 2 of that size; ")
+    assert re.search(says("WIDE", "3 machines", "2 CPU", "has 2"), message)
 
 
 def test_local_ranks_count_within_a_node(found: Found) -> None:
-    for role, per_node in (("actor", 2), ("apart", 3)):
+    for role in ("actor", "apart"):
         for node in found["nodes"]:
             places = [place for place in found[role] if place["node"] == node]
-            assert [place["local_rank"] for place in places] == list(range(per_node)), role
-            assert {place["local_world_size"] for place in places} == {per_node}
+            assert [place["local_rank"] for place in places] == [0, 1], role
+            assert {place["local_world_size"] for place in places} == {2}
 
 
 def test_ranks_meet_across_nodes_at_one_address(found: Found) -> None:

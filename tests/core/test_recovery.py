@@ -2,25 +2,32 @@
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fragile import LATE_S
 
 from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
+from core.context import current
+from tests.messages import says
 from tests.processes import wait_until_gone
 
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("ray_cluster")]
+
+GUARD_S = 300.0
+"""Against a hang: far more than anything here takes."""
 
 
 class Case:
-    """One job of a trainer, ranks (ACTOR) and two instances (TOOL), and what became of it."""
+    """One job of a trainer, ranks (ACTOR) and instances (TOOL), and what became of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,15 +38,19 @@ class Case:
         (self.folder / f"{moment}-{worker}").write_text(how)
         return self
 
-    def run(self, script: Callable[[Any], Any], tool_restarts: int = 3, ranks: int = 1, **limits: Any) -> JobResult:
+    def run(
+        self, script: Callable[[Any], Any], tool_restarts: int = 3, ranks: int = 1, tools: int = 2, **limits: Any
+    ) -> JobResult:
         """Run the script in the trainer."""
         builder = JobBuilder().device_type("CPU").config({"folder": self.folder, "script": script})
         builder.recovery(**({"max_restarts": 3} | limits))
         builder.role("trainer").run("fragile.Script").resource(cpu=0.25)
-        builder.role("actor").train("fragile.Fragile").total(ranks).resource(cpu=0.25)
-        builder.role("tool").run("fragile.Fragile").total(2).resource(cpu=0.25).max_restarts(tool_restarts)
+        if ranks:
+            builder.role("actor").train("fragile.Fragile").total(ranks).resource(cpu=0.25)
+        if tools:
+            builder.role("tool").run("fragile.Fragile").total(tools).resource(cpu=0.25).max_restarts(tool_restarts)
         self.job = builder.build().submit("fragile", log_dir=self.folder / "logs", observers=[self.hear])
-        assert self.left_behind() == []
+        assert self.left_behind(1 + ranks + tools) == []
         return self.job
 
     def hear(self, event: Any) -> None:
@@ -55,7 +66,7 @@ class Case:
         """What happened to the job."""
         return [event.kind for event in self.events if isinstance(event, JobEvent)]
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self, count: int) -> list[str]:
         """Processes, ports, shared memory, actors and placement groups of the run that are still there."""
         import ray
         from ray.util import placement_group_table
@@ -67,10 +78,10 @@ class Case:
             for line in log.read_text().splitlines()
             if f"in run {run_id}" in line
         ]
-        assert len(pids) >= 4
+        assert len(pids) >= count
         # A process that is gone holds no port and has no children: Linux ends both with it. One whose connection has
         # ended may be on its last few steps still.
-        wait_until_gone(*map(int, pids))
+        wait_until_gone(*map(int, pids), timeout_s=GUARD_S)
         found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
         found += [actor["name"] for actor in actors if run_id in actor["name"]]
@@ -115,7 +126,7 @@ def test_an_instance_that_dies_in_a_call_is_replaced_told_again_and_asked_again_
         assert [member.handle == before for member, before in zip(group, handles, strict=True)] == [False, True]
         return doubled, group.story()
 
-    assert case.strike("double", "tool-0", "kk").run(script).status == "finished"
+    assert case.strike("double", "tool-0", "kk").run(script, ranks=0).status == "finished"
     doubled, (first, second) = case.result
     assert doubled == [[2, 4], [6]]
     # The last call of each that succeeded, in the order of the last calls.
@@ -127,11 +138,14 @@ def test_an_instance_that_dies_in_a_call_is_replaced_told_again_and_asked_again_
 def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) -> None:
     def script(trainer: Any) -> Any:
         trainer.RG_TOOL.load("model")
+        second = trainer.RG_TOOL[1]
         os.kill(trainer.RG_TOOL.pid()[1], signal.SIGKILL)
-        time.sleep(0.5)  # the master is told by then; a call that is not idempotent waits for the replacement
+        # Once the death is known, a call that is not idempotent waits for the replacement.
+        while current().recovery.replacement(second, 0.0) == second:
+            time.sleep(0.01)
         return trainer.RG_TOOL.once([5, 6]), trainer.RG_TOOL.story()[1]
 
-    assert case.run(script).status == "finished"
+    assert case.run(script, ranks=0).status == "finished"
     assert case.result == ([[5], [6]], (2, [("load", "model")]))
 
 
@@ -141,7 +155,7 @@ def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call
         trainer.RG_TOOL.receive(1)
         return trainer.RG_TOOL.story()[0]
 
-    assert case.strike("receive", "tool-0").run(script).status == "finished"
+    assert case.strike("receive", "tool-0").run(script, ranks=0, tools=1).status == "finished"
     attempt, heard = case.result
     assert attempt == 2
     assert heard[0] == ("load", "model")
@@ -155,8 +169,8 @@ def test_an_instance_that_dies_during_a_checkpoint_is_replaced_and_the_checkpoin
         os.kill(trainer.RG_TOOL.pid()[0], signal.SIGKILL)
         return saving.result(), trainer.RG_TOOL.double([1, 2]), trainer.RG_TOOL.story()[0]
 
-    assert case.run(script).status == "finished"
-    assert case.result == ([1], [[2], [4]], (2, [("load", "model")]))
+    assert case.run(script, tools=1).status == "finished"
+    assert case.result == ([1], [[2, 4]], (2, [("load", "model")]))
     assert len(list(case.folder.glob("saved-*"))) == 1
 
 
@@ -180,15 +194,18 @@ def test_a_call_that_is_not_idempotent_is_never_sent_twice_and_if_the_trainer_di
 
 
 def test_several_instances_may_die_at_once(case: Case) -> None:
-    result = case.strike("double", "tool-0").strike("double", "tool-1").run(lambda t: t.RG_TOOL.double([1, 2, 3]))
+    result = (
+        case.strike("double", "tool-0").strike("double", "tool-1").run(lambda t: t.RG_TOOL.double([1, 2, 3]), ranks=0)
+    )
     assert (result.status, case.result) == ("finished", [[2, 4], [6]])
 
 
 def test_beyond_the_budget_of_its_role_an_instance_is_not_replaced_and_the_run_fails(case: Case) -> None:
-    result = case.strike("double", "tool-0", "kk").run(lambda t: t.RG_TOOL.double([1, 2]), tool_restarts=1)
+    result = case.strike("double", "tool-0", "kk").run(
+        lambda t: t.RG_TOOL.double([1, 2]), ranks=0, tools=1, tool_restarts=1
+    )
     assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 1)
-    assert result.error.startswith("TOOL-0 (process ")
-    assert "TOOL was replaced 1 times already (max_restarts=1)" in result.error
+    assert re.search(says("TOOL-0", "max_restarts=1"), result.error)
 
 
 # --- a rank of a `train` role, and the trainer
@@ -204,13 +221,13 @@ def test_whenever_a_rank_or_the_trainer_dies_all_starts_again(case: Case) -> Non
     moments.append(("end", "trainer-0"))
     for moment, worker in moments:
         case.strike(moment, worker)
-    result = case.run(script, ranks=2, max_restarts=5)
+    result = case.run(script, ranks=2, tools=1, max_restarts=5)
     assert (result.status, result.attempt, result.exit_code) == ("finished", 6, 0)
-    assert case.result == [6, 6, 6, 6, 6]
+    assert case.result == [6, 6, 6, 6]
     assert case.kinds == ["restart", *["start", "restart"] * 4, "start", "end"]  # the first died before all stood
     restarts = [event.text for event in case.events if isinstance(event, JobEvent) and event.kind == "restart"]
     for text, (_, worker) in zip(restarts, moments, strict=True):
-        assert text.startswith(worker.upper())
+        assert worker.upper() in text
 
 
 def test_the_death_of_an_idle_rank_or_of_a_waiting_trainer_starts_all_again_at_once(case: Case) -> None:
@@ -218,20 +235,17 @@ def test_the_death_of_an_idle_rank_or_of_a_waiting_trainer_starts_all_again_at_o
         if trainer.attempt < 3:
             pid = os.getpid() if trainer.attempt == 2 else trainer.RG_ACTOR.pid()[0]
             threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-            time.sleep(60)
+            threading.Event().wait()  # nothing but the death ends it
         return attempts(trainer)
 
-    began = time.monotonic()
-    assert case.run(script).attempt == 3
-    assert case.result == [3, 3, 3, 3]
-    assert time.monotonic() - began < 60
+    assert case.run(script, tools=1).attempt == 3
+    assert case.result == [3, 3, 3]
 
 
 def test_beyond_its_budget_the_job_fails_and_says_so(case: Case) -> None:
-    result = case.strike("double", "actor-0", "kkk").run(lambda t: t.RG_ACTOR.double([1, 2]), max_restarts=1)
+    result = case.strike("double", "actor-0", "kkk").run(lambda t: t.RG_ACTOR.double([1, 2]), tools=0, max_restarts=1)
     assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 2)
-    assert result.error.startswith("ACTOR-0 (process ")
-    assert result.error.endswith("(after 2 attempts; max_restarts=1)")
+    assert re.search(says("ACTOR-0", "2 attempts", "max_restarts=1"), result.error)
     assert f"in run {result.run_id}" in result.output  # the last lines of who died
 
 
@@ -239,7 +253,7 @@ def test_an_exception_is_no_death_and_starts_nothing_again(case: Case) -> None:
     def script(trainer: Any) -> None:
         trainer.RG_TOOL.tune(-1)
 
-    result = case.run(script)
+    result = case.run(script, ranks=0, tools=1)
     assert (result.status, result.attempt) == ("failed", 1)
     assert result.error.startswith("ValueError: below zero")
 
@@ -252,38 +266,57 @@ def test_who_does_not_answer_in_time_is_named_with_its_place_and_replaced(
 ) -> None:
     def script(trainer: Any) -> Any:
         answers = trainer.RG_TOOL.quick()  # idempotent: it is sent again
-        with pytest.raises(WorkerTimeout, match="rank 0"):
+        with pytest.raises(WorkerTimeout, match=says("TOOL.quick_once", "rank 0")):
             trainer.RG_TOOL.quick_once()
         # Until it has been ended, what is sent to it is lost with it.
-        deadline = time.monotonic() + 30
-        while trainer.RG_TOOL[0].attempt == 1 and time.monotonic() < deadline:
+        while trainer.RG_TOOL[0].attempt == 1:
             time.sleep(0.05)
         return answers, trainer.RG_TOOL.quick_once(), attempts(trainer)
 
     assert case.strike("quick", "tool-1", "l").strike("quick_once", "tool-0", "l").run(script).status == "finished"
     assert case.result == ([0, 1], [0, 1], [1, 1, 2, 2])
-    hung, _ = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
-    assert hung.process == "TOOL-1"
-    assert "no answer after 5 s from TOOL.quick on rank 1" in hung.text
-    assert "fragile.py" in hung.text
-    assert "in strike" in hung.text
-    assert "TOOL-1 hangs, here:\n" in capsys.readouterr().out
+    (process, text), _ = hung(case)
+    assert process == "TOOL-1"
+    assert re.search(says(f"{LATE_S:g} s", "TOOL.quick", "rank 1", "fragile.py", "strike"), text)
+    # The whole stack.
+    assert re.search(says("TOOL-1", 'fragile.py", line', "in quick", "in strike"), capsys.readouterr().out)
+
+
+def hung(case: Case) -> list[tuple[str, str]]:
+    """Who was taken for dead, and why."""
+    return [
+        (event.process, event.text) for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"
+    ]
 
 
 def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead(case: Case) -> None:
     def script(trainer: Any) -> Any:
-        if trainer.attempt == 3:
-            time.sleep(60)
         return trainer.RG_ACTOR.double([1, 2]), trainer.RG_TOOL.double([1, 2]), attempts(trainer)
 
-    # A rank in an endless loop, the rank again, now stopped, a trainer that calls nobody, a stopped instance.
-    result = case.strike("double", "actor-0", "ls").strike("double", "tool-0", "s").run(script, stall_timeout=5.0)
-    assert (result.status, result.attempt) == ("finished", 4)
-    assert case.result == ([[2, 4]], [[2], [4]], [4, 4, 5, 4])
-    hung = [event for event in case.events if isinstance(event, JobEvent) and event.kind == "hung"]
-    assert [event.process for event in hung] == ["ACTOR-0", "ACTOR-0", "TRAINER-0", "TOOL-0"]
-    for event, told in zip(hung, ("in ACTOR.double for", "not answered", "called nobody", "not answered"), strict=True):
-        assert told in event.text
+    # A rank in an endless loop, and a stopped instance.
+    case.strike("double", "actor-0", "l").strike("double", "tool-0", "s")
+    result = case.run(script, tools=1, stall_timeout=LATE_S)
+    assert (result.status, result.attempt) == ("finished", 2)
+    assert case.result == ([[2, 4]], [[2, 4]], [2, 2, 3])
+    (rank, in_a_call), (instance, silent) = hung(case)
+    assert (rank, instance) == ("ACTOR-0", "TOOL-0")
+    assert "ACTOR.double" in in_a_call
+    assert re.search(r"\d s", silent)  # nothing more is known of it
+
+
+@pytest.mark.nightly
+def test_a_stopped_rank_and_a_trainer_that_calls_nobody_are_taken_for_dead_too(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        if trainer.attempt == 2:
+            threading.Event().wait()
+        return trainer.RG_ACTOR.double([1, 2]), attempts(trainer)
+
+    result = case.strike("double", "actor-0", "s").run(script, tools=1, stall_timeout=LATE_S)
+    assert (result.status, result.attempt) == ("finished", 3)
+    assert case.result == ([[2, 4]], [3, 3, 3])
+    (rank, _), (trainer, why) = hung(case)
+    assert (rank, trainer) == ("ACTOR-0", "TRAINER-0")
+    assert "TRAINER.run" in why
 
 
 # --- the driver, and the user
@@ -305,7 +338,7 @@ def script(trainer):
 folder = Path(sys.argv[1])
 config = {"folder": folder, "script": script, "polite": sys.argv[2] == "polite"}
 builder = JobBuilder().device_type("CPU").config(config)
-builder.recovery(stop_grace=0 if sys.argv[2] == "no grace" else 30)
+builder.recovery(stop_grace=0 if sys.argv[2] == "no grace" else 3600)
 builder.role("trainer").run("fragile.Script").resource(cpu=0.25)
 builder.role("actor").train("fragile.Fragile").resource(cpu=0.25)
 sys.exit(builder.build().submit("driven", log_dir=folder / "logs").exit_code)
@@ -313,17 +346,16 @@ sys.exit(builder.build().submit("driven", log_dir=folder / "logs").exit_code)
 
 
 @pytest.fixture
-def driven(ray_address: str, tmp_path: Path, request: pytest.FixtureRequest) -> "subprocess.Popen[str]":
+def driven(ray_address: str, tmp_path: Path, request: pytest.FixtureRequest) -> "Iterator[subprocess.Popen[str]]":
     """A driver in a process of its own whose trainer waits for the end."""
     command = [sys.executable, "-c", DRIVER, str(tmp_path), request.param, str(Path(__file__).parent)]
     env = os.environ | {"RAY_ADDRESS": ray_address}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "running").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "running").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+        process.kill()
 
 
 def processes(folder: Path) -> list[int]:
@@ -337,31 +369,34 @@ def test_when_the_driver_is_killed_everything_ends_at_once(driven: "subprocess.P
     pids = processes(tmp_path)
     assert len(pids) == 2
     driven.kill()
-    driven.wait(10)
-    wait_until_gone(*pids)
+    driven.wait(GUARD_S)
+    wait_until_gone(*pids, timeout_s=GUARD_S)
 
 
 @pytest.mark.parametrize("driven", ["polite"], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_ctrl_c_lets_the_trainer_save_its_work(
-    driven: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
+def test_the_first_signal_to_end_lets_the_trainer_save_its_work(
+    driven: "subprocess.Popen[str]", tmp_path: Path
 ) -> None:
-    driven.send_signal(number)
-    out, _ = driven.communicate(timeout=30)
+    driven.send_signal(signal.SIGTERM)
+    out, _ = driven.communicate(timeout=GUARD_S)
     assert driven.returncode == 130
-    assert "Ctrl-C again stops at once" in out
+    assert "Ctrl-C" in out
     assert len(list(tmp_path.glob("saved-*-7"))) == 1
-    wait_until_gone(*processes(tmp_path))
+    wait_until_gone(*processes(tmp_path), timeout_s=GUARD_S)
 
 
 @pytest.mark.parametrize(("driven", "times"), [("rude", 2), ("no grace", 1)], indirect=["driven"])
 def test_the_second_ctrl_c_stops_at_once_and_so_does_the_first_without_a_grace(
     driven: "subprocess.Popen[str]", tmp_path: Path, times: int
 ) -> None:
-    for _ in range(times):
+    assert driven.stdout is not None
+    driven.send_signal(signal.SIGINT)
+    if times == 2:
+        # The first has been heard when this is said; what is granted is an hour.
+        while "Ctrl-C" not in driven.stdout.readline():
+            assert driven.poll() is None
         driven.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    driven.communicate(timeout=15)
+    driven.communicate(timeout=GUARD_S)
     assert driven.returncode == 130
     assert list(tmp_path.glob("saved-*")) == []
-    wait_until_gone(*processes(tmp_path))
+    wait_until_gone(*processes(tmp_path), timeout_s=GUARD_S)

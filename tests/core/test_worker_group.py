@@ -16,15 +16,15 @@ from groups import ON_RAY
 from components.batch import Batch
 from core import Dispatch, JobBuilder, RoleGroup, WorkerGroup, nd_compute, register
 from core.backends import BackendName
+from tests.messages import says
 
 
 @pytest.fixture(scope="module")
 def grids(backend: BackendName) -> Iterator[None]:
-    """GRID and PAIR: 3 and 2 workers. MESH: 4 workers, two data-parallel ranks of two peers. RANKS: two that meet."""
+    """GRID and PAIR: 3 and 2 workers. MESH: 4 workers, two data-parallel ranks of two peers."""
     builder = JobBuilder().device_type("CPU")
     for role, count in (("grid", 3), ("pair", 2), ("mesh", 4)):
         builder.role(role).run("workers.Grid").total(count).resource(cpu=0.5)
-    builder.role("ranks").train("workers.Grid").total(2 if backend == "ray" else 1).resource(cpu=0.5)
     with builder.build().running("grids", backend=backend):
         yield
 
@@ -64,11 +64,9 @@ def test_all_to_all_gives_each_worker_its_item_of_every_list_or_tuple(grid: Work
 @pytest.mark.parametrize("value", [[1, 2], [1, 2, 3, 4], 5, "abc", {"a": 1}, np.arange(3)])
 def test_all_to_all_never_guesses(grid: WorkerGroup, value: object) -> None:
     for method in (grid.each, grid.each_too):
-        with pytest.raises(
-            ValueError, match=r"argument 0 is a \w+.*not a list with one item for each of the 3 workers"
-        ):
+        with pytest.raises(ValueError, match=says("GRID", "argument 0", type(value).__name__, 3)):
             method(value)
-    with pytest.raises(ValueError, match="x is a int"):
+    with pytest.raises(ValueError, match=says("GRID", "x", "int", 3)):
         grid.each([1, 2, 3], x=5)
 
 
@@ -101,22 +99,16 @@ def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
     assert grid.whole_length(batch) == [4, 4, 4]
 
 
-@ON_RAY
-def test_ranks_that_meet_all_need_an_item(grids: None) -> None:
-    with pytest.raises(ValueError, match="1 items for 2 ranks"):
-        WorkerGroup("ranks").add([1])
-
-
 def test_dp_compute_proto_refuses_what_nothing_can_be_split_of(grid: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"GRID.add: none of the arguments can be split"):
+    with pytest.raises(ValueError, match=r"GRID\.add"):
         grid.add(5)
-    with pytest.raises(ValueError, match="argument 0 has 3, other has 2"):
+    with pytest.raises(ValueError, match=says("GRID.add", "argument 0 has 3", "other has 2")):
         grid.add([1, 2, 3], other=[1, 2])
 
 
 def test_a_function_goes_to_everybody_and_the_rest_is_split(grid: WorkerGroup) -> None:
     assert grid.apply(abs, [-1, -2, -3, -4]) == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="first argument must be a function"):
+    with pytest.raises(ValueError, match=r"GRID\.apply"):
         grid.apply([1, 2, 3], abs)
 
 
@@ -127,7 +119,7 @@ def test_metrics_are_not_joined(grid: WorkerGroup) -> None:
 def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: WorkerGroup) -> None:
     assert mesh.on_mesh([1, 2, 3, 4, 5]) == [(1, 1), (1, 2), (1, 3), (3, 4), (3, 5)]
     assert mesh.on_mesh_later([1, 2, 3]).result() == [10, 20, 30]
-    with pytest.raises(ValueError, match="1 items for 2 ranks"):
+    with pytest.raises(ValueError, match=says("MESH.on_mesh", "1 item", "2 ranks")):
         mesh.on_mesh([1])
 
 
@@ -145,7 +137,7 @@ def test_a_chunk_of_a_mesh_is_stored_once_however_many_peers_read_it(
 
 
 def test_a_place_in_a_mesh_is_told_once(mesh: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"MESH-0 has told its place in the mesh 'dp' already: \(0, False\)"):
+    with pytest.raises(ValueError, match=says("MESH-0", "'dp'", (0, False))):
         mesh.tell_again()
 
 
@@ -160,7 +152,7 @@ def test_an_async_method_can_be_registered(grid: WorkerGroup) -> None:
 
 
 def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"MESH-0 has no place in the mesh 'unknown'; call self.register_mesh"):
+    with pytest.raises(ValueError, match=says("MESH-0", "'unknown'", "register_mesh")):
         mesh.on_no_mesh([1, 2])
 
 
@@ -169,9 +161,7 @@ def test_a_custom_mode_gives_out_and_collects_as_it_says(grid: WorkerGroup) -> N
 
 
 def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup) -> None:
-    with pytest.raises(
-        AttributeError, match=r"GRID \(workers.Grid\) has no method 'unregistered' to call; it has add, "
-    ):
+    with pytest.raises(AttributeError, match=says("GRID", "workers.Grid", "'unregistered'", "add, ")):
         grid.unregistered()
     with pytest.raises(AttributeError, match="'echo'"):
         RoleGroup("grid").echo(1)
@@ -184,7 +174,7 @@ def test_a_class_that_is_not_the_workers_is_refused(grids: None) -> None:
         @register()
         def fly(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"workers of GRID are workers.Grid, which has no fly"):
+    with pytest.raises(ValueError, match=says("GRID", "workers.Grid", "fly")):
         WorkerGroup("grid", Other)
     assert len(WorkerGroup("nobody", Other, optional=True)) == 0
 
@@ -236,13 +226,13 @@ def test_the_error_of_a_call_that_was_passed_on_arrives_with_its_type(grid: Work
 
 def test_a_call_that_multiplies_its_items_cannot_be_passed_on_unseen(grid: WorkerGroup, pair: WorkerGroup) -> None:
     more = grid.twice_as_many([1, 2, 3])
-    with pytest.raises(ValueError, match="twice_as_many was given 1 items and returned list of length 2"):
+    with pytest.raises(ValueError, match=says("twice_as_many", "1 item", "list", "length 2")):
         pair.where(more)
     assert more.result() == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_future_of_separate_answers_is_refused_as_an_argument(grid: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match="pass its result"):
+    with pytest.raises(ValueError, match=r"result\(\)"):
         grid.everybody(grid.call("everybody", 1))
 
 
@@ -250,17 +240,17 @@ def test_a_future_of_separate_answers_is_refused_as_an_argument(grid: WorkerGrou
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ({"dispatch_mode": "ONE_TO_ALL"}, "give one of Dispatch.ONE_TO_ALL, "),
-        ({"dispatch_mode": {"dispatch_fn": len}}, "'collect_fn'"),
-        ({"dispatch_mode": {"dispatch_fn": 1, "collect_fn": len}}, "'collect_fn'"),
-        ({"execute_mode": 1}, "Dispatch.RANK_ZERO calls the first worker alone"),
-        ({"replay": "first"}, "replay='first'"),
+        ({"dispatch_mode": "ONE_TO_ALL"}, ["'ONE_TO_ALL'", "Dispatch.ONE_TO_ALL"]),
+        ({"dispatch_mode": {"dispatch_fn": len}}, ["dispatch_mode", "'collect_fn'"]),
+        ({"dispatch_mode": {"dispatch_fn": 1, "collect_fn": len}}, ["dispatch_mode", "'dispatch_fn': 1"]),
+        ({"execute_mode": 1}, ["execute_mode", "Dispatch.RANK_ZERO"]),
+        ({"replay": "first"}, ["replay='first'", "'last'"]),
     ],
 )
-def test_a_wrong_declaration_is_refused_when_the_class_is_defined(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_declaration_is_refused_when_the_class_is_defined(options: dict[str, object], facts: list[str]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         register(**options)  # pyright: ignore[reportArgumentType]
 
 

@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -74,6 +75,15 @@ def outside_of_any_class(value: int) -> int:
     return value + 100
 
 
+HELD_S = 0.3
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Wait until it is so, however long that takes."""
+    while not is_so():
+        time.sleep(0.01)
+
+
 class Echo(BaseWorkload):
     """Answers with what it got."""
 
@@ -103,9 +113,22 @@ class Echo(BaseWorkload):
         time.sleep(seconds)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=4)
-    def slow_on_rank1(self) -> int:
-        time.sleep(6 if self.rank == 1 else 0.0)
+    @trainer_invocation(blocking=False)
+    def held(self, gate: Path) -> int:
+        """Waits for the gate, and for HELD_S at least."""
+        time.sleep(HELD_S)
+        wait_for(gate.exists)
+        return self.rank
+
+    @trainer_invocation(is_async=True, timeout=HELD_S / 2)
+    def held_on_rank1(self, gate: Path) -> int:
+        return self.held(gate) if self.rank == 1 else self.rank
+
+    @trainer_invocation(blocking=False)
+    def meet(self, folder: Path, count: int) -> int:
+        """Returns once so many workers are in it at the same time."""
+        (folder / self.name).touch()
+        wait_for(lambda: len(list(folder.iterdir())) == count)
         return self.rank
 
     @trainer_invocation(is_async=True, timeout=60)
@@ -160,8 +183,7 @@ class Echo(BaseWorkload):
     async def met(self, count: int) -> int:
         """Returns once so many calls are in it at the same time."""
         self.inside = getattr(self, "inside", 0) + 1
-        deadline = time.monotonic() + 10
-        while self.inside < count and time.monotonic() < deadline:
+        while self.inside < count:
             await asyncio.sleep(0.01)
         return self.inside
 
@@ -183,11 +205,6 @@ class Echo(BaseWorkload):
     def die(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    @trainer_invocation
-    def die_soon(self, rank: int) -> None:
-        if self.rank == rank:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     @trainer_invocation
     def identity(self) -> tuple[Any, ...]:
@@ -212,10 +229,10 @@ class Echo(BaseWorkload):
         return [2 * value for value in values]
 
     @rpc()
-    def sleep_each(self, seconds: list[float]) -> list[float]:
-        for pause in seconds:
-            time.sleep(pause)
-        return seconds
+    def held_each(self, gates: list[Path]) -> list[str]:
+        for gate in gates:
+            wait_for(gate.exists)
+        return [gate.name for gate in gates]
 
     @rpc()
     def too_many(self, values: list[int]) -> list[int]:

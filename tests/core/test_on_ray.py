@@ -1,0 +1,103 @@
+"""On real Ray, each style of calls once: what a role group, a stub and a worker group do, and a death.
+
+The other tests of core try all that calls mean in local mode, and with --full on Ray too.
+"""
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import workers
+
+from core import JobBuilder, JobError, JobEvent, JobResult, RLJobBuilder, RoleGroup, WorkerGroup
+from core.backends.ray import check_reachable
+from tests.messages import says
+from tests.processes import wait_until_gone
+
+GUARD_S = 300.0
+
+
+def left_behind(result: JobResult) -> list[str]:
+    """Whatever of the run is still there: shared memory, actors, placement groups."""
+    import ray
+    from ray.util import placement_group_table
+
+    found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{result.run_id}*")]
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    found += [actor["name"] for actor in actors if result.run_id in actor["name"]]
+    groups = placement_group_table().values()
+    return found + [g["name"] for g in groups if result.run_id in g["name"] and g["state"] != "REMOVED"]
+
+
+def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
+    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+
+    def script(trainer: Any) -> None:
+        assert trainer.get_role_groups() == ["RG_ACTOR"]
+        first, second = trainer.RG_ACTOR.identity()
+        assert (first[:4], second[:4]) == (("ACTOR", 0, 2, 0), ("ACTOR", 1, 2, 1))
+        begin = int(kept.read_text()) if kept.exists() else 0
+        for step in range(begin, 3):
+            assert trainer.RG_ACTOR.echo([step, -step]) == [(0, [step]), (1, [-step])]
+            kept.write_text(str(step + 1))
+            if (trainer.attempt, step) == (1, 1):
+                trainer.RG_ACTOR.die(1)
+        trainer.say(f"attempt {trainer.attempt} began at {begin}")
+
+    events: list[Any] = []
+    builder = RLJobBuilder().device_type("CPU").config(script).recovery(max_restarts=1)
+    builder.trainer("workers.Script").resource(cpu=0.5)
+    builder.actor("workers.Echo").nproc_per_node(2).resource(cpu=0.5)
+    result = builder.build().submit("test", log_dir=tmp_path / "logs", observers=[events.append])
+    assert (result.status, result.error, result.exit_code, result.attempt) == ("finished", "", 0, 2)
+    assert "attempt 2 began at 2" in capsys.readouterr().out
+    told = [(event.kind, event.text) for event in events if isinstance(event, JobEvent)]
+    assert [kind for kind, _ in told] == ["start", "restart", "start", "end"]
+    assert "ACTOR-1" in told[1][1]
+    assert result.peak_memory_bytes > 10 * 2**20
+    assert left_behind(result) == []
+    # Of both attempts, three processes each.
+    logs = [file.read_text() for file in (tmp_path / "logs").glob("*.log")]
+    pids = [int(pid) for log in logs for pid in re.findall(r"process (\d+) ", log)]
+    assert len(pids) == 6
+    wait_until_gone(*pids, timeout_s=GUARD_S)
+
+
+def test_stubs_call_the_workers_that_are_bound_to_them(ray_cluster: None) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("actor").run("workers.Echo").total(2).resource(cpu=0.5)
+    with builder.build().running("stubs"):
+        assert workers.whole([1, 2]) == [[1, 2], [1, 2]]
+        assert workers.first_only() == 10
+        assert workers.doubled([1, 2, 3]).result() == [2, 4, 6]
+        with pytest.raises(KeyError, match="lost in rank 1"):
+            RoleGroup("actor").call("fail", 1).result()
+
+
+def test_worker_groups_split_a_batch_and_pass_on_what_is_not_there_yet(ray_cluster: None) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("grid").run("workers.Grid").total(2).resource(cpu=0.5)
+    with builder.build().running("grids"):
+        grid = WorkerGroup("grid", workers.Grid)
+        assert grid.everybody([1, 2]) == [(0, [1, 2]), (1, [1, 2])]
+        assert grid.first(5) == (0, 5)
+        assert grid.add(np.arange(3.0), np.arange(3.0)).tolist() == [0, 2, 4]
+        assert grid.where(grid.later([1, 2, 3])) == [(0, [2, 3]), (0, [2, 3]), (1, [4])]
+        with pytest.raises(KeyError, match="no values in rank 0"):
+            grid.add(grid.fails_later([1, 2]), 1)
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+        check_reachable(f"[127.0.0.1]:{server.getsockname()[1]}")  # as addresses of IPv6 are written
+    for elsewhere in ("auto", "ray://127.0.0.1:1"):  # these Ray looks for itself
+        check_reachable(elsewhere)
+    with pytest.raises(JobError, match=says(address, "RAY_ADDRESS")):
+        check_reachable(address)
