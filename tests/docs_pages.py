@@ -88,6 +88,11 @@ def commands(page: str) -> list[Command]:
     return found
 
 
+def options_of_shell(script: str) -> set[str]:
+    """The options of a shell script of ours: the patterns of its `case`."""
+    return set(re.findall(r"^ *(?:-\w \| )?(--[a-z]+)\)", text_of(script), re.MULTILINE))
+
+
 def anchors(page: str) -> set[str]:
     """The names by which links may reach the page's headings, as code hosts make them."""
     names: set[str] = set()
