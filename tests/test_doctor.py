@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from typing import Any
 import packaging
 import pytest
 
+from tests.messages import says
+
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.timeout(400)
-LIMIT_S = 300
-"""The doctor itself gives up what it asks after 120 s."""
+LIMIT_S = 500
+"""Against a hang. The doctor itself gives up what it asks after 120 s."""
 Lines = dict[str, list[dict[str, str]]]
 WORKING_TORCH = """
 from types import SimpleNamespace
@@ -103,22 +105,26 @@ def module() -> ModuleType:
     return found
 
 
-def test_this_machine_is_told_whole_with_the_versions_that_are_installed() -> None:
-    done = run(ROOT / "scripts" / "doctor.py", "--json", env=os.environ | {"TROUPE_PYTHON": sys.executable})
+@pytest.mark.full
+def test_this_machine_is_told_whole_with_the_versions_that_are_installed_and_a_ray_that_runs_a_task() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
+    done = run(ROOT / "scripts" / "doctor.py", "--json", "--ray", env=env | {"TROUPE_PYTHON": sys.executable})
     page = json.loads(done.stdout)
     assert (done.returncode == 0) == page["well"]
-    assert "could not be looked at" not in done.stdout
+    assert not [each for lines in page["sections"].values() for each in lines if "Error" in each["text"]]
+    assert line(page["sections"]["Ray"], "trial")["state"] == "ok"
     for name in ("torch", "ray", "numpy"):
         assert line(page["sections"]["Packages"], name)["text"].split()[0] == importlib.metadata.version(name)
-    assert "works and sees" in line(page["sections"]["Devices"], "torch")["text"]
+    assert line(page["sections"]["Devices"], "torch")["state"] == "ok"
     assert line(page["sections"]["What will be used"], "generation")["text"].startswith(("hf, ", "vllm, "))
 
 
 def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House) -> None:
     done = run(house.home / "scripts" / "doctor.py", env={"PATH": os.environ["PATH"], "COLUMNS": "60"})
     assert done.returncode == 1
-    assert "WRONG .venv         is not there\n" in done.stdout
-    assert "  .venv: bash scripts/setup.sh\n" in done.stdout[done.stdout.index("\nWrong (") :]
+    found, mend = done.stdout.splitlines(), done.stdout.rpartition("\n\n")[2].splitlines()
+    assert [line.split()[:2] for line in found if "WRONG" in line].count(["WRONG", ".venv"]) == 1
+    assert "  .venv: bash scripts/setup.sh" in mend
 
 
 def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -130,13 +136,13 @@ def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("state", "says", "verdict"),
+    ("state", "fact", "verdict"),
     [
-        (("unfinished",), "half made (unfinished)", "WRONG"),
-        (("partial",), "half made (partial)", "WRONG"),
-        (("abc -", "base", "cpu", "/elsewhere"), "was made for another folder, /elsewhere", "WRONG"),
-        (("abc -", "base", "cpu", "HOME"), "older than pyproject.toml or constraints.txt", "note"),
-        ((), "made by hand", "note"),
+        (("unfinished",), "unfinished", "WRONG"),
+        (("partial",), "partial", "WRONG"),
+        (("abc -", "base", "cpu", "/elsewhere"), "/elsewhere", "WRONG"),
+        (("abc -", "base", "cpu", "HOME"), "constraints.txt", "note"),
+        ((), "by hand", "note"),
     ],
 )
 def test_a_venv_that_is_not_ready_is_told(
@@ -144,12 +150,12 @@ def test_a_venv_that_is_not_ready_is_told(
     module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     state: tuple[str, ...],
-    says: str,
+    fact: str,
     verdict: str,
 ) -> None:
     house.venv(*[str(house.home) if part == "HOME" else part for part in state])
     found = venv_line(house, module, monkeypatch)
-    assert says in found["text"]
+    assert fact in found["text"]
     assert (found["state"], found["mend"]) == (verdict, "bash scripts/setup.sh")
 
 
@@ -161,7 +167,8 @@ def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(
     done = subprocess.run(["bash", "-c", command, "-", sys.executable], cwd=house.home, capture_output=True, text=True)
     house.venv(done.stdout.strip(), "base train", "cpu", str(house.home))
     found = venv_line(house, module, monkeypatch)
-    assert (found["state"], found["text"].partition(", ")[2]) == ("ok", "torch for cpu; has base train")
+    assert found["state"] == "ok"
+    assert re.search(says("torch for cpu", "base train"), found["text"])
 
 
 def test_demands_that_are_not_met_name_who_has_them_and_the_pin_that_mends_them(house: House) -> None:
@@ -169,20 +176,20 @@ def test_demands_that_are_not_met_name_who_has_them_and_the_pin_that_mends_them(
     house.package("numba", "0.65.0", "numpy<2.5,>=1.22", "llvmlite>=0.47", 'colorama; sys_platform == "win32"')
     lines = house.doctor()["Packages"]
     numpy, conflict = [each for each in lines if each["name"] == "numpy"]
-    assert numpy["text"] == "2.5.0, but constraints.txt has 2.3.5 (numba needs numpy<2.5,>=1.22)"
-    assert conflict["text"] == "numba needs numpy<2.5,>=1.22; there is 2.5.0"
+    assert re.search(says("2.5.0", "constraints.txt", "2.3.5", "numba", "numpy<2.5,>=1.22"), numpy["text"])
+    assert re.search(says("numba", "numpy<2.5,>=1.22", "2.5.0"), conflict["text"])
+    assert (numpy["state"], conflict["state"]) == ("note", "WRONG")
     assert conflict["mend"] == f"{house.python} -m pip install -c constraints.txt 'numpy==2.3.5'"
-    assert line(lines, "llvmlite")["text"] == "numba needs llvmlite>=0.47; there is none"
+    assert re.search(says("numba", "llvmlite>=0.47"), line(lines, "llvmlite")["text"])
     assert not [each for each in lines if each["name"] == "colorama"]
 
 
 def test_a_package_that_brings_one_of_our_names_is_told_with_what_a_plain_python_gets(house: House) -> None:
     house.package("openai-agents", "1.0", module="agents")
     found = line(house.doctor()["Packages"], "agents")
-    place = house.site / "agents"
-    assert found["text"] == (
-        f"openai-agents brings another agents, at {place}. run.sh and jobs get ours; a plain Python gets {place}"
-    )
+    # Once for where it is, and once for what a plain Python gets.
+    assert found["text"].count(str(house.site / "agents")) == 2
+    assert re.search(says("openai-agents"), found["text"])
     assert (found["state"], found["mend"]) == ("WRONG", f"export PYTHONPATH={house.home}")
 
 
@@ -192,9 +199,10 @@ def test_broken_packages_break_one_line_each(house: House) -> None:
     house.package("riddle", "1.0", "what is ~~ this")
     house.package("torch", "2.13.0+cpu", module="torch", text="raise ImportError('libtorch.so is truncated')")
     pages = house.doctor()
-    assert "riddle requires" in " ".join(each["text"] for each in pages["Packages"] if each["name"] == "broken")
+    broken = [each["text"] for each in pages["Packages"] if each["name"] == "broken"]
+    assert [text for text in broken if "riddle" in text and "what is ~~ this" in text]
     assert line(pages["Packages"], "torch")["text"] == "2.13.0+cpu"
-    assert line(pages["Devices"], "torch")["text"] == "cannot be used: ImportError: libtorch.so is truncated"
+    assert re.search(says("ImportError", "libtorch.so is truncated"), line(pages["Devices"], "torch")["text"])
 
 
 def test_a_torch_that_sees_none_of_the_gpus_is_told(house: House, tmp_path: Path) -> None:
@@ -205,26 +213,25 @@ def test_a_torch_that_sees_none_of_the_gpus_is_told(house: House, tmp_path: Path
     smi.chmod(0o755)
     lines = house.doctor(PATH=f"{smi.parent}:{os.environ['PATH']}")["Devices"]
     assert line(lines, "GPU 0")["text"].startswith("NVIDIA H200")
-    assert line(lines, "torch") == {
-        "name": "torch",
-        "text": "2.13.0+cpu is a build for CPUs and sees none of 1 GPUs",
-        "state": "WRONG",
-        "mend": "TROUPE_TORCH=cuda bash scripts/setup.sh",
-    }
+    torch = line(lines, "torch")
+    assert re.search(says("2.13.0+cpu", "CPU", "1 GPU"), torch["text"])
+    assert (torch["state"], torch["mend"]) == ("WRONG", "TROUPE_TORCH=cuda bash scripts/setup.sh")
 
 
 def test_a_ray_address_where_nobody_answers_is_wrong_and_one_where_somebody_does_is_not(house: House) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert line(house.doctor(RAY_ADDRESS=address)["Ray"], "a run")["state"] == "ok"
-    found = line(house.doctor(RAY_ADDRESS=address)["Ray"], "a run")
-    assert found["text"] == f"uses the cluster at RAY_ADDRESS={address}, where nobody answers"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # nobody else can have it meanwhile
+        answering, silent = (f"127.0.0.1:{each.getsockname()[1]}" for each in (server, deaf))
+        assert line(house.doctor(RAY_ADDRESS=answering)["Ray"], "a run")["state"] == "ok"
+        found = line(house.doctor(RAY_ADDRESS=silent)["Ray"], "a run")
+    assert f"RAY_ADDRESS={silent}" in found["text"]
     assert found["state"] == "WRONG"
 
 
 def test_of_a_key_and_a_proxy_it_is_told_that_they_are_there_and_no_more(house: House) -> None:
     pages = house.doctor(WANDB_API_KEY="geheim1234", https_proxy="http://me:geheim1234@proxy")
-    assert line(pages["Beside"], "W&B")["text"] == "a key is here"
+    without = house.doctor()
+    assert line(pages["Beside"], "W&B") != line(without["Beside"], "W&B")
     assert line(pages["Beside"], "proxies")["text"] == "https_proxy"
     assert "geheim" not in json.dumps(pages)
 
@@ -244,7 +251,7 @@ def test_small_shared_memory_is_wrong_with_what_makes_it_larger(
 ) -> None:
     monkeypatch.setattr(module, "free", lambda _: (64e6, 60e6))
     found = line(module.memory(None), "/dev/shm")
-    assert found["text"].startswith("0.1 GB, 0.1 GB of it free")
+    assert found["text"].count("0.1 GB") == 2
     assert (found["state"], found["mend"]) == (
         "WRONG",
         "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g)",
@@ -258,7 +265,7 @@ def test_a_section_that_raises_is_a_line_of_the_page(module: ModuleType, monkeyp
     monkeypatch.setattr(module, "SECTIONS", {"Memory": breaks})
     monkeypatch.setattr(module, "probe", lambda _: {})
     pages = module.examined(with_ray=False)
-    assert pages["Memory"][0]["text"] == "could not be looked at: PermissionError: no"
+    assert "PermissionError: no" in pages["Memory"][0]["text"]
 
 
 def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
@@ -266,7 +273,8 @@ def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
         command = [sys.executable, str(house.home / "scripts" / "doctor.py")]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert done.returncode == 1
-    assert done.stderr == "doctor: the page cannot be printed: [Errno 28] No space left on device\n"
+    assert re.search(says("doctor", "Errno 28"), done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 def test_it_can_be_read_by_python_3_9() -> None:
