@@ -1,4 +1,4 @@
-"""Copies of a recipe's folder, and how they are started: as a user does, with nothing in the environment that helps."""
+"""Copies of a recipe's folder, and how they are started: as a user does."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh") if "copied" not in path.parent.name)
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh"))
 
 
 def copied(recipe: str, target: Path) -> Path:
@@ -17,16 +17,25 @@ def copied(recipe: str, target: Path) -> Path:
     return target
 
 
+def cloned(target: Path) -> Path:
+    """A copy of the project, with all that a run of it needs."""
+    for name in ("core", "components", "agents", "recipes", "scripts"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
+    return target
+
+
 def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`bash run.sh options`, from another directory."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TROUPE_HOME")}
+    """`bash run.sh options`, from another directory, with nothing in the environment that helps but what is given."""
+    ours = ("PYTHONPATH", "TROUPE_HOME", "TROUPE_PYTHON")
+    clean = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(
         ["bash", str(folder / "run.sh"), *options],
         cwd=folder.parent,
         env=clean | env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
 
 

@@ -1,5 +1,8 @@
 """What docs/make_your_own.md shows, applied to a copy of recipes/grpo and run for a step."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import re
@@ -7,15 +10,14 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet
 import pytest
 
-from tests.recipe_copies import ROOT, copied, last_metrics, run, write_untrained
-
-pytestmark = pytest.mark.timeout(300)  # the first test starts a recipe; a busy machine needs a while
+from tests.recipe_copies import ROOT, copied, last_metrics, write_untrained
 
 PAGE = (ROOT / "docs/make_your_own.md").read_text(encoding="utf-8")
 DIFFS: list[str] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
@@ -26,9 +28,8 @@ OPTIONS = f"data.path=task:sort data.max_rows=8 prompts_per_step=8 samples_per_p
 
 
 class Outcome(NamedTuple):
-    """What the changed copy is, and what a step of it left."""
+    """What a step of the changed copy left."""
 
-    folder: Path
     console: str
     metrics: dict[str, Any]
     events: list[dict[str, Any]]
@@ -45,12 +46,10 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """All four edits, applied in order, and one step of what they make."""
-    from transformers import AutoTokenizer
-
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of recipes/grpo with all four edits, applied in order, that this process can import."""
     top = tmp_path_factory.mktemp("make_your_own")
-    folder, run_dir, model = copied("grpo", top / "recipes" / "my_algo"), top / "run", write_untrained(top / "model")
+    folder = copied("grpo", top / "recipes" / "my_algo")
     # As in the root of a clone: a repository around the temporary folder would make git look for the paths there.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(top.parent)}
     for diff in DIFFS:
@@ -58,15 +57,30 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         assert done.returncode == 0, (
             f"{done.stderr}\ndocs/make_your_own.md is behind recipes/grpo; show it anew:\n{diff}"
         )
-    given = [f"model.path={model}", f"run_dir={run_dir}", *OPTIONS.split(), "backend=local"]
-    done = run(folder, *given, TROUPE_HOME=str(ROOT))
-    assert done.returncode == 0, done.stderr + done.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder.parent)
+        yield folder
+        for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def outcome(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One step of the changed copy, in this process."""
+    from transformers import AutoTokenizer
+
+    top = tmp_path_factory.mktemp("step")
+    run_dir, model = top / "run", write_untrained(top / "model")
+    main, console, errors = importlib.import_module("my_algo.main").main, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(errors):
+        code = main([f"model.path={model}", f"run_dir={run_dir}", *OPTIONS.split(), "backend=local"])
+    assert code == 0, errors.getvalue() + console.getvalue()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pyarrow.parquet.read_table(run_dir / "rollouts" / "step_000001.parquet").to_pylist()
     for row in rows:
         row["answer"] = tokenizer.decode(row["tokens"][row["prompt_length"] :], skip_special_tokens=True)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return Outcome(folder, done.stdout, last_metrics(run_dir), events, rows)
+    return Outcome(console.getvalue(), last_metrics(run_dir), events, rows)
 
 
 def test_each_edit_is_small() -> None:
@@ -76,6 +90,20 @@ def test_each_edit_is_small() -> None:
         assert 0 < count <= most
 
 
+def test_the_edits_apply_to_the_recipe_and_what_they_make_is_imported_and_plans_two_judges(changed: Path) -> None:
+    modules = [".".join(file.relative_to(changed.parent).with_suffix("").parts) for file in changed.rglob("*.py")]
+    for module in modules:
+        found = importlib.import_module(module.removesuffix(".__init__"))
+        assert Path(str(found.__file__)).is_relative_to(changed)
+    main = importlib.import_module("my_algo.main")
+    config = main.read_config([*OPTIONS.split(), "algorithm.hardness=2"])
+    assert config.algorithm.hardness == 2
+    assert config.reward.source == f"{changed}/reward.py"
+    judge = main.build_job(config).roles["JUDGE"]
+    assert (judge.entrypoint, judge.total) == ("my_algo.roles.judge:Judge", 2)
+
+
+@pytest.mark.full
 def test_the_advantage_counts_by_what_is_missing(outcome: Outcome) -> None:
     means = []
     for group in outcome.groups:
@@ -89,6 +117,7 @@ def test_the_advantage_counts_by_what_is_missing(outcome: Outcome) -> None:
     assert min(means) < 1  # otherwise nothing was weighed
 
 
+@pytest.mark.full
 def test_the_judges_shared_the_answers_and_took_their_part_of_the_reward(outcome: Outcome) -> None:
     calls = [
         event["rank"] for event in outcome.events if (event.get("role"), event.get("method")) == ("JUDGE", "judge")
@@ -103,6 +132,7 @@ def test_the_judges_shared_the_answers_and_took_their_part_of_the_reward(outcome
     assert outcome.metrics["reward/repeats"] == pytest.approx(statistics.mean(found)) and sum(found) > 0
 
 
+@pytest.mark.full
 def test_the_reward_is_the_share_of_the_right_letters(outcome: Outcome) -> None:
     for row in outcome.rows:
         right = [letter for letter in "abcdefghijklmnop" if letter in row["answer"] and letter in row["label"]]
@@ -110,16 +140,18 @@ def test_the_reward_is_the_share_of_the_right_letters(outcome: Outcome) -> None:
     assert outcome.metrics["reward/score"] > 0
 
 
+@pytest.mark.full
 def test_the_metric_is_the_best_answer_of_each_prompt(outcome: Outcome) -> None:
     best = statistics.mean(max(row["score"] for row in group) for group in outcome.groups)
     assert outcome.metrics["reward/best_of_group"] == pytest.approx(best)
     assert f"reward/best_of_group={best:.4g} " in outcome.console
 
 
-def test_what_the_page_makes_is_written_as_the_house_writes(outcome: Outcome) -> None:
+@pytest.mark.full
+def test_what_the_page_makes_is_written_as_the_house_writes(changed: Path) -> None:
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(outcome.folder)],
+            [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(changed)],
             capture_output=True,
             text=True,
         )

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.recipe_copies import RECIPES, ROOT, copied, last_metrics, run, write_untrained
-
-pytestmark = pytest.mark.timeout(300)  # each run starts a recipe; a busy machine needs a while
+from tests.recipe_copies import RECIPES, ROOT, cloned, copied, last_metrics, run, write_untrained
 
 
 class Trial(NamedTuple):
@@ -82,26 +80,6 @@ MODEL["verl_ppo"] = "actor_rollout_ref.model.path"
 """The option that names the model, where it is not model.path."""
 
 
-@pytest.fixture(params=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> str:
-    """Each recipe that there is."""
-    return request.param
-
-
-@pytest.fixture
-def inside(recipe: str) -> Iterator[Path]:
-    """A copy under a new name inside the repository's recipes."""
-    target = copied(recipe, ROOT / "recipes" / f"copied_{recipe}")
-    yield target
-    shutil.rmtree(target)
-
-
-@pytest.fixture
-def outside(recipe: str, tmp_path: Path) -> Path:
-    """A copy in a folder that knows nothing of the repository."""
-    return copied(recipe, tmp_path / "my work" / "my_algo")
-
-
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that is made in no time."""
@@ -115,10 +93,9 @@ def run_changed(folder: Path, recipe: str, model: Path, *options: str, **env: st
         The name of what has run, the packages that its roles came from, and the number that shows the change.
     """
     trial, algorithm, run_dir = TRIALS[recipe], folder / "algorithm.py", model.parent / f"run of {folder.name}"
-    assert algorithm.read_text().count(trial.old) == 1
     algorithm.write_text(algorithm.read_text().replace(trial.old, trial.new))
     given = [f"{MODEL.get(recipe, 'model.path')}={model}", f"run_dir={run_dir}", *trial.options.split(), *options]
-    done = run(folder, *given, **env)
+    done = run(folder, *given, TROUPE_PYTHON=sys.executable, **env)
     assert done.returncode == 0, done.stderr + done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 1)
@@ -129,36 +106,48 @@ def run_changed(folder: Path, recipe: str, model: Path, *options: str, **env: st
     return summary["recipe"], packages, found
 
 
-def test_a_copy_inside_the_repository_runs_what_was_changed_in_it(inside: Path, recipe: str, untrained: Path) -> None:
-    name = inside.name
+def each_recipe(full: str) -> pytest.MarkDecorator:
+    """All recipes, of which one is tried in the full tier."""
+    tiers = {recipe: pytest.mark.full if recipe == full else pytest.mark.nightly for recipe in RECIPES}
+    return pytest.mark.parametrize("recipe", [pytest.param(recipe, marks=tier) for recipe, tier in tiers.items()])
+
+
+@each_recipe(full="grpo")
+def test_a_copy_inside_a_clone_runs_what_was_changed_in_it(recipe: str, untrained: Path, tmp_path: Path) -> None:
+    # Not in this clone: other tests look at what it has.
+    name = f"copied_{recipe}"
+    inside = copied(recipe, cloned(tmp_path / "clone") / "recipes" / name)
     assert run_changed(inside, recipe, untrained, "backend=local") == (name, {f"recipes.{name}"}, 7)
 
 
+@each_recipe(full="sft")
 def test_a_copy_elsewhere_runs_what_was_changed_in_it(
-    outside: Path, recipe: str, untrained: Path, ray_address: str
+    recipe: str, untrained: Path, tmp_path: Path, ray_address: str
 ) -> None:
     # With Ray: its workers are processes of their own, which have to find the folder too.
+    outside = copied(recipe, tmp_path / "my work" / "my_algo")
     env = {"TROUPE_HOME": str(ROOT), "RAY_ADDRESS": ray_address}
     assert run_changed(outside, recipe, untrained, **env) == ("my_algo", {"my_algo"}, 7)
 
 
-def test_every_recipe_has_a_trial() -> None:
+def test_every_recipe_has_a_trial_which_changes_one_place_of_its_algorithm() -> None:
     assert sorted(TRIALS) == RECIPES
+    for recipe, trial in TRIALS.items():
+        assert (ROOT / "recipes" / recipe / "algorithm.py").read_text().count(trial.old) == 1
 
 
-def test_a_folder_whose_name_is_no_identifier_is_refused_clearly(tmp_path: Path) -> None:
-    done = run(copied("grpo", tmp_path / "my-algo"), "--dry_run", TROUPE_HOME=str(ROOT))
-    assert done.returncode == 2
-    assert "my-algo" in done.stderr
+def test_run_sh_of_one_recipe_is_that_of_all_but_for_its_comment() -> None:
+    texts = {(ROOT / "recipes" / recipe / "run.sh").read_text() for recipe in RECIPES}
+    assert len({text[text.index("\nset -euo pipefail\n") :] for text in texts}) == 1
 
 
-def test_a_copy_that_cannot_find_the_project_says_what_to_do(outside: Path, tmp_path: Path) -> None:
+def test_a_copy_that_cannot_find_the_project_says_what_to_do(tmp_path: Path) -> None:
     # A PATH without any Python in which `core` of this project could be imported.
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("bash", "dirname", "basename", "grep", "sed"):
         (tools / tool).symlink_to(str(shutil.which(tool)))
-    done = run(outside, "--dry_run", PATH=str(tools))
+    done = run(copied("grpo", tmp_path / "my_algo"), "--dry_run", PATH=str(tools))
     assert done.returncode == 2
     assert "TROUPE_HOME" in done.stderr
     assert done.stderr.count("\n") == 1
