@@ -16,28 +16,33 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_twenty_lines_of_core_run_as_they_stand(tmp_path: Path) -> None:
+def run_file(file: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """`python FILE`, where it lies."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, file.name]
+    return subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.full
+def test_the_twenty_lines_of_core_run_as_they_stand(tmp_path: Path, ray_address: str) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "my_module.py").write_text(code)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "my_module.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
+    done = run_file(tmp_path / "my_module.py", RAY_ADDRESS=ray_address)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "6"
     assert "status='finished'" in lines[1]
 
 
-@pytest.mark.parametrize("backend", ["ray", "local"])
-def test_the_job_of_the_page_on_core_runs_as_it_stands(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full), "local"])
+def test_the_job_of_the_page_on_core_runs_as_it_stands(
+    tmp_path: Path, backend: str, request: pytest.FixtureRequest
+) -> None:
+    env = {"RAY_ADDRESS": request.getfixturevalue("ray_address")} if backend == "ray" else {}
     page = (ROOT / "docs/core.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "shop.py").write_text(code.replace('submit("shop")', f'submit("shop", backend="{backend}")'))
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "shop.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
+    done = run_file(tmp_path / "shop.py", **env)
     assert done.stdout == "[2, 1] [30, 50, 40] pear by SCALE-1\nfinished\n", done.stderr
     assert "prints `[2, 1] [30, 50, 40] pear by SCALE-1` and `finished`" in page
 

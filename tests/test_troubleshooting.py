@@ -132,7 +132,7 @@ def test_what_run_sh_refuses_is_explained(tmp_path: Path) -> None:
 def refused(folder: Path, env: dict[str, str]) -> str:
     """What run.sh in a folder says when it starts nothing."""
     done = subprocess.run(
-        ["bash", str(folder / "run.sh")], env=os.environ | env, capture_output=True, text=True, timeout=100
+        ["bash", str(folder / "run.sh")], env=os.environ | env, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 2, done.stderr
     return done.stderr
