@@ -1,13 +1,8 @@
-"""One rank of the tests of groups: trains on pairs in several ways; the tests read the record.
-
-Usage: group_worker.py MODEL_FOLDER OUTPUT_FOLDER, with or without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""What a rank of the tests of groups does: it trains on pairs in several ways; the tests read the record.
 
 P pairs; B = 2P sequences, chosen and rejected in turn.
 """
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,14 +56,6 @@ def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights(engine), "passes": passes, "refused": refused}
 
 
-def main(model_folder: str, output: Path) -> None:
-    torch.set_num_threads(1)
-    record = {case: trained(model_folder, changes) for case, changes in CASES.items()}
-    torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
-    # As init_process_group advises a rank to end.
-    sys.stdout.flush()
-    os._exit(0)
+def trained_on_pairs(model_folder: str) -> dict[str, Any]:
+    """What training recorded, by case."""
+    return {case: trained(model_folder, changes) for case, changes in CASES.items()}

@@ -1,7 +1,6 @@
-"""Adapters, automatic casting and sleep: what one rank of train_worker.py does for test_train_options.py."""
+"""Adapters, automatic casting and sleep: what a rank does for test_train_options.py."""
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -192,18 +191,3 @@ def sleep_and_wake(engine: TrainEngine) -> dict[str, Any]:
     engine.wake()
     engine.wake()
     return {"freed": freed, "messages": messages}
-
-
-def options(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
-    """Two ranks are to run before one does, which loads their states."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    record = {
-        "lora": lora(model_folder, output),
-        "resumed": resumed(model_folder, states / world_size, output),
-        "asleep": asleep(model_folder),
-    }
-    if world_size == "1":
-        record["cast"] = cast(model_folder)
-        record["crossed"] = crossed(model_folder, states / "2")
-        record["refused"] = refused(model_folder, str(states / "other_model"), states / "1")
-    return record

@@ -1,11 +1,10 @@
-"""Packed sequences and states read in chunks, by each engine: what a rank of train_worker.py does for test_packing.py.
+"""Packed sequences and states read in chunks, by each engine: what a rank does for test_packing.py.
 
 Each case trains beside a plain one, which pads its sequences and computes all logits at once.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,8 +50,8 @@ def small_chunks(rows: int) -> Iterator[None]:
         head_logprobs._CHUNK = before
 
 
-def packed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
-    """What training recorded, by case; `states` and `output` stay empty."""
+def packed(model_folder: str) -> dict[str, Any]:
+    """What training recorded, by case."""
     record: dict[str, Any] = {}
     for precision in sorted({settings.get("precision", "fp32") for settings in CASES.values()}):
         stage = 1 if precision == "bf16" else 0

@@ -1,16 +1,7 @@
-"""One rank of every training engine in turn; what each has learnt is published, with the answers that it would give.
-
-    publish_worker.py MODELS OUT
-
-MODELS has the folders `tied` and `untied`. OUT/published.pickle gets a list of (name of the model, engine and stage,
-handle, greedy answers). The versions lie in shared memory, in folders that begin with OUT's name.
-"""
+"""One rank of every training engine in turn; what each has learnt is published, with the answers that it would give."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from pathlib import Path
 
 import torch
@@ -20,12 +11,14 @@ from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.config import TrainConfig
 from components.engines.train_engine import TrainEngine, open_engine
-from components.engines.weight_sync import WeightPublisher
+from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines.vllm_models import uneven_prompts
 
 ENGINES = (("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3))
 PROMPTS, NEW_TOKENS = 6, 6
+Published = tuple[str, str, WeightHandle, list[list[int]]]
+"""Name of the model, engine and stage, handle, and greedy answers of a version."""
 
 
 def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -50,8 +43,13 @@ def greedy(engine: TrainEngine) -> list[list[int]]:
     return [row[len(row) - NEW_TOKENS :] for row in rows]
 
 
-def main(models: Path, out: Path) -> None:
-    """Train, publish, answer."""
+def publish(models: Path, name_of_all: str) -> list[Published]:
+    """Train, publish, answer.
+
+    Args:
+        models: has the folders `tied` and `untied`.
+        name_of_all: with it begin the folders of the versions, in shared memory.
+    """
     published = []
     # Every combination learns something else, so that no two have the same weights.
     for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
@@ -61,23 +59,12 @@ def main(models: Path, out: Path) -> None:
         lesson = Batch.from_rows({"tokens": torch.randint(2, 20, (8, 12), generator=generator).tolist()})
         for _ in range(3):
             engine.train_step(lesson, nll)
-        handle, parameters = None, engine.gathered_parameters(max_bytes=2**16)
+        parameters, version = engine.gathered_parameters(max_bytes=2**16), 100 * engine.world_size + number
         if engine.rank == 0:
-            publisher = WeightPublisher(Path(f"/dev/shm/{out.name}-{number}"), bucket_bytes=2**16)
-            version = 100 * engine.world_size + number
+            publisher = WeightPublisher(Path(f"/dev/shm/{name_of_all}-{version}"), bucket_bytes=2**16)
             handle = publisher.publish(version, parameters, with_digests=True)
+            published.append((name, f"{library} {stage} on {engine.world_size}", handle, greedy(engine)))
         else:
             assert list(parameters) == []
-        answers = greedy(engine)
-        if engine.rank == 0:
-            published.append((name, f"{library} {stage} on {engine.world_size}", handle, answers))
-    if published:
-        (out / "published.pickle").write_bytes(pickle.dumps(published))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-    sys.stdout.flush()
-    # Gloo's threads may abort an interpreter that is torn down in order.
-    os._exit(0)
+            greedy(engine)
+    return published

@@ -1,22 +1,23 @@
-"""A rollout engine that receives published weights, one version after the other, and says what does not fit.
+"""A rollout engine of each model that receives what is published, one version after the other, and says what is wrong.
 
-    receive_worker.py MODELS NAME KIND PUBLISHED...
+    receive_worker.py MODELS KIND PUBLISHED
 
-NAME is that of the model, in the folder MODELS. Prints "N versions arrived", and a line before it for each that is
-wrong.
+PUBLISHED is a pickle of what publish_worker.py gives. Prints a line that begins with FAULTS and goes on as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
 
 from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
 from components.engines.rollout_engine import open_rollout_engine
-from tests.components.engines.publish_worker import NEW_TOKENS, PROMPTS
+from tests.components.engines.publish_worker import NEW_TOKENS, PROMPTS, Published
 from tests.components.engines.vllm_models import answers_of, uneven_prompts
 
+FAULTS = "faults:"
 KINDS: dict[str, RolloutConfig] = {
     "hf": HFRolloutConfig(),
     "in process": VLLMRolloutConfig(cpu_cache_gb=0.1),
@@ -30,26 +31,31 @@ def cut(answer: list[int]) -> list[int]:
     return answer[: answer.index(1) + 1] if 1 in answer else answer
 
 
-def main(models: Path, name: str, kind: str, files: list[Path]) -> None:
-    """Receive everything that is of the model."""
-    published = [entry for file in files for entry in pickle.loads(file.read_bytes())]
+def faults(models: Path, kind: str, published: list[Published]) -> list[str]:
+    """What does not fit, a line each, of all that is published."""
+    return [fault for name in ("tied", "untied") for fault in _faults_of(models, name, kind, published)]
+
+
+def _faults_of(models: Path, name: str, kind: str, published: list[Published]) -> list[str]:
+    found = []
     sampling = SamplingConfig(temperature=0, max_new_tokens=NEW_TOKENS)
     seen: set[str] = set()
+    own = [entry for entry in published if entry[0] == name]
     engine = open_rollout_engine(models / name, KINDS[kind])
-    for model, source, handle, expected in sorted(published, key=lambda entry: entry[2].version):
-        if model != name:
-            continue
+    for _, source, handle, expected in sorted(own, key=lambda entry: entry[2].version):
         engine.receive(handle, verify=True)
         answers = engine.generate(uneven_prompts(PROMPTS), sampling)
-        found = answers_of(answers)
-        if found != [cut(answer) for answer in expected]:
-            print(f"{kind}, {name} from {source}: {found} instead of {expected}")
+        answered = answers_of(answers)
+        if answered != [cut(answer) for answer in expected]:
+            found.append(f"{name} from {source}: {answered} instead of {expected}")
         if set(answers["weight_version"].tolist()) != {handle.version}:
-            print(f"{kind}, {name} from {source}: samples carry {answers['weight_version'].tolist()}")
-        seen.add(str(found))
+            found.append(f"{name} from {source}: samples carry {answers['weight_version'].tolist()}")
+        seen.add(str(answered))
     engine.close()
-    print(f"{len(seen)} versions arrived")
+    if len(seen) != len(own):
+        found.append(f"{name}: {len(own)} versions gave {len(seen)} different answers")
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], [Path(file) for file in sys.argv[4:]])
+    print(FAULTS, json.dumps(faults(Path(sys.argv[1]), sys.argv[2], pickle.loads(Path(sys.argv[3]).read_bytes()))))

@@ -18,6 +18,7 @@ from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.rollout_engine import Completions
 from components.engines.weight_sync import WeightHandle, WeightPublisher
+from tests.messages import says
 
 END = 1
 UNLUCKY = 13
@@ -34,7 +35,7 @@ class WatchedEngine(HFRolloutEngine):
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         self.batches.append(len(prompts))
-        assert self.gate.wait(30)
+        assert self.gate.wait(300)
         if sampling.step == UNLUCKY:
             raise RuntimeError("an unlucky step")
         return super()._complete(prompts, sampling)
@@ -82,7 +83,7 @@ def run(inner: HFRolloutEngine, scene: Callable[[BatchedEngine], Coroutine[Any, 
     engine = BatchedEngine(inner)
 
     async def play() -> Any:
-        return await asyncio.wait_for(scene(engine), 60)
+        return await asyncio.wait_for(scene(engine), 300)
 
     try:
         return asyncio.run(play())
@@ -98,6 +99,12 @@ async def ask(engine: BatchedEngine, rows: list[list[int]], sampling: SamplingCo
 async def begun(inner: WatchedEngine, batches: int) -> None:
     while len(inner.batches) < batches:
         await asyncio.sleep(0.001)
+
+
+async def turns() -> None:
+    """Many more turns of the loop than a batch takes to begin."""
+    for _ in range(200):
+        await asyncio.sleep(0)
 
 
 def test_requests_that_come_together_are_one_batch_bit_for_bit(inner: WatchedEngine) -> None:
@@ -164,7 +171,7 @@ def test_callers_that_wait_for_nothing_are_in_the_same_batch_turn_by_turn(inner:
     async def world(depth: int) -> None:
         # A task inside a task: each takes turns of the loop.
         if depth:
-            await asyncio.wait_for(world(depth - 1), 30)
+            await asyncio.wait_for(world(depth - 1), 300)
 
     async def episode(engine: BatchedEngine, number: int) -> None:
         for turn in range(3):
@@ -186,8 +193,7 @@ def test_the_loop_goes_on_meanwhile_and_what_comes_is_drawn_next(inner: WatchedE
         requests = [engine.submit([2, 5], sampling)]
         await begun(inner, 1)
         requests += [engine.submit([3, i], sampling) for i in range(2)]
-        for _ in range(20):
-            await asyncio.sleep(0.001)
+        await turns()
         requests += [engine.submit([4, i], sampling) for i in range(3)]
         assert inner.batches == [1]
         inner.gate.set()
@@ -235,8 +241,11 @@ def test_a_caller_that_stops_waiting_takes_nothing_from_the_others(inner: Watche
     async def scene(engine: BatchedEngine) -> Generation:
         inner.gate.clear()
         request = engine.submit([2, 5], SamplingConfig(max_new_tokens=3))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(request.result(), 0.05)
+        waits = asyncio.create_task(request.result())
+        await begun(inner, 1)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
         inner.gate.set()
         return await request.result()
 
@@ -251,14 +260,13 @@ def test_a_pause_lasts_from_the_end_of_a_batch_until_resume(inner: WatchedEngine
         first = engine.submit([2, 5], sampling)
         await begun(inner, 1)
         pausing = asyncio.create_task(engine.pause())
-        await asyncio.sleep(0.02)
+        await turns()
         assert not pausing.done()
         inner.gate.set()
         await pausing
         assert (await first.result()).tokens
         second = engine.submit([3, 5], sampling)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(second.result(), 0.05)
+        await turns()
         assert inner.batches == [1]
         await engine.resume()
         assert (await second.result()).tokens
@@ -267,8 +275,7 @@ def test_a_pause_lasts_from_the_end_of_a_batch_until_resume(inner: WatchedEngine
             await asyncio.sleep(0)
         # Its batch was about to begin.
         await engine.pause()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(third.result(), 0.05)
+        await turns()
         assert inner.batches == [1, 1]
         await engine.resume()
         assert (await third.result()).tokens
@@ -315,12 +322,12 @@ def test_after_weights_that_did_not_arrive_whole_requests_wait_for_a_version_tha
     damaged, whole = (publisher.publish(version, newer, with_digests=True) for version in (UNLUCKY, UNLUCKY + 1))
 
     async def scene(engine: BatchedEngine) -> Generation:
-        with pytest.raises(RuntimeError, match=f"version {UNLUCKY} of the weights arrived damaged"):
+        with pytest.raises(RuntimeError, match=f"version {UNLUCKY} "):
             await engine.receive(damaged, verify=True)
-        with pytest.raises(ValueError, match="not those of any version"):
+        with pytest.raises(ValueError, match="weights"):
             engine.submit([2], SamplingConfig())
         await engine.receive(whole, verify=True)
-        with pytest.raises(ValueError, match=f"version {UNLUCKY} of the weights is older"):
+        with pytest.raises(ValueError, match=says(f"version {UNLUCKY} ", f"version {UNLUCKY + 1}")):
             await engine.receive(damaged)
         return await engine.submit([2], SamplingConfig(max_new_tokens=2)).result()
 
@@ -334,7 +341,7 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
         requests = [engine.submit([2, i], unlucky if i % 2 else lucky) for i in range(6)]
         first = await asyncio.gather(*(request.result() for request in requests), return_exceptions=True)
         inner.sleep()
-        with pytest.raises(ValueError, match="sleeps; call wake"):
+        with pytest.raises(ValueError, match=r"wake\(\)"):
             await engine.submit([2], lucky).result()
         inner.wake()
         return [*first, await engine.submit([2], lucky).result()]
@@ -346,9 +353,9 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
 
 def test_a_request_that_cannot_be_is_refused_at_once(inner: WatchedEngine) -> None:
     engine = BatchedEngine(inner)
-    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+    with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())
-    with pytest.raises(ValueError, match=r"a prompt of 60 tokens with max_new_tokens=5; .* both together at most 64"):
+    with pytest.raises(ValueError, match=says("60 tokens", "max_new_tokens=5", 64)):
         engine.submit([2] * 60, SamplingConfig(max_new_tokens=5))
 
 
@@ -359,7 +366,7 @@ def test_a_closed_engine_fails_those_who_wait(tied_model: Path) -> None:
         assert (await drawn.result()).tokens
         waits = engine.submit([2], SamplingConfig(max_new_tokens=2))
         engine.close()
-        with pytest.raises(RuntimeError, match="closed before this request was drawn"):
+        with pytest.raises(RuntimeError, match="closed"):
             await waits.result()
         with pytest.raises(RuntimeError, match="shutdown"):
             await engine.submit([2], SamplingConfig(max_new_tokens=2)).result()

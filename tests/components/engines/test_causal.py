@@ -1,8 +1,6 @@
 """B sequences, N all tokens of a batch end to end, V vocabulary."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from components.batch import Batch
 from components.engines import causal, logprobs
 from components.engines.causal import evaluate, load_policy, load_value_model, token_logprobs, token_values
+from tests.messages import says
 
 # Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
 ROWS = [[2, 5, 9, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
@@ -158,7 +157,7 @@ def test_a_classifier_of_several_classes_is_no_value_model(untied_model: Path, t
     model = load_value_model(untied_model)
     model.score.weight = torch.nn.Parameter(torch.zeros(2, 64))
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score.weight .* has shape \[2, 64\], not \[1, 64\]"):
+    with pytest.raises(ValueError, match=says("score.weight", [2, 64], [1, 64])):
         load_value_model(tmp_path)
 
 
@@ -199,31 +198,33 @@ def test_a_critic_that_does_not_normalise_forgets_the_statistics_it_started_from
     load_value_model(untied_model).save_pretrained(tmp_path / "reward")
     write_config(tmp_path / "reward", mean=0.25, std=2.0)
     load_value_model(tmp_path / "reward").save_pretrained(tmp_path / "critic")
-    with pytest.raises(ValueError, match=r"critic has mean=None and std=None, .* or do not normalise"):
+    with pytest.raises(ValueError, match=says(tmp_path / "critic", "mean=None", "std=None")):
         load_value_model(tmp_path / "critic", normalize=True)
 
 
 @pytest.mark.parametrize(
-    ("statistics", "message"),
+    "statistics",
     [
-        ({"mean": 1.0}, "has mean=1.0 and std=None, but to normalise takes"),
-        ({"mean": "high", "std": 1.0}, "has mean=high and std=1.0, but to normalise takes"),
-        ({"mean": 0.0, "std": 0.0}, "has mean=0.0 and std=0.0; set a finite mean and a positive std"),
-        ({"mean": 0.0, "std": -1.0}, "positive std, or do not normalise"),
-        ({"mean": float("nan"), "std": 1.0}, "set a finite mean"),
+        {"mean": 1.0, "std": None},
+        {"mean": "high", "std": 1.0},
+        {"mean": 0.0, "std": 0.0},
+        {"mean": 0.0, "std": -1.0},
+        {"mean": float("nan"), "std": 1.0},
     ],
 )
 def test_statistics_that_normalise_nothing_are_refused(
-    untied_model: Path, tmp_path: Path, statistics: dict[str, Any], message: str
+    untied_model: Path, tmp_path: Path, statistics: dict[str, Any]
 ) -> None:
     load_value_model(untied_model).save_pretrained(tmp_path)
-    write_config(tmp_path, **statistics)
-    with pytest.raises(ValueError, match=message):
+    write_config(tmp_path, **{name: value for name, value in statistics.items() if value is not None})
+    with pytest.raises(
+        ValueError, match=says("config.json", *(f"{name}={value}" for name, value in statistics.items()))
+    ):
         load_value_model(tmp_path, normalize=True)
 
 
 def test_half_of_mean_and_deviation_is_refused(untied_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"mean=1\.0 and std=None: .* give both, or neither"):
+    with pytest.raises(ValueError, match=says("mean=1.0", "std=None")):
         causal.ValueModel(load_value_model(untied_model).backbone, mean=1.0)
 
 
@@ -231,7 +232,7 @@ def test_a_head_with_a_bias_is_refused(untied_model: Path, tmp_path: Path) -> No
     load_value_model(untied_model).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"has a score\.bias: a head of another kind"):
+    with pytest.raises(ValueError, match=says(tmp_path, "score.bias")):
         load_value_model(tmp_path)
 
 
@@ -240,7 +241,7 @@ def test_a_backbone_that_is_not_whole_is_refused(untied_model: Path, tmp_path: P
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights of Qwen2Model, norm\.weight among them"):
+    with pytest.raises(ValueError, match=says(tmp_path, "Qwen2Model", "norm.weight")):
         load_value_model(tmp_path)
 
 
@@ -258,16 +259,5 @@ def test_the_attention_that_was_asked_for_is_used_and_gives_the_same_numbers(tie
 
 
 def test_an_unknown_dtype_is_named(tied_model: Path) -> None:
-    with pytest.raises(ValueError, match="dtype='float8' is not supported; use one of"):
+    with pytest.raises(ValueError, match=says("dtype='float8'", "bfloat16", "float32")):
         load_policy(tied_model, dtype="float8")
-
-
-def test_configurations_import_without_torch_and_engines_without_deepspeed() -> None:
-    script = (
-        "import sys; import components.engines.config, components.engines.sampling; assert 'torch' not in sys.modules;"
-        "import components.engines.hf_engine, components.engines.deepspeed_engine, components.engines.fsdp_engine;"
-        "assert not {'deepspeed', 'ray', 'vllm'} & set(sys.modules)"
-    )
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """B sequences, N all tokens of a batch end to end, V vocabulary."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.decode_attention import _grouped_decoding
-from components.engines.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert
+from components.engines.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, _likeliest
 from components.engines.weight_sync import WeightPublisher
+from tests.messages import says
 
 END = 1
 
@@ -131,7 +133,7 @@ def test_a_long_prompt_with_a_limit_of_its_own_fits_beside_a_short_one(engine: H
 @pytest.mark.parametrize("limit", [0, 6])
 def test_a_limit_that_the_sampling_does_not_allow_is_an_error(engine: HFRolloutEngine, limit: int) -> None:
     prompts = some_prompts().with_sequences(max_new_tokens=torch.tensor([3] * 23 + [limit]))
-    with pytest.raises(ValueError, match=r"`max_new_tokens` holds [03] to [36]; .* 1 and the sampling's .*=5"):
+    with pytest.raises(ValueError, match=says("`max_new_tokens`", min(3, limit), max(3, limit), "max_new_tokens=5")):
         engine.generate(prompts, SamplingConfig(max_new_tokens=5))
 
 
@@ -186,6 +188,14 @@ def test_a_token_of_probability_0_is_never_drawn(engine: HFRolloutEngine) -> Non
     logprob_AV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log().expand(4, 5)
     uniform_A = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert _invert(logprob_AV, uniform_A).tolist() == [1, 1, 3, 3]
+
+
+def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
+    # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
+    logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
+    assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
+    assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
+    assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
 
 
 def test_attention_over_grouped_heads_equals_attention_over_repeated_ones() -> None:
@@ -308,13 +318,13 @@ def test_a_missing_weight_is_an_error_that_names_it(
     weights = named_weights(other_untied_model)
     del weights["model.layers.1.mlp.up_proj.weight"], weights["lm_head.weight"]
     message = refused(HFRolloutEngine(untied_model), weights, tmp_path / "w")
-    assert "missing ['lm_head.weight', 'model.layers.1.mlp.up_proj.weight'], unknown nothing" in message
+    assert "['lm_head.weight', 'model.layers.1.mlp.up_proj.weight']" in message
 
 
 def test_an_unknown_weight_is_an_error_that_names_it(tied_model: Path, tmp_path: Path) -> None:
     weights = named_weights(tied_model) | {"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}
     message = refused(HFRolloutEngine(tied_model), weights, tmp_path / "w")
-    assert "missing nothing, unknown ['model.layers.9.mlp.up_proj.weight']" in message
+    assert "['model.layers.9.mlp.up_proj.weight']" in message
 
 
 def test_a_weight_of_another_shape_is_an_error_and_nothing_is_copied(
@@ -323,7 +333,7 @@ def test_a_weight_of_another_shape_is_an_error_and_nothing_is_copied(
     weights = named_weights(other_tied_model)
     weights["model.norm.weight"] = torch.zeros(63)
     message = refused(HFRolloutEngine(tied_model), weights, tmp_path / "w")
-    assert "of another shape ['model.norm.weight [63] instead of [64]']" in message
+    assert re.search(says("model.norm.weight", [63], [64]), message)
 
 
 def test_an_older_version_is_refused_and_the_same_one_received_again(tied_model: Path, tmp_path: Path) -> None:
@@ -332,7 +342,7 @@ def test_an_older_version_is_refused_and_the_same_one_received_again(tied_model:
     engine = HFRolloutEngine(tied_model)
     engine.receive(new)
     engine.receive(new)
-    with pytest.raises(ValueError, match="version 1 of the weights is older than version 2"):
+    with pytest.raises(ValueError, match=says("version 1", "version 2")):
         engine.receive(old)
 
 
@@ -354,23 +364,25 @@ def test_a_bfloat16_engine_reports_float32_logprobs(tied_model: Path) -> None:
 def test_a_sleeping_engine_says_so_and_wakes(tied_model: Path) -> None:
     engine = HFRolloutEngine(tied_model)
     engine.sleep()
-    with pytest.raises(ValueError, match="sleeps; call wake"):
+    with pytest.raises(ValueError, match=r"wake\(\)"):
         engine.generate(some_prompts(), SamplingConfig())
     engine.wake()
     assert len(engine.generate(some_prompts(), SamplingConfig(max_new_tokens=2))) == 24
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"),
+    ("prompts", "facts"),
     [
-        (Batch.from_rows({"tokens": [[2]]}, {"prompt_id": [0]}), r"lack the columns \['sample_id'\]"),
+        (Batch.from_rows({"tokens": [[2]]}, {"prompt_id": [0]}), [["sample_id"]]),
         (
             Batch([1, 0], {"tokens": torch.tensor([2])}, {"prompt_id": torch.arange(2), "sample_id": torch.arange(2)}),
-            "prompt 1 has no tokens",
+            ["prompt 1"],
         ),
-        (same_prompt([2] * 60, 1), r"prompt 0 has 60 tokens; with max_new_tokens=5 .* 64 positions"),
+        (same_prompt([2] * 60, 1), ["prompt 0", "60 tokens", "max_new_tokens=5", 64]),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_named(engine: HFRolloutEngine, prompts: Batch, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_prompts_that_cannot_be_continued_are_named(
+    engine: HFRolloutEngine, prompts: Batch, facts: list[object]
+) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
         engine.generate(prompts, SamplingConfig(max_new_tokens=5))

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from components.batch import Batch
 from components.engines.causal import load_value_model
 from components.engines.reward_model import RewardModel
+from tests.messages import says
 
 PAD = 3
 # With the padding token in the middle, at the end, everywhere, and nowhere.
@@ -103,7 +104,7 @@ def test_normalised_scores_have_the_mean_subtracted_and_are_divided_by_the_devia
     batch = Batch.from_rows({"tokens": ROWS})
     assert RewardModel(tmp_path, normalize=True).score(batch).tolist() == pytest.approx(expected, abs=1e-5)
     assert RewardModel(tmp_path).score(batch).tolist() == pytest.approx(alone(tmp_path), abs=1e-5)
-    with pytest.raises(ValueError, match="has mean=None and std=None, but to normalise takes"):
+    with pytest.raises(ValueError, match=says(folders["qwen2"], "mean=None", "std=None")):
         RewardModel(folders["qwen2"], normalize=True)
 
 
@@ -123,9 +124,9 @@ def test_bfloat16_gives_float32_scores_near_those_of_float32(folders: dict[str, 
 
 
 def test_a_folder_without_the_head_is_refused(untied_model: Path, folders: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=r"has no score\.weight .* set value_head_prefix to what stands before"):
+    with pytest.raises(ValueError, match=says(untied_model, "score.weight", "value_head_prefix")):
         RewardModel(untied_model)
-    with pytest.raises(ValueError, match=r"has no value_head\.weight"):
+    with pytest.raises(ValueError, match=says(folders["llama"], "value_head.weight")):
         RewardModel(folders["llama"], value_head_prefix="value_head")
 
 
@@ -133,7 +134,7 @@ def test_several_labels_are_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = BOS_EOS | GATED | {"num_labels": 3}
     config = transformers.LlamaConfig(**settings)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score\.weight of .* has shape \[3, 32\], not \[1, 32\]: .* num_labels=1"):
+    with pytest.raises(ValueError, match=says("score.weight", tmp_path, [3, 32], [1, 32], "num_labels=1")):
         RewardModel(tmp_path)
 
 
@@ -141,5 +142,5 @@ def test_no_sequences_have_no_scores_and_an_empty_one_is_refused(folders: dict[s
     model = RewardModel(folders["llama"])
     batch = Batch.from_rows({"tokens": [[1, 2], [], [3]]})
     assert model.score(batch.select([])).tolist() == []
-    with pytest.raises(ValueError, match="sequence 1 of 3 has no token"):
+    with pytest.raises(ValueError, match="sequence 1 of 3 "):
         model.score(batch)

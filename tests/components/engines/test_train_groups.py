@@ -3,6 +3,9 @@
 P pairs; B sequences; G groups.
 """
 
+import re
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,23 +21,23 @@ from components.engines.causal import load_value_model, state_values
 from components.engines.config import TrainConfig
 from components.engines.train_engine import _plan, _shortest
 from tests.components.engines import train_cases
-from tests.components.engines.conftest import RunRanks
-from tests.components.engines.group_worker import CASES, minibatches
+from tests.components.engines.group_worker import CASES, minibatches, trained_on_pairs
+from tests.components.engines.ranks import WORLD_SIZES, run_ranks
+from tests.messages import says
 
-pytestmark = pytest.mark.timeout(300)  # three processes that import DeepSpeed, maybe on a busy machine
-
-Records = dict[int, list[dict[str, Any]]]
+RecordsOf = Callable[[int], list[dict[str, Any]]]
 """By number of ranks, what each has written down."""
 
 
 @pytest.fixture(scope="module")
-def records(tied_model: Path, tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Records:
+def records_of(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordsOf:
     root = tmp_path_factory.mktemp("groups")
-    run_ranks({size: [str(tied_model), str(root / str(size))] for size in (1, 2)}, "group_worker.py")
-    return {
-        size: [torch.load(root / str(size) / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
-        for size in (1, 2)
-    }
+
+    @cache
+    def run(world_size: int) -> list[dict[str, Any]]:
+        return run_ranks(trained_on_pairs, world_size, root / str(world_size), str(tied_model))
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -66,41 +69,46 @@ def plain(tied_model: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     return metrics, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", CASES)
 def test_training_on_pairs_equals_plain_torch_however_they_are_cut(
-    records: Records, plain: tuple[list[dict[str, float]], dict[str, Tensor]], world_size: int, case: str
+    records_of: RecordsOf, plain: tuple[list[dict[str, float]], dict[str, Tensor]], world_size: int, case: str
 ) -> None:
-    for found, expected in zip(records[world_size][0][case]["metrics"], plain[0], strict=True):
+    first, *others = (record[case] for record in records_of(world_size))
+    for found, expected in zip(first["metrics"], plain[0], strict=True):
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-6)
-    found_weights = records[world_size][0][case]["weights"]
-    assert found_weights.keys() == plain[1].keys()
+    assert first["weights"].keys() == plain[1].keys()
     for name, expected in plain[1].items():
-        torch.testing.assert_close(found_weights[name], expected, atol=2e-5, rtol=1e-4)
-    for record in records[world_size]:
-        assert record[case]["metrics"] == records[world_size][0][case]["metrics"]
+        torch.testing.assert_close(first["weights"][name], expected, atol=2e-5, rtol=1e-4)
+    assert all(record["metrics"] == first["metrics"] for record in others)
 
 
-def test_the_cases_cut_the_pairs_in_different_ways_and_never_a_pair(records: Records) -> None:
-    for world_size, ranks in records.items():
-        for case in CASES:
-            for record in ranks:
-                for pairs in record[case]["passes"]:
-                    assert pairs[::2] == pairs[1::2]
-            # All ranks make as many passes, though one has nothing of its own in the last step.
-            assert len({len(record[case]["passes"]) for record in ranks}) == 1
-        assert [len(pairs) for pairs in ranks[0]["one pair"]["passes"]] == [2] * len(ranks[0]["one pair"]["passes"])
-        assert len(ranks[0]["one pair"]["passes"]) == (12 if world_size == 1 else 4 + 2 + 1)
-        # Room for five sequences is room for two pairs: 4 + 2 + 1 passes, or with two ranks 2 + 1 + 1.
-        assert len(ranks[0]["few sequences"]["passes"]) == (7 if world_size == 1 else 4)
-        assert len(ranks[0]["deepspeed"]["passes"]) == 3
-    # The pair of the last step is looked at by both ranks, and counts once.
-    assert [record["deepspeed"]["passes"][-1] for record in records[2]] == [[0, 0], [0, 0]]
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_cases_cut_the_pairs_in_different_ways_and_never_a_pair(records_of: RecordsOf, world_size: int) -> None:
+    ranks = records_of(world_size)
+    for case in CASES:
+        for record in ranks:
+            for pairs in record[case]["passes"]:
+                assert pairs[::2] == pairs[1::2]
+        # All ranks make as many passes, though one has nothing of its own in the last step.
+        assert len({len(record[case]["passes"]) for record in ranks}) == 1
+    assert [len(pairs) for pairs in ranks[0]["one pair"]["passes"]] == [2] * len(ranks[0]["one pair"]["passes"])
+    assert len(ranks[0]["one pair"]["passes"]) == (12 if world_size == 1 else 4 + 2 + 1)
+    # Room for five sequences is room for two pairs: 4 + 2 + 1 passes, or with two ranks 2 + 1 + 1.
+    assert len(ranks[0]["few sequences"]["passes"]) == (7 if world_size == 1 else 4)
+    assert len(ranks[0]["deepspeed"]["passes"]) == 3
 
 
-def test_part_of_a_pair_is_refused_on_all_ranks(records: Records) -> None:
-    found = {record[case]["refused"] for ranks in records.values() for record in ranks for case in CASES}
-    assert found == {"the minibatch has 5 sequences, which are no groups of 2"}
+@pytest.mark.full
+def test_the_pair_of_the_last_step_is_looked_at_by_both_ranks_and_counts_once(records_of: RecordsOf) -> None:
+    assert [record["deepspeed"]["passes"][-1] for record in records_of(2)] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_part_of_a_pair_is_refused_on_all_ranks(records_of: RecordsOf, world_size: int, case: str) -> None:
+    for record in records_of(world_size):
+        assert re.search(says("5 sequences", "groups of 2"), record[case]["refused"])
 
 
 LENGTHS = st.integers(1, 30)

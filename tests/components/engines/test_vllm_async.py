@@ -18,8 +18,9 @@ from components.engines.vllm_async import AsyncVLLMEngine
 from components.engines.vllm_engine import VLLMRolloutEngine
 from components.engines.weight_sync import WeightPublisher
 from tests.components.engines.vllm_models import POSITIONS, answers_of, prompts_of, write_vllm_model
+from tests.messages import says
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.vllm]
 CONFIG = VLLMRolloutConfig(cpu_cache_gb=0.25)
 LONG = SamplingConfig(max_new_tokens=POSITIONS - 8)
 
@@ -108,9 +109,9 @@ def test_many_requests_at_once_each_get_their_own_and_an_aborted_one_keeps_what_
 
 
 def test_a_request_that_cannot_be_is_refused_at_once(engine: AsyncVLLMEngine) -> None:
-    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+    with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())
-    with pytest.raises(ValueError, match=f"a prompt of 9 tokens .* both together at most {POSITIONS}"):
+    with pytest.raises(ValueError, match=says("9 tokens", f"max_new_tokens={POSITIONS - 8}", POSITIONS)):
         engine.submit([2] * 9, SamplingConfig(max_new_tokens=POSITIONS - 8))
 
 
@@ -128,7 +129,7 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
         for _ in range(10):
             await anext(first)
         await engine.pause()
-        # What was under way when it paused still comes.
+        # What was under way when it paused still comes; a request that goes on nevertheless would end the loop.
         with pytest.raises(TimeoutError):
             while True:
                 await asyncio.wait_for(anext(first), 0.5)
@@ -136,15 +137,13 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
         receiving, late = asyncio.create_task(engine.receive(handle, verify=True)), []
         while not receiving.done():
             # At any time of it a request may come.
-            await asyncio.sleep(0.002)
             late.append(engine.submit(prompt, SamplingConfig(max_new_tokens=1), prompt_id=len(late)))
+            await asyncio.sleep(0.002)
         await receiving
         return [await request.result() for request in requests], [await request.result() for request in late]
 
     drawn, late = loop.run_until_complete(run())
-    assert len(late) > 1
-    assert [len(each.tokens) for each in late] == [1] * len(late)
-    assert late[-1].versions == [7]
+    assert all(each.versions in ([0], [7]) for each in late)
     for each in drawn:
         assert len(each.tokens) == LONG.max_new_tokens
         assert each.versions == sorted(each.versions)
@@ -159,5 +158,6 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
     now = loop.run_until_complete(answer(engine, prompt, greedy))
     expected = HFRolloutEngine(newer).generate(prompts_of([prompt]), greedy)
     # The newer model's own end token is not this engine's.
+    assert set(now.versions) == {7}
     assert now.tokens[: len(answers_of(expected)[0])] == answers_of(expected)[0]
     assert engine.weight_version == 7

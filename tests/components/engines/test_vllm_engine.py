@@ -23,8 +23,9 @@ from tests.components.engines.vllm_models import (
     uneven_prompts,
     write_vllm_model,
 )
+from tests.messages import says
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.vllm]
 SMALL = VLLMRolloutConfig(cpu_cache_gb=0.25)
 
 
@@ -121,12 +122,12 @@ def test_prompts_keep_their_columns_and_none_give_none(engine: VLLMRolloutEngine
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     model: Path, engine: VLLMRolloutEngine, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=f"prompt 0 has 3 tokens; .* exceeds the model's {POSITIONS} positions"):
+    with pytest.raises(ValueError, match=says("prompt 0", "3 tokens", f"max_new_tokens={POSITIONS}")):
         engine.generate(prompts_of([[2, 3, 4]]), SamplingConfig(max_new_tokens=POSITIONS))
     before = engine.generate(uneven_prompts(4), SamplingConfig(temperature=0))
     weights = load_policy(write_vllm_model(tmp_path / "untied", seed=2, tied=False)).state_dict()
     publisher = WeightPublisher(tmp_path / "w")
-    with pytest.raises(ValueError, match=r"does not fit the engine's model: missing .*q_proj.weight"):
+    with pytest.raises(ValueError, match=says("version 1", "q_proj.weight")):
         engine.receive(publisher.publish(1, list(weights.items())[:2]))
     assert engine.weight_version == 0
     assert answers_of(engine.generate(uneven_prompts(4), SamplingConfig(temperature=0))) == answers_of(before)
@@ -134,7 +135,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 def test_on_a_cpu_sleep_says_that_nothing_is_freed_and_generation_waits_for_wake(engine: VLLMRolloutEngine) -> None:
     assert engine.sleep() == 0
-    with pytest.raises(ValueError, match="this engine sleeps"):
+    with pytest.raises(ValueError, match=r"wake\(\)"):
         engine.generate(uneven_prompts(1), SamplingConfig())
     engine.wake()
     assert len(engine.generate(uneven_prompts(1), SamplingConfig())) == 1
@@ -160,15 +161,5 @@ def test_this_process_keeps_its_random_numbers_threads_and_default_type(model: P
 
 def test_heads_that_vllm_has_no_kernel_for_are_named_before_the_engine_starts(tmp_path: Path) -> None:
     small = write_model(tmp_path / "small", seed=1, tied=True)
-    with pytest.raises(ValueError, match="has attention heads of 16 numbers, and on a CPU vLLM has kernels for"):
+    with pytest.raises(ValueError, match=says(small, 16, 32, "hf")):
         VLLMRolloutEngine(small, SMALL)
-
-
-def test_hf_leaves_out_by_top_k_first_and_then_by_top_p() -> None:
-    from components.engines.hf_engine import _likeliest
-
-    # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
-    logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
-    assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
-    assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
-    assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from components.engines.weight_digest import compare_digests, digest
 from components.engines.weight_sync import WeightHandle, WeightPublisher, read_digests, read_weights, weight_shapes
+from tests.messages import says
 
 
 def some_weights(scale: float = 1.0) -> dict[str, Tensor]:
@@ -62,7 +63,7 @@ def test_a_version_stays_until_the_one_after_the_next_is_written(tmp_path: Path)
     third = publisher.publish(9, weights())
     assert while_written == [Path(second.path).name, "weights-00000009.partial"]
     assert folders(tmp_path / "w") == [Path(handle.path).name for handle in (second, third)]
-    with pytest.raises(FileNotFoundError, match=r"version 1 .* unlinked .* receive the newest"):
+    with pytest.raises(FileNotFoundError, match=says("version 1", first.path)):
         next(read_weights(first))
 
 
@@ -116,7 +117,7 @@ def test_memory_that_is_used_again_may_grow_and_shrink(tmp_path: Path, sizes: tu
 
 def test_digests_are_there_when_they_were_asked_for(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
-    with pytest.raises(ValueError, match="version 1 has no digests; publish it with_digests=True"):
+    with pytest.raises(ValueError, match=says("version 1", "with_digests=True")):
         read_digests(publisher.publish(1, some_weights().items()))
     handle = publisher.publish(2, some_weights().items(), with_digests=True)
     received = {name: digest(tensor) for name, tensor in read_weights(handle)}
@@ -141,14 +142,14 @@ def test_a_publication_that_fails_halfway_leaves_nothing_and_keeps_the_last_one(
 def test_versions_must_rise(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     publisher.publish(3, some_weights().items())
-    with pytest.raises(ValueError, match=r"version 3 was published after version 3"):
+    with pytest.raises(ValueError, match="version 3"):
         publisher.publish(3, some_weights().items())
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 1024])
 def test_a_name_that_comes_twice_is_an_error(tmp_path: Path, bucket_bytes: int) -> None:
     twice = [("a", torch.zeros(4)), ("b", torch.zeros(4)), ("a", torch.zeros(4))]
-    with pytest.raises(ValueError, match=r"'a'.* twice"):
+    with pytest.raises(ValueError, match="'a'"):
         WeightPublisher(tmp_path / "w", bucket_bytes=bucket_bytes).publish(1, twice)
     assert folders(tmp_path / "w") == []
 
@@ -173,7 +174,7 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
 
 def test_without_room_anywhere_the_error_says_what_to_set(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", headroom_bytes=2**60)
-    with pytest.raises(OSError, match=r"no room .*fallback_directory.*shm-size"):
+    with pytest.raises(OSError, match=says(tmp_path / "w", "fallback_directory", "shm-size")):
         publisher.publish(1, some_weights().items())
     assert folders(tmp_path / "w") == []
 
@@ -199,5 +200,5 @@ def test_a_version_that_does_not_fit_goes_to_the_fallback_as_a_whole(tmp_path: P
 
 
 def test_a_handle_to_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="version 4 of the weights is not at"):
+    with pytest.raises(FileNotFoundError, match=says("version 4", tmp_path / "nowhere")):
         weight_shapes(WeightHandle(version=4, path=str(tmp_path / "nowhere"), nbytes=0))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.components.engines.conftest import RunRanks
-from tests.components.engines.receive_worker import KINDS
+from tests.components.engines.publish_worker import Published, publish
+from tests.components.engines.ranks import WORLD_SIZES, run_ranks
+from tests.components.engines.receive_worker import FAULTS, faults
 from tests.components.engines.vllm_models import write_vllm_model
 
-HERE = Path(__file__).parent
+PublishedBy = Callable[[int], list[Published]]
+"""What so many ranks published: 8 versions, no two of them alike."""
 
 
 @pytest.fixture(scope="module")
@@ -27,32 +32,50 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def published(models: Path, run_ranks: RunRanks) -> Iterator[list[str]]:
-    """What 1 rank and 2 ranks have published: 16 versions, no two of them alike."""
+def published_by(models: Path) -> Iterator[PublishedBy]:
     name = f"troupe-test-{os.getpid()}"
-    folders = {world_size: models / f"{name}-{world_size}" for world_size in (1, 2)}
+
+    @cache
+    def run(world_size: int) -> list[Published]:
+        return run_ranks(publish, world_size, models / f"ranks{world_size}", models, name)[0]
+
     try:
-        run_ranks({size: [str(models), str(folder)] for size, folder in folders.items()}, "publish_worker.py")
-        yield [str(folder / "published.pickle") for folder in folders.values()]
+        yield run
     finally:
         for version in Path("/dev/shm").glob(f"{name}-*"):
             shutil.rmtree(version)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "hf" else pytest.mark.vllm) for kind in KINDS])
-def test_each_engine_answers_as_the_trainer_whose_weights_it_received(
-    kind: str, models: Path, published: list[str]
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_hf_answers_as_the_trainer_whose_weights_it_received(
+    models: Path, published_by: PublishedBy, world_size: int
 ) -> None:
-    # Both models at the same time: one starts on each core.
-    command = [sys.executable, str(HERE / "receive_worker.py"), str(models)]
-    started = [
-        subprocess.Popen(
-            [*command, name, kind, *published], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for name in ("tied", "untied")
-    ]
-    for process in started:
-        output, _ = process.communicate(timeout=280)
-        lines = [line for line in output.splitlines() if "arrived" in line or f"{kind}, " in line]
-        assert (process.returncode, lines) == (0, ["8 versions arrived"]), output
+    assert len(published_by(world_size)) == 8
+    assert faults(models, "hf", published_by(world_size)) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("in process", marks=pytest.mark.full),
+        pytest.param("own process", marks=pytest.mark.full),
+        pytest.param("two processes", marks=pytest.mark.nightly),
+    ],
+)
+def test_vllm_answers_as_the_trainer_whose_weights_it_received(
+    kind: str, models: Path, published_by: PublishedBy, tmp_path: Path
+) -> None:
+    """In a process of its own, since vLLM sets up the one it is in."""
+    (tmp_path / "published").write_bytes(pickle.dumps(published_by(1) + published_by(2)))
+    worker = str(Path(__file__).with_name("receive_worker.py"))
+    done = subprocess.run(
+        [sys.executable, worker, str(models), kind, str(tmp_path / "published")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(FAULTS))
+    assert json.loads(line.removeprefix(FAULTS)) == []

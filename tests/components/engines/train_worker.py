@@ -1,7 +1,6 @@
-"""One rank of the tests of training: all that needs an engine and other ranks, done once; the tests read the record.
+"""What a rank of the tests of training does: all that needs an engine and other ranks, once; the tests read the record.
 
-Usage: train_worker.py MODEL_FOLDER OUTPUT_FOLDER [save|load|average|options|packing STATES], with or without
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. STATES/1 and STATES/2 are for the states that so many ranks saved.
+Of the folder `states`, states/1 and states/2 are for the states that so many ranks saved.
 """
 
 import contextlib
@@ -9,7 +8,6 @@ import gc
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +24,6 @@ from components.engines.causal import load_policy, load_value_model
 from components.engines.train_engine import TrainEngine, init_process_group, open_engine
 from components.engines.weight_sync import WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
-from tests.components.engines.option_cases import options
-from tests.components.engines.packing_cases import packed
 from tests.components.engines.train_cases import (
     FSDP,
     SAVED,
@@ -159,24 +155,36 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
     return record
 
 
+def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: list[Batch]) -> dict[str, Any]:
+    """What a state is loaded as, saved again, and gone on from."""
+    engine = state_engine(case, model_folder)
+    record = {"inexact": engine.load_state(folder), "loaded": look(engine)}
+    engine.save_state(again)
+    return record | go_on(engine, batches)
+
+
+def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    """What the other number of ranks saved."""
+    other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
+    names = {f"{saved}-{case}": (saved, case) for saved, case in CROSSED}
+    return {
+        name: loaded(model_folder, case, other / saved, output / name, all_minibatches()[HALF:])
+        for name, (saved, case) in names.items()
+    }
+
+
 def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     record: dict[str, Any] = {}
 
     def load(case: str, folder: Path, name: str, batches: list[Batch]) -> None:
-        engine = state_engine(case, model_folder)
-        record[name] = {"inexact": engine.load_state(folder), "loaded": look(engine)}
-        engine.save_state(output / name)
-        record[name] |= go_on(engine, batches)
+        record[name] = loaded(model_folder, case, folder, output / name, batches)
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    own, other = states / str(world_size), states / str(3 - world_size)
+    own = states / os.environ.get("WORLD_SIZE", "1")
     for case in STATES:
         load(case, own / case, case, all_minibatches()[HALF:])
     load("fp32-3", own / "several_files", "several_files", all_minibatches()[HALF:])
     for case in FRESH:
         load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
-    for saved, loaded in CROSSED:
-        load(loaded, other / saved, f"{saved}-{loaded}", all_minibatches()[HALF:])
     record["errors"] = state_errors(model_folder, own, output)
     return record
 
@@ -359,17 +367,8 @@ def fsdp(model_folder: str, output: Path) -> dict[str, Any]:
     return record
 
 
-def main(model_folder: str, output: Path, *state: str) -> None:
-    torch.set_num_threads(1)
-    if state:
-        kind, states = state[0], Path(state[1])
-        if kind == "save":
-            record = save_states(model_folder, states)
-        else:
-            work = {"load": load_states, "average": average_weights, "options": options, "packing": packed}[kind]
-            record = work(model_folder, states, output)
-        torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
-        return
+def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
+    """Every engine, at every stage and precision, with what stops it."""
 
     def engine(**changes: Any) -> TrainEngine:
         gc.freeze()  # see state_engine
@@ -409,11 +408,4 @@ def main(model_folder: str, output: Path, *state: str) -> None:
         init_process_group()
     except ValueError as error:
         record["group"] = str(error)
-    torch.save(record, output / f"rank{os.environ.get('RANK', '0')}.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
-    # As init_process_group advises a rank to end.
-    sys.stdout.flush()
-    os._exit(0)
+    return record

@@ -1,0 +1,80 @@
+"""The ranks of the tests of training, each a process forked from one that has imported torch and transformers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.full)]
+PARTS = ("train_worker", "group_worker", "publish_worker")
+MAY_TAKE_S = 540
+"""Against a hang, far from what any run takes on a busy machine."""
+
+# Importing takes longer than most of what the ranks do.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([f"tests.components.engines.{part}" for part in PARTS])
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: object) -> list[Any]:
+    """What `work(*arguments)` gives on each of so many ranks, which may print nothing and can find no compiler.
+
+    Args:
+        work: a function of a module, which the ranks import.
+        world_size: one is a plain process: it knows of no other ranks.
+        folder: where each rank leaves what it prints, what it compiles, and what `work` gives.
+        arguments: of `work`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous: dict[str, object] = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    try:
+        for rank in range(world_size):
+            own = (work, arguments, folder, rank, rendezvous if world_size > 1 else {})
+            process = FORKS.Process(target=_run_rank, args=own, daemon=True)
+            process.start()
+            processes.append(process)
+        running = {process.sentinel: rank for rank, process in enumerate(processes)}
+        while running:
+            ended = multiprocessing.connection.wait(list(running), MAY_TAKE_S)
+            assert ended, f"the ranks {sorted(running.values())} hang"
+            for sentinel in ended:
+                rank = running.pop(sentinel)
+                processes[rank].join()
+                assert (processes[rank].exitcode, (folder / f"log{rank}.txt").read_text()) == (0, "")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _run_rank(
+    work: Callable[..., Any], arguments: tuple[object, ...], folder: Path, rank: int, rendezvous: dict[str, object]
+) -> None:
+    """What a rank does."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        os.environ.pop(name, None)
+    if rendezvous:
+        os.environ["RANK"] = str(rank)
+        os.environ.update({name: str(value) for name, value in rendezvous.items()})
+    # No compiler can be found, and nothing compiled earlier either.
+    os.environ["PATH"] = str(folder)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    with (folder / f"log{rank}.txt").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    torch.save(work(*arguments), folder / f"rank{rank}.pt")
+    # As init_process_group advises a rank to end.
+    os._exit(0)
