@@ -304,7 +304,7 @@ def test_reinforce_by_hand() -> None:
     assert found.metrics == {}
 
 
-@pytest.mark.parametrize("name", set(SLOW) - {"geo_mean"})
+@pytest.mark.parametrize("name", sorted(SLOW.keys() - {"geo_mean"}))
 def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> None:
     x_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantage_N, mask_N = torch.tensor([2.0, -1.0, 4.0]), torch.ones(3).bool()
