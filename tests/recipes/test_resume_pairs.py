@@ -65,7 +65,7 @@ def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was
     assert runs["run"].summary["resumed_from"] == 2 * SAVE_STEPS
     found, expected = exact(runs["run"]), exact(runs["undisturbed"])
     assert found["metrics"] == expected["metrics"]
-    assert [line["step"] for line in found["metrics"]] == [*range(recipe == "sft", STEPS + 1)]
+    assert [line["step"] for line in found["metrics"]] == list(range(STEPS + 1))
     assert found["weights"].keys() == expected["weights"].keys()
     assert [name for name in found["weights"] if found["weights"][name] != expected["weights"][name]] == []
     assert (found["score"], found["note"]) == (expected["score"], expected["note"])
