@@ -10,7 +10,11 @@ from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
 from components.options import PlacementOptions, RolloutOptions
 from tests.messages import says
 
+NEEDS_VLLM = pytest.mark.full
+"""Installed, which the default tier does not ask for; none of these starts it."""
 
+
+@NEEDS_VLLM
 def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +58,7 @@ def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object]
         RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
+@NEEDS_VLLM
 def test_hot_samples_are_for_hf_alone() -> None:
     options, line = RolloutOptions(temperature=2.5).chosen(8, "x")
     assert options.engine == "hf"
@@ -63,6 +68,7 @@ def test_hot_samples_are_for_hf_alone() -> None:
     assert RolloutOptions(engine="vllm").chosen(8, "x", 0.0)[0].engine == "vllm"
 
 
+@NEEDS_VLLM
 def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
     assert RolloutOptions().chosen(1, str(tmp_path))[0].engine == "vllm"
