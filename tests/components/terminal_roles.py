@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from components.launch import run_job
-from components.tracking import StepEvent
+from components.tracking import StepEvent, screen
 from core import BaseTrainer, BaseWorkload, Job, JobBuilder, trainer_invocation
 
 
@@ -62,6 +62,7 @@ class Noisy:
 
 def main(run_dir: str, seconds: str) -> int:
     """Run it; returns the exit code."""
+    screen._LAST_FRAME_WITHIN_S = 300.0  # however busy the machine is, the last frame is what a test looks at
     builder = JobBuilder().device_type("CPU").config(float(seconds)).recovery(stop_grace=600.0)
     builder.role("trainer").run(f"{__name__}:Watched")
     builder.role("sleeper").run(f"{__name__}:Sleeper").total(2)

@@ -10,6 +10,7 @@ import pytest
 
 from components.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms
 from core import options_of
+from tests.messages import says
 
 CONFIGS = {
     "grpo": "GRPOConfig",
@@ -89,12 +90,12 @@ def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:
 def test_verls_names_are_understood_and_the_text_has_the_numbers() -> None:
     (event,) = Alarms().look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
     assert (event.alarm, event.step) == ("kl", 7)
-    assert event.text.startswith("the policy moved 2.00 nats per token") and event.text.endswith("(actor/approx_kl)")
+    assert re.search(says("2.00", "actor/approx_kl"), event.text)
     assert "actor_rollout_ref.actor.optim.lr" in event.advice
     alarms = Alarms()
     assert alarms.look(1, {"response_length/clip_ratio": 0.8}) == []
     (event,) = alarms.look(2, {"response_length/clip_ratio": 0.8})
-    assert event.text.startswith("80% of the answers are cut off")
+    assert "80%" in event.text
 
 
 def test_an_alarm_of_several_steps_counts_those_that_have_its_metric() -> None:
@@ -110,7 +111,8 @@ def test_what_is_no_number_does_no_harm_and_what_is_not_finite_is_named() -> Non
     # Nor is a limit looked for in what is not finite, nor a first value taken from it.
     (event,) = Alarms().look(1, dict.fromkeys(watched, math.inf))
     assert event.alarm == "not_a_number"
-    assert event.text.startswith(f"{', '.join(watched[:3])} and more is not a finite number")
+    assert re.search(says(*watched[:3]), event.text)
+    assert watched[3] not in event.text
     assert sounded([{"actor/entropy": math.nan}, open_to(1.0, 0.0), *[open_to(0.05, 0.0)] * 2]) == [
         ("not_a_number", 1),
         ("entropy", 4),

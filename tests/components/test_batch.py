@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from components.batch import Batch
 from tests.components.batches import assert_alike, batch_of, ragged_lengths, rows_of
+from tests.messages import says
 
 # --- what is in it ----------------------------------------------------------------------------------------------
 
@@ -85,80 +86,80 @@ def test_iterating_over_a_batch_is_refused_as_ambiguous() -> None:
 
 def test_a_column_of_the_wrong_size_is_named() -> None:
     batch = batch_of([1, 2])
-    with pytest.raises(ValueError, match=r"per-token column 'value' has shape \[2\], but the batch has 3 tokens"):
+    with pytest.raises(ValueError, match=says("'value'", [2], "3 tokens")):
         batch.with_tokens(value=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"per-sequence column 'score' has shape \[3\].* 2 sequences"):
+    with pytest.raises(ValueError, match=says("'score'", [3], "2 sequences")):
         batch.with_sequences(score=torch.zeros(3))
-    with pytest.raises(ValueError, match="object column 'text' has 1 items for 2 sequences"):
+    with pytest.raises(ValueError, match=says("'text'", "1 items", "2 sequences")):
         batch.with_objects(text=["a"])
 
 
 def test_a_per_token_column_has_one_dimension() -> None:
-    with pytest.raises(ValueError, match=r"'value' has shape \[3, 1\]; it must be \[N\]"):
+    with pytest.raises(ValueError, match=says("'value'", [3, 1], "[N]")):
         batch_of([1, 2]).with_tokens(value=torch.zeros(3, 1))
 
 
 def test_a_column_that_is_no_tensor_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'reward' is a list; make it a tensor"):
+    with pytest.raises(ValueError, match=says("'reward'", "list")):
         Batch([1], {"tokens": torch.zeros(1)}, {"reward": [0.5]})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_name_belongs_to_one_kind_only() -> None:
-    with pytest.raises(ValueError, match="column 'reward' is there twice"):
+    with pytest.raises(ValueError, match="'reward'"):
         batch_of([1, 2]).with_tokens(reward=torch.zeros(3))
-    with pytest.raises(ValueError, match="'lengths' is the batch's own lengths"):
+    with pytest.raises(ValueError, match="'lengths'"):
         batch_of([1, 2]).with_sequences(lengths=torch.zeros(2))
 
 
 def test_a_column_on_another_device_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'value' is on meta, the batch on cpu; move one with \.to\(\)"):
+    with pytest.raises(ValueError, match=says("'value'", "meta", "cpu", ".to()")):
         batch_of([1]).with_tokens(value=torch.zeros(1, device="meta"))
 
 
 def test_lengths_are_non_negative_integers() -> None:
-    with pytest.raises(ValueError, match=r"lengths\[1\] is -1"):
+    with pytest.raises(ValueError, match=says("lengths[1]", -1)):
         Batch([2, -1], {})
-    with pytest.raises(ValueError, match=r"must be \[B\] integers"):
+    with pytest.raises(ValueError, match=says("lengths", "[B]")):
         Batch(torch.tensor([1.0]), {})
 
 
 def test_ragged_rows_that_disagree_are_named() -> None:
-    with pytest.raises(ValueError, match="row 1 of 'value' has 1 entries, but that of 'tokens' has 2"):
+    with pytest.raises(ValueError, match=says("row 1 ", "'value'", "1 entries", "'tokens'", 2)):
         Batch.from_rows({"tokens": [[1], [2, 3]], "value": [[0.0], [0.0]]})
-    with pytest.raises(ValueError, match="'value' has 1 rows, but 'tokens' has 2"):
+    with pytest.raises(ValueError, match=says("'value'", "1 rows", "'tokens'", 2)):
         Batch.from_rows({"tokens": [[1], [2, 3]], "value": [[0.0]]})
-    with pytest.raises(ValueError, match="at least one per-token column"):
+    with pytest.raises(ValueError, match="from_rows"):
         Batch.from_rows({})
 
 
 def test_a_missing_column_lists_those_that_are_there() -> None:
     batch = batch_of([1])
     for attempt in (lambda: batch["value"], lambda: batch.without("value"), lambda: batch.only("value")):
-        with pytest.raises(KeyError, match="no column 'value'; the batch has tokens, action_mask, reward, label"):
+        with pytest.raises(KeyError, match=says("'value'", "tokens", "action_mask", "reward", "label")):
             attempt()
-    with pytest.raises(KeyError, match="no column 'value'"):
+    with pytest.raises(KeyError, match="'value'"):
         batch.padded("value", 0)
-    with pytest.raises(ValueError, match="'reward' is no per-token column; those are tokens, action_mask"):
+    with pytest.raises(ValueError, match=says("'reward'", "tokens", "action_mask")):
         batch.row(0, "reward")
 
 
 def test_a_position_outside_the_batch_is_refused() -> None:
     batch = batch_of([1, 2])
-    with pytest.raises(ValueError, match="sequence 2 from a batch of 2"):
+    with pytest.raises(ValueError, match=r"select.* 2 .* 2$"):
         batch.select([0, 2])
-    with pytest.raises(ValueError, match="sequence -3 from a batch of 2"):
+    with pytest.raises(ValueError, match=r"select.* -3 .* 2$"):
         batch.select([-3])
-    with pytest.raises(ValueError, match="sequence 2 of a batch of 2"):
+    with pytest.raises(ValueError, match=r"sequence 2 .* 2$"):
         batch.row(2, "tokens")
-    with pytest.raises(ValueError, match="bool index of 3 entries for 2 sequences"):
+    with pytest.raises(ValueError, match=says("bool", "3 entries", "2 sequences")):
         batch.select([True, False, True])
-    with pytest.raises(ValueError, match="integer positions"):
+    with pytest.raises(ValueError, match="float"):
         batch.select(torch.tensor([0.0]))
 
 
 @pytest.mark.parametrize("method", ["split", "repeat", "micro_batches", "micro_batch_indices", "balanced_shares"])
 def test_counts_below_one_are_refused(method: str) -> None:
-    with pytest.raises(ValueError, match="0: it must be at least 1"):
+    with pytest.raises(ValueError, match=says(0, 1)):
         getattr(batch_of([1]), method)(0)
 
 
@@ -253,7 +254,7 @@ def test_a_balanced_split_has_the_sequences_of_the_shares(lengths: list[int], n:
 
 
 def test_a_split_that_is_not_balanced_refuses_what_only_balancing_reads() -> None:
-    with pytest.raises(ValueError, match=r"attention=0.5, which only balancing reads; set balanced=True"):
+    with pytest.raises(ValueError, match=says("attention=0.5", "balanced=True")):
         batch_of([1, 2]).split(2, attention=0.5)
 
 
@@ -276,13 +277,13 @@ def test_chunks_are_views_and_so_are_slices() -> None:
 
 def test_concat_refuses_batches_that_differ() -> None:
     batch = batch_of([1])
-    with pytest.raises(ValueError, match=r"batches 0 and 1 .* per_sequence columns: only one has \['reward'\]"):
+    with pytest.raises(ValueError, match=says(0, 1, "per_sequence", ["reward"])):
         Batch.concat([batch, batch.without("reward")])
-    with pytest.raises(ValueError, match=r"'tokens' of concat is torch.int64 \[1\] in one batch and torch.float32"):
+    with pytest.raises(ValueError, match=says("'tokens'", "torch.int64 [1]", "torch.float32")):
         Batch.concat([batch, batch.with_tokens(tokens=torch.ones(1))])
-    with pytest.raises(ValueError, match="'reward' of concat"):
+    with pytest.raises(ValueError, match="'reward'"):
         Batch.concat([batch, batch.with_sequences(reward=torch.ones(1, 2))])
-    with pytest.raises(ValueError, match="at least one batch"):
+    with pytest.raises(ValueError, match="concat"):
         Batch.concat([])
 
 
@@ -335,19 +336,17 @@ def test_objects_are_keys_too() -> None:
 
 def test_columns_that_name_no_groups_are_refused() -> None:
     batch = batch_of([1, 2]).with_sequences(pair=torch.zeros(2, 2, dtype=torch.int64), won=torch.tensor([True, False]))
-    with pytest.raises(
-        ValueError, match=r"group_by 'reward', a per-sequence column of torch.float32 \[2\]; name a per-"
-    ):
+    with pytest.raises(ValueError, match=says("group_by", "'reward'", "torch.float32 [2]", "[B]")):
         batch.group_by("reward")
-    with pytest.raises(ValueError, match=r"group_by 'pair', a per-sequence column of torch.int64 \[2, 2\]"):
+    with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "torch.int64 [2, 2]")):
         batch.group_by("pair")
-    with pytest.raises(ValueError, match=r"group_by 'won', a per-sequence column of torch.bool"):
+    with pytest.raises(ValueError, match=says("'won'", "torch.bool")):
         batch.group_by("won")
-    with pytest.raises(ValueError, match=r"group_by 'tokens', a per-token column of torch.int64 \[3\]"):
+    with pytest.raises(ValueError, match=says("'tokens'", "per-token", "torch.int64 [3]")):
         batch.group_by("tokens")
-    with pytest.raises(ValueError, match=r"group_by 'label': sequence 1 has a dict; make it text"):
+    with pytest.raises(ValueError, match=says("'label'", "sequence 1 ", "dict")):
         batch.with_objects(label=["a", {}]).group_by("label")
-    with pytest.raises(KeyError, match="no column 'prompt'"):
+    with pytest.raises(KeyError, match="'prompt'"):
         batch.group_by("prompt")
 
 
@@ -375,7 +374,7 @@ def test_tokens_are_summed_within_each_sequence() -> None:
     batch = batch_of([2, 0, 3])
     assert batch.sum_tokens(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])).tolist() == [3.0, 0.0, 28.0]
     assert batch.sum_tokens(torch.tensor([True, False, True, True, True])).tolist() == [1, 0, 3]
-    with pytest.raises(ValueError, match=r"shape \[3\] in a batch of 5 tokens"):
+    with pytest.raises(ValueError, match=says([3], "5 tokens")):
         batch.sum_tokens(torch.zeros(3))
 
 
@@ -391,7 +390,7 @@ def test_padding_goes_to_the_side_that_is_asked_for() -> None:
     assert batch.padded("tokens", -1, "left").tolist() == [[-1, 0, 1], [-1, -1, -1], [200, 201, 202]]
     assert batch.padding_mask().tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert batch.padding_mask("left").tolist() == [[False, True, True], [False] * 3, [True] * 3]
-    with pytest.raises(ValueError, match="side='middle'; it must be 'left' or 'right'"):
+    with pytest.raises(ValueError, match=says("side='middle'", "'left'", "'right'")):
         batch.padding_mask("middle")  # pyright: ignore[reportArgumentType]
 
 
@@ -407,9 +406,9 @@ def test_unpad_takes_a_rectangle_wider_than_needed_but_none_too_small() -> None:
     wide = torch.arange(8).view(2, 4)
     assert Batch.unpad(wide, lengths).tolist() == [0, 4, 5]
     assert Batch.unpad(wide, lengths, "left").tolist() == [3, 6, 7]
-    with pytest.raises(ValueError, match="the longest of 2 tokens"):
+    with pytest.raises(ValueError, match="2 tokens"):
         Batch.unpad(wide[:, :1], lengths)
-    with pytest.raises(ValueError, match="for 2 sequences"):
+    with pytest.raises(ValueError, match="2 sequences"):
         Batch.unpad(wide[:1], lengths)
 
 
@@ -435,9 +434,9 @@ def test_packed_positions_begin_anew_in_each_sequence() -> None:
 def test_what_kernels_cannot_count_is_not_packed() -> None:
     # One number in memory, seen 2**31 times.
     batch = Batch([2**31], {"tokens": torch.zeros(1, dtype=torch.int8).expand(2**31)})
-    with pytest.raises(ValueError, match="2147483648 tokens are too many to pack"):
+    with pytest.raises(ValueError, match="2147483648 tokens"):
         batch.packed()
-    with pytest.raises(ValueError, match="'reward' is no per-token column"):
+    with pytest.raises(ValueError, match="'reward'"):
         batch_of([1]).packed("reward")
 
 
@@ -456,5 +455,5 @@ def test_a_number_to_log_that_a_batch_lacks_is_nan_in_the_whole() -> None:
     plain = Batch.from_rows({"tokens": [[1], [2, 3]]})
     whole = Batch.concat([plain.with_sequences(log_a=torch.ones(2)), plain])
     assert whole["log_a"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
-    with pytest.raises(ValueError, match="only one has"):
+    with pytest.raises(ValueError, match=r"\['reward'\]"):
         Batch.concat([plain.with_sequences(reward=torch.ones(2)), plain])

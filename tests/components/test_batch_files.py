@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from components.batch import Batch
 from tests.components.batches import assert_alike, batch_of, ragged_lengths, rows_of, with_everything
+from tests.messages import says
 
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
+
 numbers = st.floats(width=16) | st.sampled_from([0.0, -0.0, 1.0])
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 anything = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
@@ -160,17 +162,17 @@ class Own:
     "column", [[(1, 2), None], [Own(), "a"], [{1: "a"}, None], [{"a": {1}}, None], [np.float32(1)] * 2]
 )
 def test_objects_that_would_not_come_back_as_they_are_are_named(column: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"objects 'label' fit no table: these .* would not come back as they are"):
+    with pytest.raises(ValueError, match="'label'"):
         batch_of([1, 2]).with_objects(label=column).to_table()
 
 
 def test_a_dtype_that_fits_no_table_is_named() -> None:
-    with pytest.raises(ValueError, match=r"column 'phase', torch.complex64, fits no table"):
+    with pytest.raises(ValueError, match=says("'phase'", "torch.complex64")):
         batch_of([1]).with_tokens(phase=torch.zeros(1, dtype=torch.complex64)).to_table()
 
 
 def test_a_table_of_somebody_else_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not made by Batch.to_table; its columns are \['x'\]"):
+    with pytest.raises(ValueError, match=says("Batch.to_table", ["x"])):
         Batch.from_table(pyarrow.table({"x": [1]}))
 
 
@@ -231,7 +233,7 @@ def test_a_folder_that_is_missing_is_made_and_a_file_that_is_there_is_replaced(t
 def test_what_cannot_be_written_leaves_nothing_behind_and_the_old_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     batch_of([1]).save(path)
-    with pytest.raises(ValueError, match="objects 'label' fit no table"):
+    with pytest.raises(ValueError, match="'label'"):
         batch_of([1]).with_objects(label=[Own()]).save(path)
     assert_alike(Batch.load(path), batch_of([1]))
     # A folder where the file should go: its last step fails even for root.
@@ -244,16 +246,16 @@ def test_what_cannot_be_written_leaves_nothing_behind_and_the_old_file_as_it_was
 def test_a_file_that_is_no_batch_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     path.write_text("tokens")
-    with pytest.raises(ValueError, match=r"b.parquet holds no batch: no whole Parquet file"):
+    with pytest.raises(ValueError, match=says("b.parquet", "Parquet")):
         Batch.load(path)
     batch_of([100] * 9).save(path)
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-20], whole[:8] + b"x" * 40 + whole[48:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"b.parquet holds no batch"):
+        with pytest.raises(ValueError, match=says(path)):
             Batch.load(path)
     pandas.DataFrame({"tokens": [[1, 2]]}).to_parquet(path)
-    with pytest.raises(ValueError, match=r"b.parquet holds no batch: this table was not made by Batch.to_table"):
+    with pytest.raises(ValueError, match=says("b.parquet", "Batch.to_table")):
         Batch.load(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.parquet"):
         Batch.load(tmp_path / "missing.parquet")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from components.batch import Batch
 from tests.components.batches import batch_of, ragged_lengths, rows_of
+from tests.messages import says
 
 
 def test_micro_batches_fit_the_budget_when_padded() -> None:
@@ -37,7 +38,7 @@ def test_micro_batches_have_at_most_the_sequences_asked_for() -> None:
     assert [index.tolist() for index in batch.micro_batch_indices(6, 2)] == [[2, 0], [4, 3], [1]]
     assert [index.tolist() for index in batch.micro_batch_indices(100, 3)] == [[2, 0, 4], [3, 1]]
     assert [len(index) for index in batch.micro_batch_indices(100, 0)] == [5]
-    with pytest.raises(ValueError, match="max_sequences = -1: set at least 1, or 0 for no limit"):
+    with pytest.raises(ValueError, match=says("max_sequences", -1, 1, 0)):
         batch.micro_batch_indices(6, -1)
 
 
@@ -84,7 +85,7 @@ def test_attention_makes_long_sequences_cost_more_than_their_tokens() -> None:
 
 @pytest.mark.parametrize("attention", [-0.1, float("nan"), float("inf")])
 def test_attention_is_a_number_from_0(attention: float) -> None:
-    with pytest.raises(ValueError, match=f"attention={attention}: set 0 to count tokens"):
+    with pytest.raises(ValueError, match=f"attention={attention}"):
         batch_of([1, 2]).balanced_shares(2, attention)
 
 

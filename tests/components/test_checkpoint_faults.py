@@ -2,12 +2,12 @@
 
 import json
 import logging
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 
 from components.checkpoint import CheckpointError, Checkpoints, find_checkpoint, read_state
 from tests.components.checkpoint_steps import assert_whole, names, save
+from tests.messages import says
 
 PROJECT = Path(__file__).parents[2]
 
 
 def run_python(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=PROJECT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=540, cwd=PROJECT)
 
 
 # --- killed
@@ -117,25 +118,23 @@ def test_killed_at_any_operation_a_whole_step_is_found(
 def test_killed_while_it_writes_the_steps_before_are_untouched(tmp_path: Path) -> None:
     save(Checkpoints(tmp_path), 5)
     code = """
-        import sys, time
+        import signal, sys
         from pathlib import Path
         from components.checkpoint import Checkpoints
 
         def write(folder):
             (folder / "hf").mkdir()
             (folder / "hf" / "half").write_text("")
-            time.sleep(100)
+            print("half of it is there", flush=True)
+            signal.pause()
 
         Checkpoints(sys.argv[1]).save(int(sys.argv[2]), {}, write)
     """
     for step in (5, 6):
         command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(step)]
-        with subprocess.Popen(command, cwd=PROJECT) as process:
-            until = time.monotonic() + 30
-            while not (tmp_path / f".step_{step}.partial" / "hf" / "half").exists():
-                assert process.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.01)
+        with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline()
             process.kill()
         assert process.returncode == -signal.SIGKILL
         assert names(tmp_path) == [f".step_{step}.partial", "latest", "step_5"]
@@ -170,11 +169,7 @@ def test_an_error_that_is_not_of_the_disk_passes_through(tmp_path: Path) -> None
 
 def test_a_file_outside_that_write_could_not_use_is_named(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "checkpoints")
-    message = (
-        f"^checkpoint of step 6 could not be written to {box.folder}: Is a directory: {tmp_path}; there is no whole "
-        "one yet; check it, or set another checkpoint folder$"
-    )
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=says("step 6", box.folder, f"Is a directory: {tmp_path};")):
         box.save(6, {}, lambda folder: tmp_path.write_text("a second place for the model"))
     assert names(box.folder) == []
 
@@ -234,15 +229,15 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
         print(json.dumps({"said": said, "saved": saved, "full": full}))
     """
     result = in_a_small_disk(code, tmp_path / "disk")
-    start = f"checkpoint of step 2 could not be written to {tmp_path}/disk/run: "
+    facts = ["step 2", f"{tmp_path}/disk/run", "step_1"]
     if result["full"]:
         # Four pages for the model, one for trainer.json, one for the name.
         assert result["saved"] == [6]
         assert len(result["said"]) == 6
-        reason = "No space left on device (0 MB free); the last whole one is step_1; free space"
+        facts += ["No space left on device", "0 MB"]
     else:
-        reason = "File too large; the last whole one is step_1; raise the limit for a file (ulimit -f)"
-    assert result["said"][0] == f"{start}{reason}, or set another checkpoint folder"
+        facts += ["File too large", "ulimit -f"]
+    assert re.search(says(*facts), result["said"][0])
 
 
 def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: Path) -> None:
@@ -279,17 +274,13 @@ def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: 
     result = in_a_small_disk(code, tmp_path / "disk")
     run = tmp_path / "disk" / "run"
     torch_said, safetensors_said, *rest = result["said"]
-    assert torch_said.startswith(
-        f"checkpoint of step 2 could not be written to {run}: torch could not write its file ("
-    )
-    assert torch_said.endswith(" MB free); the last whole one is step_1; free space, or set another checkpoint folder")
-    reason = "No space left on device (" if result["full"] else "File too large; the last whole one is step_1"
-    assert safetensors_said.startswith(f"checkpoint of step 2 could not be written to {run}: {reason}")
-    marked = (
-        f"step 1 could not be marked as the best in {run}: No space left on device (0 MB free); the last whole one is "
-        "step_1; free space, or set another checkpoint folder"
-    )
-    assert rest == ([marked] if result["full"] else [])
+    free = " MB free" if result["full"] else "torch"
+    assert re.search(says("step 2", f"{run}:", "torch", free, "step_1"), torch_said)
+    reason = "No space left on device" if result["full"] else "File too large"
+    assert re.search(says("step 2", f"{run}:", reason, "step_1"), safetensors_said)
+    assert len(rest) == (1 if result["full"] else 0)
+    for marked in rest:
+        assert re.search(says("step 1 ", f"{run}:", "No space left on device", "0 MB", "step_1"), marked)
 
 
 def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path) -> None:
@@ -315,10 +306,7 @@ def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path)
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     said, saved = result.stdout.splitlines()
-    assert said == (
-        f"checkpoint of step 2 could not be written to {tmp_path}: File too large; the last whole one is step_1; raise "
-        "the limit for a file (ulimit -f), or set another checkpoint folder"
-    )
+    assert re.search(says("step 2", f"{tmp_path}:", "File too large", "step_1", "ulimit -f"), said)
     assert saved == "step_2"
 
 
@@ -365,30 +353,25 @@ def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Pat
     assert result.returncode == 0, result.stderr
     place, *said = json.loads(result.stdout)
     folder = f"{place}/run"
-    last = "Permission denied; the last whole one is step_1; make it writable, or set another checkpoint folder"
-    refused = "Permission denied; set another checkpoint folder, or run_dir"
-    assert said == [
-        f"CheckpointError: checkpoint of step 2 could not be written to {folder}: {last}",
-        f"CheckpointError: step 1 could not be marked as the best in {folder}: {last}",
-        f"ValueError: checkpoints cannot be written to {folder}/new: {refused}",
-        f"ValueError: checkpoints cannot be written to {folder}: {refused}",
-        [".step_1.gone", "latest", "step_3"],
-        ["latest", "step_4"],
-    ]
+    for message, *facts in zip(
+        said[:4],
+        ("CheckpointError", "CheckpointError", "ValueError", "ValueError"),
+        ("step 2", "step 1 ", "run_dir", "run_dir"),
+        (f"{folder}:", f"{folder}:", f"{folder}/new:", f"{folder}:"),
+        strict=True,
+    ):
+        assert re.search(says(*facts, "Permission denied"), message)
+    assert all("step_1" in message for message in said[:2])
+    assert said[4:] == [[".step_1.gone", "latest", "step_3"], ["latest", "step_4"]]
     warnings = result.stderr.splitlines()
     assert len(warnings) == 2
-    for line in warnings:
-        assert line.startswith(f"{folder}/.step_1.gone could not be removed and takes room: ")
-        assert line.endswith("; remove it by hand")
+    assert all(f"{folder}/.step_1.gone" in line for line in warnings)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused_with_what_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
-        with pytest.raises(
-            ValueError,
-            match=rf"^checkpoints cannot be written to {place}: {reason}; set another checkpoint folder",
-        ):
+        with pytest.raises(ValueError, match=says(f"{place}:", reason, "run_dir")):
             Checkpoints(place)
 
 
@@ -397,7 +380,7 @@ def test_a_folder_that_was_taken_away_is_said_without_a_last_one(tmp_path: Path)
     save(box, 1)
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").write_text("")
-    with pytest.raises(CheckpointError, match=r"/run: Not a directory; there is no whole one yet; check it, or set"):
+    with pytest.raises(CheckpointError, match=says(f"{tmp_path}/run:", "Not a directory")):
         save(box, 2)
 
 
@@ -407,7 +390,7 @@ def test_a_latest_that_cannot_be_written_leaves_the_steps_as_they_were(tmp_path:
     save(box, 1, "before")
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r": Is a directory; there is no whole one yet; check it"):
+    with pytest.raises(CheckpointError, match=says(f"{tmp_path}:", "Is a directory")):
         save(box, step, "after")
     assert names(tmp_path) == ["latest", "step_1"]
     assert_whole(tmp_path / "step_1")

@@ -13,6 +13,7 @@ from components.launch import alarm_bell, open_run, run_job, threads_each
 from components.tracking import AlarmEvent, EventLog, StepEvent
 from core import JobBuilder
 from tests.components.checkpoint_steps import save
+from tests.messages import says
 
 
 def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save(Checkpoints(elsewhere or tmp_path / "run/checkpoints"), 3)
-    with pytest.raises(ValueError, match="holds checkpoints already, up to step_3"):
+    with pytest.raises(ValueError, match=says("step_3", "resume=auto")):
         open_run("~/run", "none", elsewhere, "the plan")
     assert not (tmp_path / "run" / "plan.json").exists()
     assert open_run("~/run", "auto", elsewhere, "the plan") == tmp_path / "run"

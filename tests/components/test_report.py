@@ -37,6 +37,7 @@ from components.report.gather import (
 )
 from components.report.samples import Vocabulary, choose_groups, histogram, keep, read_rollouts
 from tests.components.report_runs import EVIL, lines, rollouts, write_run
+from tests.messages import says
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -346,7 +347,7 @@ def test_a_page_that_would_be_too_large_is_thinned_further(tmp_path: Path, monke
 
 def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts/report.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=540)
 
 
 def test_the_script_writes_one_file_and_says_where(tmp_path: Path) -> None:
@@ -362,14 +363,14 @@ def test_the_script_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "device")
     for arguments, code, said in (
-        ([tmp_path / "nowhere"], 2, "no such folder"),
-        ([tmp_path / "empty"], 2, "holds no run"),
-        ([run, "--out", tmp_path / "no/such/folder/x.html"], 1, "cannot be written"),
-        ([run, "--out", tmp_path / "device"], 2, "is no file"),
+        ([tmp_path / "nowhere"], 2, tmp_path / "nowhere"),
+        ([tmp_path / "empty"], 2, tmp_path / "empty"),
+        ([run, "--out", tmp_path / "no/such/folder/x.html"], 1, tmp_path / "no/such/folder"),
+        ([run, "--out", tmp_path / "device"], 2, tmp_path / "device"),
     ):
         result = script(*arguments)
         assert (result.returncode, "Traceback" in result.stderr) == (code, False)
-        assert said in result.stderr
+        assert str(said) in result.stderr
 
 
 def test_a_report_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
@@ -380,7 +381,7 @@ def test_a_report_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
         "print(sorted({'torch', 'pandas', 'ray', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=540
     )
     assert result.stdout.strip() == "[]", result.stderr
 
@@ -397,7 +398,7 @@ def test_the_report_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.02)
     run = write_run(tmp_path / "one", steps=1)
     with reporting(run):
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 300
         while not (run / "report.html").exists() and time.monotonic() < ends:
             threading.Event().wait(0.01)
         assert (run / "report.html").exists()
@@ -414,11 +415,11 @@ def test_a_report_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
     run = write_run(tmp_path / "one", steps=1)
     (run / "report.html").mkdir()
     with reporting(run):
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 300
         while not caplog.records and time.monotonic() < ends:
             threading.Event().wait(0.01)
     (warning,) = caplog.records
-    assert "report.html of" in warning.getMessage() and "is switched off" in warning.getMessage()
+    assert re.search(says("report.html", run), warning.getMessage())
     assert capsys.readouterr().out == ""
 
 
@@ -441,16 +442,16 @@ def test_a_run_does_not_wait_for_ever_for_a_report_that_hangs(
 
     def hang(*_: Any) -> None:
         began.set()
-        goes_on.wait(60)
+        goes_on.wait(300)
 
     monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.01)
     monkeypatch.setattr(report, "LAST_WAIT_S", 0.01)
     monkeypatch.setattr(page, "write_report", hang)
     with reporting(write_run(tmp_path / "one", steps=1)):
-        assert began.wait(60)
+        assert began.wait(300)
     goes_on.set()
     (warning,) = caplog.records
-    assert "is not done after 0.01 s" in warning.getMessage()
+    assert "0.01 s" in warning.getMessage()
 
 
 def test_reading_no_events_gives_no_timeline(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from components.tracking import (
     read_summary,
     redact,
 )
+from tests.messages import says
 
 PROJECT = Path(__file__).parents[2]
 
@@ -78,8 +80,8 @@ def test_a_metric_that_cannot_be_read_does_not_stop_the_run(tracker: Tracker, ca
     meta = torch.empty(2, device="meta")  # it has no numbers
     for step in (1, 2):
         tracker.log(step, {"loss": meta})
-    assert caplog.text.count("metrics of") == 1
-    assert "is switched off" in caplog.text
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(says("metrics", tracker.run_dir), warning)
 
 
 def test_metrics_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
@@ -113,10 +115,8 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning(tracker: Tracker, ca
     tracker.close()
     assert broken.calls == 1
     assert [record["step"] for record in records(tracker.run_dir)] == [1, 2, 3]
-    messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(messages) == 1
-    assert "elsewhere of" in messages[0]
-    assert "is switched off: ConnectionError: gone" in messages[0]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(says("elsewhere", tracker.run_dir, "ConnectionError: gone"), warning)
 
 
 def test_a_run_folder_that_cannot_be_written_to_does_not_stop_the_run(
@@ -130,7 +130,7 @@ def test_a_run_folder_that_cannot_be_written_to_does_not_stop_the_run(
     tracker.update_summary(steps=1)
     tracker.close()
     finish_summary(tmp_path, "failed")
-    assert "metrics.jsonl of" in caplog.text
+    assert re.search(says("metrics.jsonl", tmp_path), caplog.text)
 
 
 def test_rollouts_are_a_parquet_file_with_a_row_per_sequence(tracker: Tracker) -> None:
@@ -227,7 +227,7 @@ def test_half_a_summary_or_one_of_an_older_version_is_gone_on_with(
 ) -> None:
     (tmp_path / "summary.json").write_text('{"recipe": "to')
     finish_summary(tmp_path, "failed", recipe="toy", tokens_per_second=torch.tensor(math.inf))
-    assert "cannot be read and is begun anew" in caplog.text
+    assert re.search(says("summary.json", tmp_path), caplog.text)
     summary = read_summary(tmp_path)
     assert summary is not None
     assert (summary["recipe"], summary["status"], summary["tokens_per_second"]) == ("toy", "failed", None)
@@ -239,9 +239,9 @@ def test_half_a_summary_or_one_of_an_older_version_is_gone_on_with(
 
 
 def test_fields_that_a_summary_does_not_have_are_refused(tracker: Tracker) -> None:
-    with pytest.raises(ValueError, match="has no field acore; it has recipe, status,"):
+    with pytest.raises(ValueError, match=says("acore", "recipe, status,")):
         tracker.update_summary(acore={})
-    with pytest.raises(ValueError, match="status='done' is no way for a run to end"):
+    with pytest.raises(ValueError, match="status='done'"):
         finish_summary(tracker.run_dir, "done")  # pyright: ignore[reportArgumentType]
 
 
