@@ -35,7 +35,7 @@ cd -- "$home"
 # SIGINT lets pytest report and its clusters shut down; what does not listen is killed a minute later.
 status=0
 timeout --foreground --signal=INT --kill-after=60 "${minutes}m" \
-    .venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "${options[@]}" || status=$?
+    .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "${options[@]}" || status=$?
 if ((status == 124 || status == 137)); then
     echo "test.sh: not done after $minutes minutes, so the run was ended; pytest --durations=20 shows what is slow" >&2
 fi

@@ -16,8 +16,18 @@ import pytest
 pytest_plugins = ["tests.cpu_budget"]
 
 TESTS = Path(__file__).resolve().parent
-FIRST = ("recipes", "core")
-"""The folders whose tests take longest: with these first, all processes of pytest end at about the same time."""
+FIRST = (
+    "recipes/test_role_group_runs.py",
+    "core/test_recovery.py",
+    "recipes/test_resume.py",
+    "recipes/test_verl_ppo.py",
+    "recipes/test_agent_runs.py",
+    "test_cluster.py",
+    "recipes/test_openrlhf_ppo.py",
+    "recipes/test_reward_outage.py",
+    "components/engines/test_weights_arrive.py",
+)
+"""The files that take longest, the longest first: so all processes of pytest end at about the same time."""
 
 # Before anything imports torch or ray: both read these once. Processes that a test starts inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -44,8 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first."""
 
     def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+        name = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        return FIRST.index(name) if name in FIRST else len(FIRST)
 
     items.sort(key=place)
 
