@@ -271,6 +271,8 @@ def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
         AssertionError: with what uv says, when there is no solution.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    # Else uv trusts the system's certificates only where a variable names them, as pip does not.
+    command += ["--system-certs"]
     command += ["--python-version", python, *[f"--extra={name}" for name in extras if name != "base"], *options]
     done = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

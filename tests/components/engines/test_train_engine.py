@@ -17,11 +17,10 @@ from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
 from components.engines.config import TrainConfig
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
-from components.engines.train_engine import init_process_group
 from components.rl.aggregation import Totals
 from tests.components.engines import train_cases as cases
 from tests.components.engines.ranks import WORLD_SIZES, run_ranks
-from tests.components.engines.train_worker import trained_in_many_ways
+from tests.components.engines.train_worker import meet_nowhere, trained_in_many_ways
 from tests.messages import says
 
 STAGES = (0, 1, 2, 3)
@@ -265,13 +264,9 @@ def test_a_process_group_of_another_size_is_an_error(run_of: RunOf, world_size: 
     assert re.search(says("WORLD_SIZE=5", f"group of {world_size}"), message)
 
 
-def test_a_world_without_a_meeting_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match=says("WORLD_SIZE=2", "MASTER_ADDR", "MASTER_PORT")):
-        init_process_group()
+def test_a_world_without_a_meeting_place_is_an_error(tmp_path: Path) -> None:
+    (message,) = run_ranks(meet_nowhere, 1, tmp_path)
+    assert re.search(says("WORLD_SIZE=2", "MASTER_ADDR", "MASTER_PORT"), message)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

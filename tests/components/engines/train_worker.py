@@ -82,6 +82,16 @@ CROSSED = [
 HALF = 2
 
 
+def meet_nowhere() -> str:
+    """What is said where two ranks are to meet, and nothing tells where."""
+    os.environ.update(WORLD_SIZE="2", RANK="0")
+    try:
+        init_process_group()
+    except ValueError as error:
+        return str(error)
+    return "they have met"
+
+
 def all_minibatches() -> list[Batch]:
     return [*minibatches(), ragged(5, 6)]
 
