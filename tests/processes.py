@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 
 def is_alive(pid: int) -> bool:
@@ -20,3 +21,15 @@ def wait_until_gone(*pids: int, timeout_s: float = 120.0) -> None:
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still there after {timeout_s:g} s: {left}"
         time.sleep(0.01)
+
+
+def left_behind(run_id: str) -> list[str]:
+    """Whatever of a run is still there: shared memory, actors, placement groups of the Ray of this process."""
+    import ray
+    from ray.util import placement_group_table
+
+    found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    found += [actor["name"] for actor in actors if run_id in actor["name"]]
+    groups = placement_group_table().values()
+    return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]

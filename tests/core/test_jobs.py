@@ -12,6 +12,7 @@ import pytest
 
 from core import CallEvent, JobBuilder, JobEvent, JobResult, RoleGroup
 from tests.messages import says
+from tests.processes import left_behind
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("ray_cluster")]
 
@@ -24,25 +25,13 @@ def run(script: Callable[[Any], None], **options: Any) -> JobResult:
     return builder.build().submit("test", **options)
 
 
-def left_behind(result: JobResult) -> list[str]:
-    """Whatever of the run is still there: shared memory, actors, placement groups."""
-    import ray
-    from ray.util import placement_group_table
-
-    found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{result.run_id}*")]
-    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    found += [actor["name"] for actor in actors if result.run_id in actor["name"]]
-    groups = placement_group_table().values()
-    return found + [g["name"] for g in groups if result.run_id in g["name"] and g["state"] != "REMOVED"]
-
-
 def test_an_error_in_a_worker_ends_the_job_with_its_type_message_and_place(tmp_path: Path) -> None:
     result = run(lambda trainer: trainer.RG_ACTOR.fail(1), log_dir=tmp_path)
     assert (result.status, result.exit_code) == ("failed", 1)
     assert re.search(says("KeyError: 'lost in rank 1'", "ACTOR-1", "fail"), result.error)
     assert "hello from TRAINER-0" in (tmp_path / "trainer-0.log").read_text()
     assert (tmp_path / "actor-1.log").read_text().startswith("ACTOR-1: process ")
-    assert left_behind(result) == []
+    assert left_behind(result.run_id) == []
 
 
 def test_a_killed_worker_ends_a_job_without_restarts_in_one_line_that_names_it() -> None:
@@ -50,7 +39,7 @@ def test_a_killed_worker_ends_a_job_without_restarts_in_one_line_that_names_it()
     assert (result.status, result.exit_code) == ("failed", 1)
     assert "ACTOR-1" in result.error
     assert "\n" not in result.error
-    assert left_behind(result) == []
+    assert left_behind(result.run_id) == []
 
 
 def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts() -> None:
@@ -59,7 +48,7 @@ def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts
     builder.role("tool").run("workers.FailsAtStart").resource(cpu=0.5)
     result = builder.build().submit("test")
     assert re.search(says("RuntimeError: no such model", "TOOL-0"), result.error)
-    assert left_behind(result) == []
+    assert left_behind(result.run_id) == []
 
 
 def test_a_job_that_does_not_block_is_waited_for_or_stopped_from_here() -> None:
@@ -72,7 +61,7 @@ def test_a_job_that_does_not_block_is_waited_for_or_stopped_from_here() -> None:
     running.stop()
     result = running.result(300)
     assert (result.status, result.exit_code) == ("stopped", 130)
-    assert left_behind(result) == []
+    assert left_behind(result.run_id) == []
 
 
 def test_a_job_that_does_not_block_is_told_to_stop_and_saves_its_work(tmp_path: Path) -> None:

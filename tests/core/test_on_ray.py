@@ -12,24 +12,12 @@ import numpy as np
 import pytest
 import workers
 
-from core import JobBuilder, JobError, JobEvent, JobResult, RLJobBuilder, RoleGroup, WorkerGroup
+from core import JobBuilder, JobError, JobEvent, RLJobBuilder, RoleGroup, WorkerGroup
 from core.backends.ray import check_reachable
 from tests.messages import says
-from tests.processes import wait_until_gone
+from tests.processes import left_behind, wait_until_gone
 
 GUARD_S = 300.0
-
-
-def left_behind(result: JobResult) -> list[str]:
-    """Whatever of the run is still there: shared memory, actors, placement groups."""
-    import ray
-    from ray.util import placement_group_table
-
-    found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{result.run_id}*")]
-    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    found += [actor["name"] for actor in actors if result.run_id in actor["name"]]
-    groups = placement_group_table().values()
-    return found + [g["name"] for g in groups if result.run_id in g["name"] and g["state"] != "REMOVED"]
 
 
 def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
@@ -60,7 +48,7 @@ def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
     assert [kind for kind, _ in told] == ["start", "restart", "start", "end"]
     assert "ACTOR-1" in told[1][1]
     assert result.peak_memory_bytes > 10 * 2**20
-    assert left_behind(result) == []
+    assert left_behind(result.run_id) == []
     # Of both attempts, three processes each.
     logs = [file.read_text() for file in (tmp_path / "logs").glob("*.log")]
     pids = [int(pid) for log in logs for pid in re.findall(r"process (\d+) ", log)]

@@ -15,7 +15,7 @@ import pyarrow.parquet
 from safetensors.torch import load_file
 
 from components.tracking.metrics import metric_of
-from tests.processes import wait_until_gone
+from tests.processes import left_behind, wait_until_gone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,18 +130,11 @@ class Run(RunFolder):
 
     def left_behind(self) -> list[str]:
         """What of the run is still there: processes, shared memory, actors, placement groups."""
-        import ray
-        from ray.util import placement_group_table
-
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
         wait_until_gone(*itertools.chain.from_iterable(self.starts().values()), timeout_s=60)
         # Reward code runs in children of the reward role, whose process id stands at the end of their command.
         wait_until_gone(*running("reward_workers", self.pids().get("reward-0")), timeout_s=60)
-        found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
-        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-        found += [actor["name"] for actor in actors if run_id in actor["name"]]
-        groups = placement_group_table().values()
-        return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
+        return left_behind(run_id)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Until something is true of the running run."""
