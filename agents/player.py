@@ -22,9 +22,10 @@ from components.batch import Batch
 from components.data.reward_workers import FEW_FAILURES, allowed_failures
 from components.data.rewards import RewardError
 from components.data.text import TextEncoder
-from components.engines.async_engine import AsyncEngine, Generation, Request, open_async_engine
+from components.engines.async_engine import AsyncEngine, Generation, Request
 from components.engines.batched_engine import BatchedEngine
-from components.engines.rollout_engine import RolloutEngine, open_rollout_engine
+from components.engines.opening import open_async_engine, open_rollout_engine
+from components.engines.rollout_engine import RolloutEngine
 from components.hub import first_line
 
 if TYPE_CHECKING:

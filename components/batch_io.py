@@ -10,14 +10,31 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from components.batch import Batch
+
+class Columns(Protocol):
+    """What a batch holds, as a table sees it; `components.batch.Batch` does."""
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def offsets(self) -> Tensor: ...
+
+    @property
+    def per_token(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def per_sequence(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def objects(self) -> Mapping[str, Sequence[Any]]: ...
+
 
 _TABLE_KEY = b"troupe.batch"
 # numpy has no such numbers; their bits travel in integers of the same width.
@@ -40,7 +57,7 @@ def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
         return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
-def to_table(batch: "Batch") -> Any:
+def to_table(batch: Columns) -> Any:
     """See `Batch.to_table`."""
     import pyarrow as pa
 
@@ -59,7 +76,7 @@ def to_table(batch: "Batch") -> Any:
         if tail:
             # Arrow has no lists of size 0.
             size = math.prod(tail)
-            arrays[name] = pa.FixedSizeListArray.from_arrays(values, size) if size else pa.nulls(len(batch))
+            arrays[name] = pa.FixedSizeListArray.from_arrays(values, size) if size else pa.nulls(len(batch.lengths))
     for name, column in batch.objects.items():
         arrays[name], encoding = _objects_to_arrow(name, column)
         described[name] = ("objects", encoding, [])

@@ -232,7 +232,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.data.tiny_model import task_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
     from components.engines.config import TrainConfig
-    from components.engines.train_engine import open_engine
+    from components.engines.opening import open_engine
     from components.rl.aggregation import LossOutput, Totals
     from components.rl.supervised import sft_loss
 

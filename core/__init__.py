@@ -3,11 +3,12 @@
 from typing import NoReturn
 
 from core.config import Refused, changed_options, describe_options, given_options, load_config, options_of
-from core.context import Identity, Member, WorkloadContext, say
+from core.context import Identity, WorkloadContext, say
 from core.errors import ConfigError, JobError, WorkerDied, WorkerTimeout
 from core.futures import Future, FutureSequence, as_completed
 from core.invocation import replicate, rpc, trainer_invocation
 from core.job import Job, JobBuilder, RLJobBuilder, RunningJob
+from core.members import Member
 from core.names import hint_after
 from core.observers import CallEvent, JobEvent, MemoryEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec

@@ -6,89 +6,15 @@ its context when they are run through `contextvars.copy_context().run`.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from core.invocation import Export
+from core.members import Directory, Transport
 from core.recovery import Recovery
 from core.roles import Role
-
-Kind = Literal["train", "run"]
-
-
-class Outcome:
-    """What one call to one worker came to: a value, or an error.
-
-    `seconds`: how long it ran, where it ran in this process and nobody could be said to be late before it came back.
-    """
-
-    __slots__ = ("error", "seconds", "value")
-
-    def __init__(self, value: Any = None, error: BaseException | None = None, seconds: float = 0.0) -> None:
-        self.value = value
-        self.error = error
-        self.seconds = seconds
-
-
-class Transport(Protocol):
-    """How calls travel. One implementation per backend; references are the backend's own."""
-
-    is_inline: bool
-    """Whether calls run in this process, on the thread of who waits for them."""
-
-    def send(self, member: "Member", export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Submit one call and return a reference to its outcome."""
-        ...
-
-    def put(self, value: Any) -> Any:
-        """Store a value once for many receivers; the reference may be passed as an argument."""
-        ...
-
-    def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
-        """Those of the references that are ready after at most `timeout` seconds; None waits for all."""
-        ...
-
-    def outcome(self, reference: Any) -> Outcome:
-        """The outcome of a reference that is ready."""
-        ...
-
-    def values(self, references: list[Any]) -> list[Any] | None:
-        """All values, if within a moment all are there and none is an error; else None, and `wait` finds out more."""
-        ...
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker of a role, as others see it."""
-
-    role: Role
-    rank: int
-    handle: Any
-    attempt: int = 1
-    """Which process of this worker it is: one more for each replacement."""
-
-    @property
-    def name(self) -> str:
-        """For people: `ACTOR-0`."""
-        return f"{self.role}-{self.rank}"
-
-
-@dataclass
-class RoleEntry:
-    """One role of the running job: its workers, what they export, what each of them was given."""
-
-    role: Role
-    kind: Kind
-    members: list[Member]
-    exports: dict[str, Export] = field(default_factory=dict)
-    resource: dict[str, float] = field(default_factory=dict)
-    implementation: str = ""
-
-
-Directory = dict[Role, RoleEntry]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar, overload
 
-from core.context import Member, Outcome, Transport, WorkloadContext
+from core.context import WorkloadContext
 from core.errors import WorkerDied, WorkerTimeout, with_note
 from core.invocation import Export
+from core.members import Member, Outcome, Transport
 from core.parts import Parts, spread
 from core.sharding import join
 

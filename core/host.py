@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from core.context import Directory, Identity, Transport, WorkloadContext, entered
+from core.context import Identity, WorkloadContext, entered
 from core.control import memory_bytes
 from core.invocation import Export, exports_of
+from core.members import Directory, Transport
 from core.observers import CallEvent
 from core.parts import resolved
 from core.recovery import Recovery

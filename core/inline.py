@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from core.context import Member, Outcome
 from core.invocation import Export
+from core.members import Member, Outcome
 
 Key = tuple[str, int]
 """Role and rank of a worker: it does one thing at a time."""

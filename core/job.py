@@ -2,22 +2,20 @@
 
 import ast
 import contextlib
-import dataclasses
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
-
 from core.backends import BackendName
-from core.context import Kind
 from core.errors import JobError
+from core.master import Master
+from core.members import Kind
 from core.names import hint_after
 from core.observers import Observer
 from core.placement import detect_devices, plan
-from core.plan import TORCH_PROCESS_GROUP, JobResult, Placement, Resource, RoleSpec
+from core.plan import TORCH_PROCESS_GROUP, JobResult, JobSpec, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
@@ -48,31 +46,8 @@ class SubmitOptions(TypedDict, total=False):
     (JobEvent). One that raises is switched off with a warning."""
 
 
-class Job(BaseModel):
+class Job(JobSpec):
     """A checked plan. `model_dump_json()` prints all of it; `submit(name)` runs it."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    device_type: Literal["CPU", "GPU"]
-    node_num: int
-    device_per_node: int
-    roles: dict[str, RoleSpec]
-    placement: Placement
-    collocations: list[list[str]] = []
-    global_env: dict[str, str] = {}
-    max_restarts: int = Field(default=3, ge=0)
-    """How often all starts again after the death of a rank or of the trainer."""
-    stall_timeout: float = Field(default=0.0, ge=0)
-    """Seconds without a sign of progress after which a process is taken for hung, and ended; 0: never."""
-    stop_grace: float = Field(default=0.0, ge=0)
-    """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
-    config: Any = None
-
-    @field_serializer("config")
-    def _plain_config(self, config: Any) -> Any:
-        return (
-            dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
-        )
 
     @property
     def workloads(self) -> dict[str, RoleSpec]:
@@ -104,8 +79,6 @@ class Job(BaseModel):
         Raises:
             JobError: the backend cannot run this job.
         """
-        from core.master import Master
-
         self.check_backend(options.get("backend", "ray"))
         master = Master(self, job_name, **options)
         return master.run() if blocking else RunningJob(master.run, master.stop)
@@ -134,8 +107,6 @@ class Job(BaseModel):
         Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
         Nothing is replaced or started again: a death is the error of the call that meets it.
         """
-        from core.master import Master
-
         self.check_backend(backend)
         with Master(self, name, log_dir, address, backend=backend).running():
             yield

@@ -11,22 +11,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.backends import BackendName, make_backend
-from core.context import Directory, Identity, Member, WorkloadContext, entered
+from core.context import Identity, WorkloadContext, entered
 from core.control import ControlLink
 from core.errors import WorkerDied, WorkerTimeout, with_note
 from core.host import HostSpec, WorkerSpec
+from core.members import Directory, Member
 from core.observers import Observer
-from core.plan import JobResult
+from core.plan import JobResult, JobSpec
 from core.process import python_path
 from core.roles import Role
 from core.shared_memory import claim_shared, shared_folder, sweep_shared
 from core.watch import Watch, WatchedHost, directory_of, kill_local, local_ranks
-
-if TYPE_CHECKING:
-    from core.job import Job
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.2
@@ -50,7 +48,7 @@ class Master:
 
     def __init__(
         self,
-        job: "Job",
+        job: JobSpec,
         name: str,
         log_dir: Path | None = None,
         address: str | None = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from core.sharding import chunk_sizes, join
 
 if TYPE_CHECKING:
-    from core.context import Transport
+    from core.members import Transport
 
 
 @dataclass(frozen=True)

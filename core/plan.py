@@ -1,10 +1,11 @@
 """A job as data: its roles, what each worker is given, which process holds which worker, and how a run ended."""
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
-from core.context import Kind
+from core.members import Kind
 
 TORCH_PROCESS_GROUP = "torch.distributed:init_process_group"
 
@@ -111,6 +112,33 @@ class Placement(BaseModel):
 
     bundles: list[BundlePlan]
     hosts: list[HostPlan]
+
+
+class JobSpec(BaseModel):
+    """A checked job, as its master reads it."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    device_type: Literal["CPU", "GPU"]
+    node_num: int
+    device_per_node: int
+    roles: dict[str, RoleSpec]
+    placement: Placement
+    collocations: list[list[str]] = []
+    global_env: dict[str, str] = {}
+    max_restarts: int = Field(default=3, ge=0)
+    """How often all starts again after the death of a rank or of the trainer."""
+    stall_timeout: float = Field(default=0.0, ge=0)
+    """Seconds without a sign of progress after which a process is taken for hung, and ended; 0: never."""
+    stop_grace: float = Field(default=0.0, ge=0)
+    """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
+    config: Any = None
+
+    @field_serializer("config")
+    def _plain_config(self, config: Any) -> Any:
+        return (
+            dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
+        )
 
 
 class JobResult(BaseModel):

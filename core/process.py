@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.context import Member, Transport
 from core.control import ControlServer, Status, memory_bytes
 from core.host import Host, HostReport, HostSpec
+from core.members import Member, Transport
 from core.roles import Role
 
 

@@ -7,20 +7,19 @@ had called on it; the worker is back. Each process remembers its own calls, so n
 import itertools
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from core.context import Directory, Member, Transport
-    from core.invocation import Export
+from core.invocation import Export
+from core.members import Directory, Member, Transport
 
-_Call = tuple[int, "Export", tuple[Any, ...], Mapping[str, Any]]
+_Call = tuple[int, Export, tuple[Any, ...], Mapping[str, Any]]
 """When it was made, among all calls of the process, of which method, and with which arguments."""
 
 
 class Recovery:
     """Shared by the threads of one process. Without a directory (nobody replaces anything) it only remembers."""
 
-    def __init__(self, directory: "Directory | None" = None) -> None:
+    def __init__(self, directory: Directory | None = None) -> None:
         self._directory = directory
         self._changed = threading.Condition()
         self._lost: set[tuple[str, int]] = set()
@@ -29,12 +28,12 @@ class Recovery:
 
     # --- for calls
 
-    def may_return(self, member: "Member") -> bool:
+    def may_return(self, member: Member) -> bool:
         """Whether a worker that died comes back: instances of a `run` role do, within their budget."""
         entry = self._directory.get(member.role) if self._directory is not None else None
         return entry is not None and entry.kind == "run"
 
-    def replacement(self, member: "Member", timeout: float | None = None) -> "Member | None":
+    def replacement(self, member: Member, timeout: float | None = None) -> Member | None:
         """Who stands in for a member: itself while it lives; None if nobody does after `timeout` seconds."""
         if self._directory is None:
             return member
@@ -43,7 +42,7 @@ class Recovery:
             return self._directory[member.role].members[member.rank] if is_back else None
 
     def remember(
-        self, member: "Member", export: "Export", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Call | None:
         """Keep a call for replays, in place of the method's last one, which is returned."""
         with self._changed:
@@ -52,7 +51,7 @@ class Recovery:
             calls[export.name] = (next(self._clock), export, args, kwargs)
             return before
 
-    def take_back(self, member: "Member", method: str, before: _Call | None) -> None:
+    def take_back(self, member: Member, method: str, before: _Call | None) -> None:
         """Forget a call that failed: what is repeated is the one before it."""
         with self._changed:
             calls = self._remembered[member.role, member.rank]
@@ -60,7 +59,7 @@ class Recovery:
             if before is not None:
                 calls[method] = before
 
-    def met_death(self, member: "Member") -> None:
+    def met_death(self, member: Member) -> None:
         """A call found out that a member is gone, perhaps before the master did."""
         with self._changed:
             if self._directory is None or not self.may_return(member):
@@ -75,7 +74,7 @@ class Recovery:
         with self._changed:
             self._lost.add((role, rank))
 
-    def replay(self, member: "Member", transport: "Transport") -> None:
+    def replay(self, member: Member, transport: Transport) -> None:
         """Repeat in a new process what was called on the lost one, in order; an error of a call is raised."""
         with self._changed:
             calls = dict(self._remembered.get((member.role, member.rank), {}))
@@ -86,7 +85,7 @@ class Recovery:
             if error is not None:
                 raise error
 
-    def replace(self, member: "Member") -> None:
+    def replace(self, member: Member) -> None:
         """The worker is back as `member`."""
         with self._changed:
             # Before the process was told who is there, there is nothing to correct.
@@ -95,7 +94,7 @@ class Recovery:
             self._lost.discard((member.role, member.rank))
             self._changed.notify_all()
 
-    def meet(self, found: "Directory", directory: "Directory") -> None:
+    def meet(self, found: Directory, directory: Directory) -> None:
         """Put who was found into the directory, but for those whose replacements are there already."""
         with self._changed:
             for role, entry in found.items():

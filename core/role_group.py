@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from core.context import Member, RoleEntry, WorkloadContext, current
+from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
 from core.futures import Future, FutureSequence, Pending, whole
 from core.invocation import Export
+from core.members import Member, RoleEntry
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
 

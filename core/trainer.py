@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
-from core.context import Directory
+from core.members import Directory
 from core.role_group import RoleGroup
 from core.roles import Role
 from core.workload import BaseWorkload

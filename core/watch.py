@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.context import Directory, Member, RoleEntry
 from core.control import ControlLink, memory_bytes
 from core.host import IDLE, HostReport
+from core.members import Directory, Member, RoleEntry
 from core.observers import JobEvent, MemoryEvent, Observer, Observers
 from core.plan import HostPlan, RoleSpec
 from core.roles import Role

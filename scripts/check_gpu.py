@@ -48,7 +48,8 @@ from components.engines.causal import load_policy, token_logprobs, without_progr
 from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig  # noqa: E402
 from components.engines.fsdp_engine import FSDPEngine  # noqa: E402
 from components.engines.hf_engine import HFRolloutEngine  # noqa: E402
-from components.engines.train_engine import TrainEngine, open_engine  # noqa: E402
+from components.engines.opening import open_engine  # noqa: E402
+from components.engines.train_engine import TrainEngine  # noqa: E402
 from components.engines.weight_digest import compare_digests, digest  # noqa: E402
 from components.engines.weight_sync import WeightPublisher  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from components.data.reward_workers import allowed_failures
-from components.data.rewards import RewardError, RewardOutput, RewardSettings, open_reward
+from components.data.rewards import RewardError, RewardOutput, RewardSettings, RewardSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +25,25 @@ class RewardSum:
     itself as `<part>_log_<name>`; a part is called by its scorer, its file or its server.
     """
 
-    def __init__(self, parts: Sequence[tuple[float, str]], settings: RewardSettings) -> None:
-        """Open every part; each has the workers of `settings`."""
+    def __init__(
+        self,
+        parts: Sequence[tuple[float, str]],
+        sources: Sequence[RewardSource],
+        settings: RewardSettings,
+        close: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            parts: weight and specification of each, as `reward_parts` gives them.
+            sources: the parts, opened.
+            settings: of all.
+            close: ends what the parts have started.
+        """
         self._settings = settings
         self._weights = [weight for weight, _ in parts]
         self._names = _names([spec for _, spec in parts])
-        with ExitStack() as opened:
-            self._sources = [opened.enter_context(open_reward(spec, settings)) for _, spec in parts]
-            self._opened = opened.pop_all()
+        self._sources = sources
+        self.close = close
 
     def __call__(
         self,
@@ -65,10 +75,6 @@ class RewardSum:
                 raise output
             outputs[index] = output
         return self._added([outputs[index] for index in range(len(outputs))])
-
-    def close(self) -> None:
-        """End what the parts have started."""
-        self._opened.close()
 
     def __enter__(self) -> RewardSum:
         return self

@@ -21,10 +21,6 @@ from components.data.scorers import get_scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from components.data.remote_reward import RemoteReward
-    from components.data.reward_sum import RewardSum
-    from components.data.reward_workers import WorkerReward
-
 FUNCTION_NAME = "reward_func"
 """What a reward file defines: reward_func(queries, prompts, labels, **kwargs)."""
 
@@ -117,26 +113,6 @@ def check_reward(spec: str) -> None:
             _check_file(part)
         else:
             get_scorer(part)
-
-
-def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward | RewardSum:
-    """Open a reward: the name of a scorer, a .py file that defines `reward_func`, or URLs with commas between them.
-
-    Or a weighted sum of such, each with its weight: `0.7*gsm8k + 0.3*style.py + 1*http://a:5000/score`.
-    """
-    check_reward(spec)
-    settings = settings or RewardSettings()
-    if (parts := reward_parts(spec)) != [(1.0, spec)]:
-        from components.data.reward_sum import RewardSum
-
-        return RewardSum(parts, settings)
-    if "://" in spec:
-        from components.data.remote_reward import RemoteReward
-
-        return RemoteReward(reward_urls(spec), settings)
-    from components.data.reward_workers import WorkerReward
-
-    return WorkerReward(spec, settings)
 
 
 def reward_parts(spec: str) -> list[tuple[float, str]]:

@@ -8,11 +8,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from components.engines.config import RolloutConfig, SamplingConfig, VLLMRolloutConfig
-from components.engines.rollout_engine import WeightVersions, open_rollout_engine
+from components.engines.config import SamplingConfig
+from components.engines.rollout_engine import WeightVersions
 
 if TYPE_CHECKING:
     from components.engines.weight_sync import WeightHandle
@@ -126,19 +125,3 @@ class AsyncEngine(WeightVersions):
     @abstractmethod
     def close(self) -> None:
         """End what the engine has started."""
-
-
-async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> AsyncEngine:
-    """The engine that `config` is of, with the weights at `model_path`, for the loop that this runs in.
-
-    Args:
-        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
-        config: of the engine.
-    """
-    if isinstance(config, VLLMRolloutConfig):
-        from components.engines.vllm_async import AsyncVLLMEngine
-
-        return await AsyncVLLMEngine.open(model_path, config)
-    from components.engines.batched_engine import BatchedEngine
-
-    return BatchedEngine(open_rollout_engine(model_path, config))

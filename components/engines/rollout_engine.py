@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
+from components.engines.config import SamplingConfig
 
 if TYPE_CHECKING:
     from components.engines.weight_sync import WeightHandle
@@ -245,23 +244,6 @@ def limits(prompts: Batch, sampling: SamplingConfig) -> Tensor:
     if "max_new_tokens" in prompts:
         return prompts["max_new_tokens"]
     return torch.full((len(prompts),), sampling.max_new_tokens)
-
-
-def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> RolloutEngine:
-    """The engine that `config` is of, with the weights at `model_path`.
-
-    Args:
-        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
-        config: of the engine.
-    """
-    if isinstance(config, HFRolloutConfig):
-        from components.engines.hf_engine import HFRolloutEngine
-
-        return HFRolloutEngine(model_path, config)
-    assert isinstance(config, VLLMRolloutConfig)
-    from components.engines.vllm_engine import VLLMRolloutEngine
-
-    return VLLMRolloutEngine(model_path, config)
 
 
 def misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, tuple[int, ...]]]) -> str:

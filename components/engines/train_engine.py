@@ -25,7 +25,6 @@ from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState, disk_errors
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
-from components.engines.packing import packs
 from components.engines.weight_average import WeightAverage
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
@@ -36,30 +35,6 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 256 * 2**20
 """Of partitioned parameters, what is gathered at a time."""
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
-
-
-def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
-    """The engine that `config.engine` names, around `model`. All ranks call this, with the same weights.
-
-    Args:
-        model: it is partitioned and cast (bf16) in place.
-        config: of this engine.
-
-    Raises:
-        ValueError: the model was loaded with another `packing` than `config` has.
-    """
-    if packs(model) != config.packing:
-        raise ValueError(
-            f"the engine is told packing={config.packing}, and its model was loaded with packing={packs(model)}; give "
-            "load_policy or load_value_model the engine's"
-        )
-    if config.engine == "fsdp":
-        from components.engines.fsdp_engine import FSDPEngine
-
-        return FSDPEngine(model, config)
-    from components.engines.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(model, config)
 
 
 def init_process_group(timeout_s: float = 1800.0) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from core.context import Member, Outcome
 from core.host import Host, HostSpec
 from core.inline import Inline, InlineCall, copied, notice_breakpoints, send_inline
 from core.invocation import Export
+from core.members import Member, Outcome
 from core.plan import HostPlan, Placement
 from core.process import WarningsTo
 

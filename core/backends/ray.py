@@ -24,11 +24,11 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_token import own_token
-from core.context import Member, Outcome
 from core.errors import JobError, WorkerDied, with_note
 from core.host import Host, HostReport, HostSpec
 from core.inline import Inline, InlineCall, send_inline
 from core.invocation import Export
+from core.members import Member, Outcome
 from core.plan import BundlePlan, HostPlan, Placement
 from core.process import HostProcess
 from core.roles import Role

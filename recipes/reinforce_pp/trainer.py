@@ -8,7 +8,7 @@ from components.batch import Batch
 from components.checkpoint import Checkpoints
 from components.data.groups_in_flight import GroupsInFlight
 from components.data.heldout import EVALUATION_STEP, Heldout
-from components.data.rewards import open_reward
+from components.data.open_reward import open_reward
 from components.data.rollouts import (
     check_staleness,
     for_samples,

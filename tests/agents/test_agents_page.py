@@ -13,7 +13,7 @@ import torch
 from agents.options import AgentOptions
 from agents.player import open_player
 from components.batch import Batch
-from components.data.rewards import open_reward
+from components.data.open_reward import open_reward
 from components.data.text import load_tokenizer
 from components.data.tiny_model import learnt_tokenizer, tiny_model
 from components.engines.config import HFRolloutConfig, SamplingConfig

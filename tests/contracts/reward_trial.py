@@ -10,8 +10,9 @@ from typing import NoReturn
 
 import pytest
 
+from components.data.open_reward import open_reward
 from components.data.reward_workers import WorkerReward
-from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, RewardSettings, RewardSource, open_reward
+from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, RewardSettings, RewardSource
 from components.data.scorers import register_scorer, scorer_names
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.causal import evaluate, load_policy, token_logprobs
-from components.engines.train_engine import init_process_group, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
 
 from .. import remote_call

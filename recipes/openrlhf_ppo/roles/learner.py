@@ -7,7 +7,8 @@ from torch import nn
 
 from components.batch import Batch
 from components.data.rollouts import keep_failed, over_updates
-from components.engines.train_engine import LossFunction, TrainEngine, init_process_group, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from core import BaseWorkload, rpc
 
 from .. import remote_call

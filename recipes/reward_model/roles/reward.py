@@ -6,8 +6,9 @@ import torch
 
 from components.batch import Batch
 from components.engines.causal import load_value_model, state_values
+from components.engines.opening import open_engine
 from components.engines.reward_model import note_statistics
-from components.engines.train_engine import init_process_group, open_engine
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
 
 from .. import remote_call

@@ -4,7 +4,8 @@ import torch
 
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
-from components.engines.train_engine import init_process_group, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
 
 from .. import remote_call

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from components.data.open_reward import open_reward
 from components.data.prompts import load_rows
 from components.data.reasoning_gym_rows import REFUSED, draw_rows, parse_task
 from components.data.reasoning_gym_scorer import make_label, reasoning_gym_score, reasoning_gym_style
-from components.data.rewards import RewardSettings, open_reward
+from components.data.rewards import RewardSettings
 from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from components.data.open_reward import open_reward
 from components.data.reward_workers import WorkerReward
-from components.data.rewards import RewardError, RewardOutput, RewardSettings, open_reward
+from components.data.rewards import RewardError, RewardOutput, RewardSettings
 from components.data.scorers import register_scorer
 from tests.messages import says
 from tests.processes import is_alive, wait_until_gone
@@ -321,7 +322,8 @@ def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> N
 # What a caller's process runs: it prints nothing and hangs in the reward function.
 CALLER = """
 import sys
-from components.data.rewards import RewardSettings, open_reward
+from components.data.rewards import RewardSettings
+from components.data.open_reward import open_reward
 if __name__ == "__main__":
     open_reward(sys.argv[1], RewardSettings(workers=2))(["a"] * 8, ["a"] * 8, [""] * 8)
 """

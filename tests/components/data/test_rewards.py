@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from components.data.open_reward import open_reward
 from components.data.remote_reward import RemoteReward
-from components.data.rewards import RewardSettings, RewardSource, check_reward, open_reward, read_columns
+from components.data.rewards import RewardSettings, RewardSource, check_reward, read_columns
 from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]

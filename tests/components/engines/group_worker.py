@@ -10,7 +10,7 @@ from torch import nn
 
 from components.batch import Batch
 from components.engines.causal import load_value_model, state_values
-from components.engines.train_engine import open_engine
+from components.engines.opening import open_engine
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.preference_losses import bradley_terry_loss
 from tests.components.engines.train_cases import config, weights

@@ -10,7 +10,8 @@ from torch import Tensor
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model
 from components.engines.host_memory import HostCopies
-from components.engines.train_engine import TrainEngine, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import TrainEngine
 from tests.components.engines import train_cases as cases
 
 RANK, ALPHA = 4, 8.0

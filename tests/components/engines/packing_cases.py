@@ -14,8 +14,8 @@ from components.batch import Batch
 from components.engines import head_logprobs
 from components.engines.causal import load_policy, load_value_model, token_logprobs
 from components.engines.head_logprobs import plain_head
+from components.engines.opening import open_engine
 from components.engines.packing import packs
-from components.engines.train_engine import open_engine
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines import train_cases as cases
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.config import TrainConfig
-from components.engines.train_engine import TrainEngine, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import TrainEngine
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines.vllm_models import uneven_prompts

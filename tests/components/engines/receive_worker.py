@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
-from components.engines.rollout_engine import open_rollout_engine
+from components.engines.opening import open_rollout_engine
 from tests.components.engines.publish_worker import NEW_TOKENS, PROMPTS, Published
 from tests.components.engines.vllm_models import answers_of, uneven_prompts
 

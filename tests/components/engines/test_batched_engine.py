@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from components.batch import Batch
-from components.engines.async_engine import Generation, open_async_engine
+from components.engines.async_engine import Generation
 from components.engines.batched_engine import BatchedEngine
 from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
+from components.engines.opening import open_async_engine
 from components.engines.rollout_engine import Completions
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from tests.messages import says

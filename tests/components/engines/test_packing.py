@@ -15,8 +15,8 @@ from components.batch import Batch
 from components.engines import packing
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
 from components.engines.config import TrainConfig
+from components.engines.opening import open_engine
 from components.engines.packing import packed_inputs, packs
-from components.engines.train_engine import open_engine
 from tests.components.engines import packing_cases
 from tests.components.engines.ranks import run_ranks
 from tests.messages import says

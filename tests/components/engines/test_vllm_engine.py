@@ -11,8 +11,7 @@ import torch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
 from components.engines.hf_engine import HFRolloutEngine
-from components.engines.rollout_engine import open_rollout_engine
-from components.engines.train_engine import open_engine
+from components.engines.opening import open_engine, open_rollout_engine
 from components.engines.vllm_engine import VLLMRolloutEngine
 from components.engines.weight_sync import WeightPublisher
 from tests.components.engines.conftest import write_model

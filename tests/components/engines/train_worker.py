@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model
-from components.engines.train_engine import TrainEngine, init_process_group, open_engine
+from components.engines.opening import open_engine
+from components.engines.train_engine import TrainEngine, init_process_group
 from components.engines.weight_sync import WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines.train_cases import (

@@ -1,0 +1,73 @@
+"""Which class of engine a configuration names, opened around a model. The libraries are imported only when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.packing import packs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from components.engines.async_engine import AsyncEngine
+    from components.engines.rollout_engine import RolloutEngine
+    from components.engines.train_engine import TrainEngine
+
+
+def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
+    """The engine that `config.engine` names, around `model`. All ranks call this, with the same weights.
+
+    Args:
+        model: it is partitioned and cast (bf16) in place.
+        config: of this engine.
+
+    Raises:
+        ValueError: the model was loaded with another `packing` than `config` has.
+    """
+    if packs(model) != config.packing:
+        raise ValueError(
+            f"the engine is told packing={config.packing}, and its model was loaded with packing={packs(model)}; give "
+            "load_policy or load_value_model the engine's"
+        )
+    if config.engine == "fsdp":
+        from components.engines.fsdp_engine import FSDPEngine
+
+        return FSDPEngine(model, config)
+    from components.engines.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(model, config)
+
+
+def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> RolloutEngine:
+    """The engine that `config` is of, with the weights at `model_path`.
+
+    Args:
+        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+        config: of the engine.
+    """
+    if isinstance(config, HFRolloutConfig):
+        from components.engines.hf_engine import HFRolloutEngine
+
+        return HFRolloutEngine(model_path, config)
+    assert isinstance(config, VLLMRolloutConfig)
+    from components.engines.vllm_engine import VLLMRolloutEngine
+
+    return VLLMRolloutEngine(model_path, config)
+
+
+async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> AsyncEngine:
+    """The engine that `config` is of, with the weights at `model_path`, for the loop that this runs in.
+
+    Args:
+        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+        config: of the engine.
+    """
+    if isinstance(config, VLLMRolloutConfig):
+        from components.engines.vllm_async import AsyncVLLMEngine
+
+        return await AsyncVLLMEngine.open(model_path, config)
+    from components.engines.batched_engine import BatchedEngine
+
+    return BatchedEngine(open_rollout_engine(model_path, config))
