@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Json, PositiveInt, ValidationError
 
 from agents.tools import OPEN, parse_calls
-from components.data.heldout import EVALUATION_STEP
-from components.engines.config import SamplingConfig
+from components.engines.config import EVALUATION_STEP, SamplingConfig
 
 _ids = itertools.count()
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from components.data.heldout import EVALUATION_STEP
 from components.data.rewards import read_columns
+from components.engines.config import EVALUATION_STEP
 
 if TYPE_CHECKING:
     from components.engines.config import SamplingConfig

@@ -2,9 +2,8 @@
 
 from typing import NoReturn
 
-from core.config import Refused, changed_options, describe_options, given_options, load_config, options_of
 from core.context import Identity, WorkloadContext, say
-from core.errors import ConfigError, JobError, WorkerDied, WorkerTimeout
+from core.errors import JobError, WorkerDied, WorkerTimeout
 from core.futures import Future, FutureSequence, as_completed
 from core.invocation import replicate, rpc, trainer_invocation
 from core.job import Job, JobBuilder, RLJobBuilder, RunningJob
@@ -25,7 +24,6 @@ __all__ = [
     "BaseTrainer",
     "BaseWorkload",
     "CallEvent",
-    "ConfigError",
     "DLJobBuilder",
     "Dispatch",
     "Future",
@@ -40,7 +38,6 @@ __all__ = [
     "MemoryEvent",
     "Observer",
     "RLJobBuilder",
-    "Refused",
     "Resource",
     "Role",
     "RoleGroup",
@@ -51,12 +48,7 @@ __all__ = [
     "WorkerTimeout",
     "WorkloadContext",
     "as_completed",
-    "changed_options",
-    "describe_options",
-    "given_options",
-    "load_config",
     "nd_compute",
-    "options_of",
     "register",
     "replicate",
     "rpc",

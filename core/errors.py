@@ -11,10 +11,6 @@ class WorkerTimeout(TimeoutError):
     missing: tuple[tuple[str, int, int], ...] = ()
 
 
-class ConfigError(ValueError):
-    """The user's configuration cannot work; the message says what to set."""
-
-
 class JobError(ValueError):
     """A job's description cannot work; the message says what to set."""
 

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from components.data.tasks import get_task  # noqa: E402 (may not be installed)
-from components.warm_start import cache_root, resolve_model  # noqa: E402
+from training.warm_start import cache_root, resolve_model  # noqa: E402
 
 TRL = "1.16.0"
 PROMPTS, ANSWERS = 64, 8

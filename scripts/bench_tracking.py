@@ -31,15 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
-from components.tracking import EventLog, Tracker  # noqa: E402
-from components.warm_start import resolve_model  # noqa: E402
-from core import ConfigError, Role, given_options  # noqa: E402
+from core import Role  # noqa: E402
 from recipes.openrlhf_ppo import remote_call  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.openrlhf_ppo.data import check_inputs  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
 from recipes.openrlhf_ppo.main import build_job, read_config  # noqa: E402
 from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
+from training.config import ConfigError, given_options  # noqa: E402
+from training.tracking import EventLog, Tracker  # noqa: E402
+from training.warm_start import resolve_model  # noqa: E402
 
 BLOCKS_FILE = "blocks.json"
 OURS = ("run_dir", "ckpt_path", "resume", "max_samples", "num_episodes", "eval_steps", "save_path")

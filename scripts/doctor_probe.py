@@ -92,8 +92,8 @@ def choice(home: Path) -> dict[str, Any]:
     """What a recipe would use when all is left to the machine."""
     sys.path.insert(0, str(home))
     from components.engines.choice import LARGE_BYTES, choose_attention, choose_rollout_engine
-    from components.launch import threads_each
     from core.placement import detect_devices
+    from training.launch import threads_each
 
     gpus = detect_devices()
     return {

@@ -134,12 +134,12 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
 
 def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
     """PPO with a critic, a KL in the loss, and a correction for the engine."""
-    from core import load_config
     from recipes.verl_ppo.algorithm import add_advantages
     from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
     from recipes.verl_ppo.main import resolved
     from recipes.verl_ppo.roles.actor_rollout_ref import ActorRolloutRefWorker
     from recipes.verl_ppo.roles.critic import CriticWorker
+    from training.config import load_config
 
     class Damped(VerlPPOConfig):
         """verl has no key for Adam's epsilon."""

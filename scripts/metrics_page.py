@@ -1,4 +1,4 @@
-"""Writes the page that says what every metric means, from the registry in components/tracking.
+"""Writes the page that says what every metric means, from the registry in training/tracking.
 
 python scripts/metrics_page.py            write docs/metrics.md
 python scripts/metrics_page.py --check    exit 1 if it is not what would be written
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from migration_page import ROOT, current, table  # which makes the project importable
 
-from components.tracking.alarms import ALARMS, NOT_A_NUMBER
-from components.tracking.metrics import GROUPS, Metric
+from training.tracking.alarms import ALARMS, NOT_A_NUMBER
+from training.tracking.metrics import GROUPS, Metric
 
 PAGE = "docs/metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Written by scripts/metrics_page.py from components/tracking/{metrics,alarms}.py: change those, not this page. -->
+<!-- Written by scripts/metrics_page.py from training/tracking/{metrics,alarms}.py: change those, not this page. -->
 
 Every step of a run is a line of `metrics.jsonl`; TensorBoard, W&B, the terminal and the report show the same numbers
 under the same names. A recipe logs those of the following that there are in its algorithm. `<word>` stands for any
@@ -41,7 +41,7 @@ ALARM_HEAD = """\
 ## Alarms
 
 An alarm sounds once, on the terminal, in `events.jsonl` and in the report. It never stops a run. The limits are in
-components/tracking/alarms.py; none of the demonstrations comes near one."""
+training/tracking/alarms.py; none of the demonstrations comes near one."""
 
 
 def meaning(metric: Metric) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from core import options_of  # noqa: E402 (the project may not be installed)
 from recipes.openrlhf_ppo import flags  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.config import KEYS, VerlPPOConfig  # noqa: E402
+from training.config import options_of  # noqa: E402 (the project may not be installed)
 
 FROM_OPENRLHF = """\
 # From OpenRLHF

@@ -1,4 +1,4 @@
-"""The floors, sizes and rooms of the house, held for the whole tree.
+"""The layers of the project, their sizes and their files, held for the whole tree.
 
 Each check is a function from a tree to the list of its faults, so that the second half of this file can show that
 it finds them in a tree that has them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import io
 import os
 import subprocess
@@ -25,12 +26,13 @@ MAY_IMPORT = {
     "core": {"core"},
     "components": {"components"},
     "agents": {"agents", "components"},
-    "recipes": {"core", "agents", "components"},
-    "scripts": {"core", "agents", "components", "recipes"},
-    "tests": {"core", "agents", "components", "recipes", "tests"},
+    "training": {"core", "agents", "components", "training"},
+    "recipes": {"core", "agents", "components", "training"},
+    "scripts": {"core", "agents", "components", "training", "recipes"},
+    "tests": {"core", "agents", "components", "training", "recipes", "tests"},
 }
 """Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports."""
-FLOORS = ("core", "components", "agents", "recipes", "scripts")
+LAYERS = ("core", "components", "agents", "training", "recipes", "scripts")
 CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
 ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
 """Only files of components/engines import these."""
@@ -39,12 +41,12 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-FLOOR_LINES = {"core": 3440, "components": 13200, "agents": 2400}
+LAYER_LINES = {"core": 3220, "components": 8500, "agents": 2400, "training": 5500}
 RECIPE_LINES = 900
-LARGE_RECIPE_LINES = {"openrlhf_ppo": 1650, "reward_model": 1000, "verl_ppo": 2050}
+LARGE_RECIPE_LINES = {"openrlhf_ppo": 1660, "reward_model": 1000, "verl_ppo": 2050}
 """Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
 
-RECIPE_ROOMS = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
+RECIPE_FILES = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
 IMPORT_CORE_S = 0.5
 
 
@@ -125,21 +127,21 @@ def imports_of(path: Path, root: Path) -> list[Import]:
 
 def import_fault(found: Import, parts: tuple[str, ...]) -> str:
     """Why a file at `parts` may not import this; empty when it may."""
-    floor = parts[0]
+    layer = parts[0]
     if found.top in MAY_IMPORT:
-        if found.relative and found.top == floor and floor != "recipes":
+        if found.relative and found.top == layer and layer != "recipes":
             return ""
-        if floor == "recipes" and found.top == "recipes":
+        if layer == "recipes" and found.top == "recipes":
             own = found.relative and found.name.split(".")[1:2] == [*parts[1:2]]
             return "" if own else f"a recipe imports only itself, and that relatively, but here: {found.name}"
-        return "" if found.top in MAY_IMPORT[floor] else f"{floor} may not import {found.name}"
+        return "" if found.top in MAY_IMPORT[layer] else f"{layer} may not import {found.name}"
     if found.top == "":
         return "a relative import that leaves the tree"
-    if floor == "core" and found.top not in CORE_MAY_IMPORT | sys.stdlib_module_names:
+    if layer == "core" and found.top not in CORE_MAY_IMPORT | sys.stdlib_module_names:
         return f"core may not import {found.name}, only {', '.join(sorted(CORE_MAY_IMPORT))} and Python's own"
-    if floor == "components" and found.top == "ray":
+    if layer == "components" and found.top == "ray":
         return "components work without ray"
-    if floor in {"components", "agents"} and found.top in ENGINE_LIBRARIES and "engines" not in parts:
+    if layer in {"components", "agents"} and found.top in ENGINE_LIBRARIES and "engines" not in parts:
         return f"only components/engines may import {found.top}"
     return ""
 
@@ -148,10 +150,27 @@ def import_faults(root: Path) -> list[str]:
     """Imports that do not go down."""
     return [
         f"{where(path, root, found.line)}: {fault}"
-        for path in sources(root, *FLOORS, "tests")
+        for path in sources(root, *LAYERS, "tests")
         for found in imports_of(path, root)
         if (fault := import_fault(found, path.relative_to(root).parts))
     ]
+
+
+def cycle_faults(root: Path) -> list[str]:
+    """The first circle of files that import each other, wherever in the files and for whatever the imports stand."""
+    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources(root, *LAYERS)}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    needed: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {found.name for found in imports_of(path, root)}
+        # `from a.b import c` names the module a.b.c, or something that is in a.b.
+        found = {name if name in modules else name.rpartition(".")[0] for name in names}
+        needed[module] = {other for other in found if other in modules and other != module}
+    try:
+        graphlib.TopologicalSorter(needed).prepare()
+    except graphlib.CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
 
 
 def torch_faults(root: Path) -> list[str]:
@@ -186,7 +205,7 @@ def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 def function_size_faults(root: Path) -> list[str]:
     """Functions that are too long."""
     faults = []
-    for path in sources(root, *FLOORS, "tests"):
+    for path in sources(root, *LAYERS, "tests"):
         lines = code_lines(path.read_text())
         for function in functions_of(path.read_text()):
             count = len(lines & set(range(function.lineno, (function.end_lineno or 0) + 1)))
@@ -199,7 +218,7 @@ def function_size_faults(root: Path) -> list[str]:
 def file_size_faults(root: Path) -> list[str]:
     """Files that are too long; schemas in a config.py may be."""
     faults = []
-    for path in sources(root, *FLOORS, "tests"):
+    for path in sources(root, *LAYERS, "tests"):
         count = len(code_lines(path.read_text()))
         if count > FILE_LINES and path.name != "config.py":
             faults.append(f"{path.relative_to(root)} has {count} lines of code, over {FILE_LINES}")
@@ -211,9 +230,9 @@ def recipes_of(root: Path) -> list[Path]:
     return sorted(p for p in folders if any(child.is_file() for child in p.iterdir()))
 
 
-def floor_size_faults(root: Path) -> list[str]:
-    """Floors and recipes that are too large."""
-    limits = {floor: limit for floor, limit in FLOOR_LINES.items() if (root / floor).is_dir()}
+def layer_size_faults(root: Path) -> list[str]:
+    """Layers and recipes that are too large."""
+    limits = {layer: limit for layer, limit in LAYER_LINES.items() if (root / layer).is_dir()}
     for recipe in recipes_of(root):
         limits[f"recipes/{recipe.name}"] = LARGE_RECIPE_LINES.get(recipe.name, RECIPE_LINES)
     counts = {f: sum(len(code_lines(p.read_text())) for p in sources(root, f)) for f in limits}
@@ -223,7 +242,7 @@ def floor_size_faults(root: Path) -> list[str]:
 def annotation_faults(root: Path) -> list[str]:
     """Arguments and results without a type."""
     faults = []
-    for path in sources(root, *FLOORS, "tests"):
+    for path in sources(root, *LAYERS, "tests"):
         for function in functions_of(path.read_text()):
             spec = function.args
             arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
@@ -237,10 +256,10 @@ def annotation_faults(root: Path) -> list[str]:
 
 
 def recipe_faults(root: Path) -> list[str]:
-    """Rooms and tests that a recipe lacks."""
+    """Files and tests that a recipe lacks."""
     faults = []
     for recipe in recipes_of(root):
-        faults += [f"recipes/{recipe.name} has no {room}" for room in RECIPE_ROOMS if not (recipe / room).is_file()]
+        faults += [f"recipes/{recipe.name} has no {name}" for name in RECIPE_FILES if not (recipe / name).is_file()]
         if not any(p.name != "__init__.py" for p in (recipe / "roles").glob("*.py")):
             faults.append(f"recipes/{recipe.name} has no role in roles/")
         tests = root / "tests" / "recipes"
@@ -293,17 +312,18 @@ def missing_library_faults(root: Path) -> list[str]:
 
 STATIC_CHECKS = (
     import_faults,
+    cycle_faults,
     torch_faults,
     function_size_faults,
     file_size_faults,
-    floor_size_faults,
+    layer_size_faults,
     annotation_faults,
     recipe_faults,
 )
 
 
 @pytest.mark.parametrize("check", STATIC_CHECKS, ids=lambda check: check.__name__)
-def test_the_house_has_no(check: Callable[[Path], list[str]]) -> None:
+def test_the_project_has_no(check: Callable[[Path], list[str]]) -> None:
     faults = check(ROOT)
     assert not faults, "\n" + "\n".join(faults)
 
@@ -369,6 +389,8 @@ def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
         ("components/a.py", "import ray", "components work without ray"),
         ("components/a.py", "from vllm import LLM", "only components/engines may import vllm"),
         ("agents/a.py", "import core", "agents may not import core"),
+        ("agents/a.py", "from training.run import Run", "agents may not import training.run.Run"),
+        ("training/a.py", "import recipes.grpo", "training may not import recipes.grpo"),
         ("agents/a.py", "from recipes.x import y", "agents may not import recipes.x.y"),
         ("recipes/a/t.py", "from recipes.a import config", "a recipe imports only itself, and that relatively"),
         ("recipes/a/t.py", "from ..b import config", "here: recipes.b.config"),
@@ -381,6 +403,19 @@ def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
 def test_an_import_that_does_not_go_down_is_found(tmp_path: Path, file: str, text: str, fault: str) -> None:
     (found,) = import_faults(tree(tmp_path, {file: text}))
     assert fault in found
+
+
+def test_a_circle_is_found_also_through_lazy_imports_and_those_for_types(tmp_path: Path) -> None:
+    files = {
+        "core/a.py": "from core.b import f",
+        "core/b.py": "def f():\n    from core import c",
+        "core/c.py": "if TYPE_CHECKING:\n    from core.a import g",
+        "core/d.py": "import core.a",
+    }
+    (found,) = cycle_faults(tree(tmp_path, files))
+    assert set(found.split(" <- ")) == {"core.a", "core.b", "core.c"}
+    (tmp_path / "core/c.py").write_text("import core.e")
+    assert cycle_faults(tmp_path) == []
 
 
 def test_torch_in_a_planning_file_is_found_and_elsewhere_is_not(tmp_path: Path) -> None:
@@ -416,15 +451,15 @@ def test_a_function_of_61_lines_is_found_and_one_of_60_is_not(tmp_path: Path) ->
 
 
 def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> None:
-    files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "core/config.py": "x = 1\n" * 401}
+    files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "training/config.py": "x = 1\n" * 401}
     assert file_size_faults(tree(tmp_path, files)) == ["core/b.py has 401 lines of code, over 400"]
 
 
-def test_a_floor_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
-    files = {f"core/{i}.py": "x = 1\n" * 344 for i in range(10)} | {"core/config.py": "x = 1\n"}
+def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
+    files = {f"core/{i}.py": "x = 1\n" * 322 for i in range(10)} | {"training/config.py": "x = 1\n"}
     files |= {f"recipes/{name}/config.py": "x = 1\n" * 901 for name in ("grpo", "openrlhf_ppo")}
-    assert floor_size_faults(tree(tmp_path, files)) == [
-        "core has 3441 lines of code, over 3440",
+    assert layer_size_faults(tree(tmp_path, files)) == [
+        "core has 3221 lines of code, over 3220",
         "recipes/grpo has 901 lines of code, over 900",
     ]
 
@@ -435,10 +470,10 @@ def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> No
     assert fault == "core/a.py:2: f gives no type for c, b, d, the result"
 
 
-def test_a_recipe_without_its_rooms_and_tests_is_found(tmp_path: Path) -> None:
-    rooms = {f"recipes/{name}/{room}": "" for name in ("a", "b", "c") for room in (*RECIPE_ROOMS, "roles/actor.py")}
+def test_a_recipe_without_its_files_and_tests_is_found(tmp_path: Path) -> None:
+    files = {f"recipes/{name}/{file}": "" for name in ("a", "b", "c") for file in (*RECIPE_FILES, "roles/actor.py")}
     tests = {"tests/recipes/test_a_learns.py": "", "tests/recipes/b/test_b.py": ""}
-    root = tree(tmp_path, {**rooms, **tests, "recipes/_shared/x.py": "", "recipes/__init__.py": ""})
+    root = tree(tmp_path, {**files, **tests, "recipes/_shared/x.py": "", "recipes/__init__.py": ""})
     assert recipe_faults(root) == ["recipes/c has no tests; write tests/recipes/test_c.py"]
     (root / "recipes/a/run.sh").unlink()
     (root / "recipes/b/roles/actor.py").rename(root / "recipes/b/roles/__init__.py")

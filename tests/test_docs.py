@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from components.tracking.metrics import metric_of
-from core import load_config
 from tests.docs_pages import PAGES, ROOT, Command, anchors, blocks, commands, links, options_of_shell, text_of
 from tests.recipe_copies import RECIPES
+from training.config import load_config
+from training.tracking.metrics import metric_of
 
 A_FILE = """
 class AgentInstance: ...

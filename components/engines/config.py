@@ -10,6 +10,10 @@ ENGINES = ("deepspeed", "fsdp")
 PRECISIONS = ("fp32", "bf16", "bf16_autocast", "auto")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 
+EVALUATION_STEP = -1
+"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
+same numbers, and two of the same weights are equal."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:

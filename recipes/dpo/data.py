@@ -7,7 +7,7 @@ from typing import Any
 from components.batch import Batch
 from components.data.preferences import PairFormat, read_pairs
 from components.data.text import load_tokenizer, same_vocabulary
-from core import ConfigError
+from training.config import ConfigError
 
 from .algorithm import PAIR
 from .config import DPOConfig

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from core import Refused
+from training.config import Refused
 
 ALIASES: Mapping[str, str] = {
     "model.model_name_or_path": "pretrain",

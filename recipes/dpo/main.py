@@ -9,11 +9,12 @@ from typing import Any
 from components.data.tasks import get_task
 from components.engines.choice import choose_attention
 from components.hub import find_model
-from components.launch import STOP_GRACE_S, open_run
-from components.plan import supervised_plan
-from components.warm_start import WARM_START_PREFIX, resolve_model
-from core import ConfigError, Job, JobBuilder, Role, changed_options, describe_options, given_options, load_config
+from core import Job, JobBuilder, Role
 from core.placement import detect_devices
+from training.config import ConfigError, changed_options, describe_options, given_options, load_config
+from training.launch import STOP_GRACE_S, open_run
+from training.plan import supervised_plan
+from training.warm_start import WARM_START_PREFIX, resolve_model
 
 from .config import RECIPE, DPOConfig
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.rollouts import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty
+from training.rollouts import compare_samples, with_correction
 
 from .config import GRPOConfig
 

@@ -11,7 +11,8 @@ from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
-from components.options import (
+from training.config import ConfigError
+from training.options import (
     LORAS_OWN,
     AsyncOptions,
     CheckpointOptions,
@@ -25,7 +26,6 @@ from components.options import (
     RunOptions,
     new_run_dir,
 )
-from core import ConfigError
 
 RECIPE = Path(__file__).parent.name
 

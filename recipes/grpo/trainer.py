@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from components.batch import Batch
-from components.checkpoint import Checkpoints
-from components.data.dynamic_filtering import PromptFilter
-from components.data.groups_in_flight import GroupsInFlight
-from components.data.heldout import EVALUATION_STEP, Heldout
 from components.data.open_reward import open_reward
-from components.data.rollouts import (
+from components.engines.config import EVALUATION_STEP
+from core import BaseTrainer, replicate
+from training.checkpoint import Checkpoints
+from training.dynamic_sampling import PromptFilter
+from training.evaluation import Heldout
+from training.options import read_prompts
+from training.partial_rollouts import GroupsInFlight
+from training.phase_clock import PhaseClock
+from training.progress import Progress, RunCheckpoints
+from training.rollout_queue import SampleStream
+from training.rollouts import (
     check_staleness,
     for_samples,
     main_branches,
@@ -20,12 +26,8 @@ from components.data.rollouts import (
     score_answers,
     with_status,
 )
-from components.data.stream import SampleStream
-from components.data.weight_check import COLD, check_greedy, greedy_prompts
-from components.options import read_prompts
-from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, redact
-from core import BaseTrainer, replicate
+from training.tracking import Tracker, redact
+from training.weight_check import COLD, check_greedy, greedy_prompts
 
 from . import remote_call
 from .algorithm import add_advantages

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
-from components.options import (
+from training.config import ConfigError
+from training.options import (
     LORAS_OWN,
     AsyncOptions,
     CheckpointOptions,
@@ -22,7 +23,6 @@ from components.options import (
     RunOptions,
     new_run_dir,
 )
-from core import ConfigError
 
 RECIPE = Path(__file__).parent.name
 

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from agents.options import AgentOptions
 from components.data.rewards import RewardSettings
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
-from components.options import VLLMS_OWN, AsyncOptions, RolloutOptions
-from core import ConfigError
+from training.config import ConfigError
+from training.options import VLLMS_OWN, AsyncOptions, RolloutOptions
 
 from . import flags
 

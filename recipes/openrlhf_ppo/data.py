@@ -9,10 +9,10 @@ from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
-from components.options import DataOptions, EvaluationOptions, ModelOptions, check_rows, check_template
-from components.tracking import WandbConfig
-from components.warm_start import WARM_START_PREFIX
-from core import ConfigError
+from training.config import ConfigError
+from training.options import DataOptions, EvaluationOptions, ModelOptions, check_rows, check_template
+from training.tracking import WandbConfig
+from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from core import Refused
+from training.config import Refused
 
 _KINDS: Mapping[str, Any] = {
     "switch": bool,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from components.engines.choice import choose_attention
 from components.engines.memory import Need, together
-from components.plan import Estimate
-from core import ConfigError, Job, Role
+from core import Job, Role
 from core.placement import detect_devices
+from training.config import ConfigError
+from training.plan import Estimate
 
 from .config import PPOConfig
 

@@ -5,10 +5,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run
-from components.plan import Plan, steps_text
-from components.warm_start import resolve_model
-from core import Job, RLJobBuilder, Role, changed_options, describe_options, given_options, load_config
+from core import Job, RLJobBuilder, Role
+from training.config import changed_options, describe_options, given_options, load_config
+from training.launch import STOP_GRACE_S, open_run
+from training.plan import Plan, steps_text
+from training.warm_start import resolve_model
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs

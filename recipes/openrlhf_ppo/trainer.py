@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.batch import Batch
-from components.checkpoint import Checkpoints
-from components.data.dynamic_filtering import PromptFilter
-from components.data.groups_in_flight import GroupsInFlight
-from components.data.heldout import EVALUATION_STEP, Heldout
 from components.data.prompts import PromptSource
 from components.data.rewards import RewardError
-from components.data.rollouts import (
+from components.engines.config import EVALUATION_STEP, SamplingConfig
+from core import BaseTrainer
+from training.checkpoint import Checkpoints
+from training.dynamic_sampling import PromptFilter
+from training.evaluation import Heldout
+from training.options import read_prompts
+from training.partial_rollouts import GroupsInFlight
+from training.phase_clock import PhaseClock
+from training.progress import Progress, RunCheckpoints
+from training.rollout_queue import SampleStream
+from training.rollouts import (
     check_rewarded,
     check_staleness,
     for_samples,
@@ -21,13 +27,8 @@ from components.data.rollouts import (
     say_failures,
     with_status,
 )
-from components.data.stream import SampleStream
-from components.data.weight_check import COLD, check_greedy, greedy_prompts
-from components.engines.config import SamplingConfig
-from components.options import read_prompts
-from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, redact
-from core import BaseTrainer
+from training.tracking import Tracker, redact
+from training.weight_check import COLD, check_greedy, greedy_prompts
 
 from . import remote_call
 from .algorithm import AdaptedKL, add_advantages

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.rollouts import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
@@ -17,6 +16,7 @@ from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.policy_losses import ppo_loss
 from components.rl.rewards import token_rewards
+from training.rollouts import compare_samples, with_correction
 
 from .config import ReinforceConfig
 

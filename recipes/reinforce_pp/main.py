@@ -5,12 +5,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, threads_each
-from components.options import check_prompts, resolved
-from components.plan import Plan, policy_plan
-from components.warm_start import resolve_model
-from core import ConfigError, Job, RLJobBuilder, Role, changed_options, describe_options, given_options, load_config
+from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
+from training.config import ConfigError, changed_options, describe_options, given_options, load_config
+from training.launch import STOP_GRACE_S, open_run, threads_each
+from training.options import check_prompts, resolved
+from training.plan import Plan, policy_plan
+from training.warm_start import resolve_model
 
 from .config import RECIPE, ReinforceConfig
 

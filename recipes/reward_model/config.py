@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from components.engines.config import TrainConfig
-from components.tracking import WandbConfig
-from core import ConfigError
+from training.config import ConfigError
+from training.tracking import WandbConfig
 
 from . import flags
 

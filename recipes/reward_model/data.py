@@ -8,7 +8,7 @@ from components.data.preferences import PairFormat, read_pairs
 from components.data.text import as_messages, load_tokenizer
 from components.data.tiny_model import learnt_tokenizer, tiny_model
 from components.engines.causal import without_progress_bars
-from core import ConfigError
+from training.config import ConfigError
 
 from .config import NEW_FROM_TEXT, RewardModelConfig
 

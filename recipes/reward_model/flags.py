@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from core import Refused
+from training.config import Refused
 
 _KINDS: Mapping[str, Any] = {"switch": bool, "int": int, "float": float, "text": str, "list": list[str]}
 _TABLE = yaml.safe_load((Path(__file__).parent / "flags.yaml").read_text(encoding="utf-8"))

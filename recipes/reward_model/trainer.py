@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from components.batch import Batch
-from components.checkpoint import Checkpoints
-from components.data.epochs import Epochs
 from components.data.preferences import (
     Accuracy,
     PreferenceData,
@@ -21,11 +19,14 @@ from components.data.preferences import (
     read_pairs,
     select_pairs,
 )
-from components.data.stream import SampleStream
 from components.data.text import load_tokenizer, pad_apart_from_end
-from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, redact
 from core import BaseTrainer, replicate
+from training.checkpoint import Checkpoints
+from training.epochs import Epochs
+from training.phase_clock import PhaseClock
+from training.progress import Progress, RunCheckpoints
+from training.rollout_queue import SampleStream
+from training.tracking import Tracker, redact
 
 from . import remote_call
 from .algorithm import PAIR

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from components.engines.config import TrainConfig
-from core import ConfigError
+from training.config import ConfigError
 
 RECIPE = Path(__file__).parent.name
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.hub import find_model
-from components.launch import STOP_GRACE_S, open_run
-from components.plan import supervised_plan
-from core import ConfigError, Job, JobBuilder, Role, changed_options, describe_options, given_options, load_config
+from core import Job, JobBuilder, Role
+from training.config import ConfigError, changed_options, describe_options, given_options, load_config
+from training.launch import STOP_GRACE_S, open_run
+from training.plan import supervised_plan
 
 from .config import RECIPE, SFTConfig
 

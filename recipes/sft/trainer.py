@@ -8,15 +8,16 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from components.batch import Batch
-from components.checkpoint import Checkpoints
-from components.data.epochs import Epochs
-from components.data.stream import SampleStream
 from components.data.supervised import SupervisedData, encode_demonstrations, load_demonstrations
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
-from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, WandbConfig, redact
 from core import BaseTrainer, replicate
+from training.checkpoint import Checkpoints
+from training.epochs import Epochs
+from training.phase_clock import PhaseClock
+from training.progress import Progress, RunCheckpoints
+from training.rollout_queue import SampleStream
+from training.tracking import Tracker, WandbConfig, redact
 
 from . import remote_call
 from .config import RECIPE, SFTConfig

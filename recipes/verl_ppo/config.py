@@ -21,9 +21,9 @@ from agents.options import AgentOptions
 from components.data.text import load_tokenizer
 from components.engines.choice import ROLLOUT_ENGINES
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, VLLMRolloutConfig
-from components.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
-from components.tracking import WandbConfig
-from core import ConfigError, Refused
+from training.config import ConfigError, Refused
+from training.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
+from training.tracking import WandbConfig
 
 from .resource_pool import ResourcePoolManager
 

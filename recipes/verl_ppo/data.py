@@ -11,8 +11,8 @@ from components.data.tasks import get_task
 from components.data.text import load_tokenizer, same_vocabulary
 from components.data.verl_rows import load_verl_rows
 from components.hub import find_model
-from components.warm_start import WARM_START_PREFIX
-from core import ConfigError
+from training.config import ConfigError
+from training.warm_start import WARM_START_PREFIX
 
 from .config import VerlPPOConfig, refuse
 from .reward import check_rewards

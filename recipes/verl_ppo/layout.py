@@ -1,8 +1,8 @@
 """What a process of each role will hold."""
 
 from components.engines.memory import Need, together
-from components.plan import Estimate
 from core import Job
+from training.plan import Estimate
 
 from .config import VerlPPOConfig
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from components.launch import STOP_GRACE_S, open_run, threads_each
-from components.plan import Plan, steps_text
-from components.warm_start import resolve_model
-from core import ConfigError, Job, JobBuilder, changed_options, describe_options, given_options, load_config
+from core import Job, JobBuilder
 from core.placement import detect_devices
+from training.config import ConfigError, changed_options, describe_options, given_options, load_config
+from training.launch import STOP_GRACE_S, open_run, threads_each
+from training.plan import Plan, steps_text
+from training.warm_start import resolve_model
 
 from .config import RECIPE, VerlPPOConfig, as_list, idle_notes, plain_arguments, renamed
 from .data import check_inputs

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.data.rollouts import rollout_metrics
-from components.data.validation import validation_metrics
 from components.rl.masked import sequence_means
+from training.rollouts import rollout_metrics
+from training.validation import validation_metrics
 
 if TYPE_CHECKING:
     from .config import VerlPPOConfig

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from core import ConfigError
+from training.config import ConfigError
 
 
 class Role(StrEnum):

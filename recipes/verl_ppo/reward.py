@@ -134,7 +134,7 @@ class RewardManager:
             RewardError: the function failed for more answers than reward_model.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
-        from components.data.rollouts import answer_texts, score_answers, with_rewards
+        from training.rollouts import answer_texts, score_answers, with_rewards
 
         if self._workers is None or "reward" in samples:
             return score_answers(samples, None, self._tokenizer, self._say)

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from components.batch import Batch
-from components.checkpoint import Checkpoints
-from components.data.dynamic_filtering import PromptFilter
-from components.data.groups_in_flight import GroupsInFlight
-from components.data.heldout import EVALUATION_STEP, Heldout
-from components.data.rollouts import check_staleness, for_samples, main_branches, record_step, with_status
-from components.data.stream import SampleStream
-from components.data.weight_check import COLD, check_greedy, greedy_prompts
-from components.engines.config import SamplingConfig
-from components.progress import PhaseClock, Progress, RunCheckpoints
-from components.tracking import Tracker, redact
+from components.engines.config import EVALUATION_STEP, SamplingConfig
 from core import BaseTrainer, WorkerGroup
+from training.checkpoint import Checkpoints
+from training.dynamic_sampling import PromptFilter
+from training.evaluation import Heldout
+from training.partial_rollouts import GroupsInFlight
+from training.phase_clock import PhaseClock
+from training.progress import Progress, RunCheckpoints
+from training.rollout_queue import SampleStream
+from training.rollouts import check_staleness, for_samples, main_branches, record_step, with_status
+from training.tracking import Tracker, redact
+from training.weight_check import COLD, check_greedy, greedy_prompts
 
 from . import remote_call
 from .algorithm import KLController, add_advantages

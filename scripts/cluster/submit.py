@@ -108,7 +108,7 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
 
 def refuse_keys(asked: argparse.Namespace) -> None:
     """Refused for a key among the options: what is submitted is kept in plain text, and shown to others."""
-    from components.tracking import redact  # of the project's Python
+    from training.tracking import redact  # of the project's Python
 
     for before, given, shown in zip(["", *asked.options], asked.options, redact(asked.options), strict=False):
         if given != shown:

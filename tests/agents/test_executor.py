@@ -23,8 +23,7 @@ from agents.options import AgentOptions
 from agents.player import open_player
 from agents.schema import read_sampling, read_step, sampling_params
 from components.batch import Batch
-from components.data.heldout import EVALUATION_STEP
-from components.engines.config import HFRolloutConfig
+from components.engines.config import EVALUATION_STEP, HFRolloutConfig
 from tests.agents.play_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 

@@ -18,8 +18,8 @@ from agents.episode import Episode, EpisodeTask, Policy
 from agents.openai_executor import OpenAIAgentExecutor
 from agents.openai_protocol import RequestError, read_request
 from agents.openai_server import Recorded
-from components.data.heldout import EVALUATION_STEP
 from components.engines.async_engine import AsyncEngine
+from components.engines.config import EVALUATION_STEP
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
 from tests.agents.play_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.messages import says

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet
 from safetensors.torch import load_file
 
-from components.tracking.metrics import metric_of
 from tests.processes import left_behind, wait_until_gone
+from training.tracking.metrics import metric_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,13 +11,13 @@ from typing import get_args
 
 import pytest
 
-from core import options_of
 from recipes.dpo.config import DPOConfig
 from recipes.openrlhf_ppo import config
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.reward_model.config import RewardModelConfig
 from recipes.verl_ppo import config as verl
 from recipes.verl_ppo.config import VerlPPOConfig
+from training.config import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -26,12 +26,12 @@ from components.engines.causal import load_policy
 from components.engines.config import SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.rl.aggregation import Totals
-from components.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss
 from recipes.dpo.config import DPOConfig
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
+from training.warm_start import WARM_START_PREFIX, resolve_model
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},

@@ -22,7 +22,7 @@ OPTIONS = f"""dataset=task:sort max_samples=160 eval_samples=32 train_batch_size
 KILLED = f"""
 import os, signal, sys
 from importlib import import_module
-from components.tracking import Tracker
+from training.tracking import Tracker
 
 def log(tracker, step, metrics, log=Tracker.log, **told):
     log(tracker, step, metrics, **told)

@@ -17,13 +17,13 @@ from components.data.reward_workers import ScoreWorkers
 from components.data.rewards import RewardSettings
 from components.data.score_functions import ScoreCode
 from components.data.scorers import gsm8k
-from core import ConfigError, load_config
 from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
 from recipes.verl_ppo.data import check_inputs, prompt_source, read_rows
 from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
+from training.config import ConfigError, load_config
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from core import ConfigError, given_options, load_config, options_of
 from recipes.verl_ppo.config import KEYS, VerlPPOConfig, idle_notes, plain_arguments
 from recipes.verl_ppo.main import main
 from recipes.verl_ppo.resource_pool import ResourcePoolManager, Role
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
+from training.config import ConfigError, given_options, load_config, options_of
 
 ROOT = Path(__file__).parents[2]
 

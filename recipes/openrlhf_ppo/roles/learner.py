@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import nn
 
 from components.batch import Batch
-from components.data.rollouts import keep_failed, over_updates
 from components.engines.opening import open_engine
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from core import BaseWorkload, rpc
+from training.rollouts import keep_failed, over_updates
 
 from .. import remote_call
 from ..algorithm import minibatches

@@ -6,9 +6,9 @@ from torch import Tensor
 from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
-from components.data.rollouts import score_answers
 from components.engines.reward_model import RewardModel
 from core import BaseWorkload, rpc
+from training.rollouts import score_answers
 
 from .. import remote_call
 from ..config import PPOConfig

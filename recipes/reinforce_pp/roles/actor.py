@@ -3,12 +3,12 @@
 from functools import partial
 
 from components.batch import Batch
-from components.data.rollouts import keep_failed, over_updates
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.opening import open_engine
 from components.engines.train_engine import init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import BaseWorkload, rpc, trainer_invocation
+from training.rollouts import keep_failed, over_updates
 
 from .. import remote_call
 from ..algorithm import minibatches, policy_loss

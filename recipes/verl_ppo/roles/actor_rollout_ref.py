@@ -7,13 +7,13 @@ import torch
 
 from agents.player import Collected, open_player
 from components.batch import Batch
-from components.data.rollouts import keep_failed, over_updates
 from components.engines.causal import evaluate, load_policy, token_logprobs
 from components.engines.config import SamplingConfig
 from components.engines.opening import open_engine
 from components.engines.train_engine import init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import BaseWorkload, Dispatch, register
+from training.rollouts import keep_failed, over_updates
 
 from ..algorithm import learnable, mark_tokens, policy_loss
 from ..config import VerlPPOConfig

@@ -3,11 +3,11 @@
 from functools import partial
 
 from components.batch import Batch
-from components.data.rollouts import keep_failed, over_updates
 from components.engines.causal import load_value_model, token_values
 from components.engines.opening import open_engine
 from components.engines.train_engine import init_process_group
 from core import BaseWorkload, Dispatch, register
+from training.rollouts import keep_failed, over_updates
 
 from ..algorithm import learnable, value_loss
 from ..config import VerlPPOConfig

@@ -297,10 +297,10 @@ def test_an_unknown_task_or_split_names_the_choices() -> None:
 
 def test_planning_a_run_imports_no_torch() -> None:
     code = (
-        "import sys, components.data.tasks, components.data.prompts, components.data.stream, components.data.rewards\n"
-        "import components.data.dynamic_filtering, components.data.evaluation, components.data.validation\n"
-        "import components.checkpoint, components.tracking, components.warm_start\n"
-        "from components.warm_start import WarmStartSettings, warm_start_path\n"
+        "import sys, components.data.tasks, components.data.prompts, training.rollout_queue, components.data.rewards\n"
+        "import training.dynamic_sampling, training.evaluation_metrics, training.validation\n"
+        "import training.checkpoint, training.tracking, training.warm_start\n"
+        "from training.warm_start import WarmStartSettings, warm_start_path\n"
         "warm_start_path(WarmStartSettings(task='word'))\n"
         "components.data.prompts.load_rows('task:sort,task:word', max_rows=3)\n"
         "components.data.rewards.check_reward('sort')\n"

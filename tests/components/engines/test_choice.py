@@ -7,8 +7,8 @@ import pytest
 from components.engines import choice
 from components.engines.choice import choose_rollout_engine
 from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
-from components.options import PlacementOptions, RolloutOptions
 from tests.messages import says
+from training.options import PlacementOptions, RolloutOptions
 
 NEEDS_VLLM = pytest.mark.full
 """Installed, which the default tier does not ask for; none of these starts it."""

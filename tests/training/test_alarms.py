@@ -1,0 +1,135 @@
+"""Each alarm sounds beyond its limit and not below, once, under any system's names; metrics made by hand."""
+
+import math
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from tests.messages import says
+from training.config import options_of
+from training.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms
+
+CONFIGS = {
+    "grpo": "GRPOConfig",
+    "reinforce_pp": "ReinforceConfig",
+    "multi_turn": "MultiTurnConfig",
+    "openrlhf_ppo": "PPOConfig",
+    "verl_ppo": "VerlPPOConfig",
+}
+
+
+def sounded(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Name and step, from 1, of each alarm."""
+    alarms = Alarms()
+    return [(event.alarm, event.step) for i, step in enumerate(steps, 1) for event in alarms.look(i, step)]
+
+
+def clipped(share: float, kl: float) -> dict[str, float]:
+    return {"actor/clipped_share": share, "actor/approx_kl": kl}
+
+
+def open_to(entropy: float, score: float) -> dict[str, float]:
+    return {"actor/entropy": entropy, "reward/score": score}
+
+
+def apart(gap: float, staleness: float) -> dict[str, float]:
+    return {"rollout/logprob_gap_mean": gap, "rollout/staleness_max": staleness}
+
+
+def equal(share: float, score: float) -> dict[str, float]:
+    return {"reward/zero_variance_share": share, "reward/score": score}
+
+
+def cut(share: float) -> dict[str, float]:
+    return {"rollout/truncated_share": share}
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "steps"),
+    [
+        ("kl", 2, [{"actor/approx_kl": 0.5}, {"actor/approx_kl": 0.51}]),
+        ("drift", 2, [{"actor/kl_to_reference": 3.0}, {"actor/kl_to_reference": 3.1}]),
+        ("clipping", 1, [clipped(0.31, 0.06)]),
+        ("entropy", 4, [open_to(1.0, 0.1), open_to(0.1, 0.1), open_to(0.09, 0.1), open_to(0.09, 0.1)]),
+        ("mismatch", 3, [apart(0.05, 0.0), apart(0.06, 0.0), apart(0.06, 0.0)]),
+        ("mismatch", 3, [apart(1.0, 2.0), apart(1.1, 2.0), apart(1.1, 2.0)]),
+        ("equal_groups", 4, [equal(0.9, 0.0), *[equal(0.91, 0.0)] * 3]),
+        # Right from the start it is no success: there is nothing to learn.
+        ("equal_groups", 3, [equal(1.0, 1.0)] * 3),
+        ("failed_rewards", 3, [{"reward/failed": 0.0}, *[{"reward/failed": 1.0}] * 2]),
+        ("length", 3, [cut(0.5), cut(0.51), cut(0.51)]),
+        ("not_a_number", 2, [{"mine": 1.0}, {"mine": math.nan}]),
+    ],
+)
+def test_an_alarm_sounds_beyond_its_limit(name: str, at: int, steps: list[dict[str, Any]]) -> None:
+    assert sounded(steps) == [(name, at)]
+    # And once: it is as wrong in the next steps.
+    assert sounded([*steps, steps[-1], steps[-1]]) == [(name, at)]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [clipped(0.3, 0.2)],
+        [clipped(0.6, 0.05)] * 9,  # a narrow range, and a policy that hardly moves
+        [open_to(1.0, 0.1), *[open_to(0.01, 0.9)] * 9],  # sure, and right
+        [apart(0.06, 0.0), apart(0.04, 0.0)] * 9,  # not in a row
+        [apart(0.9, 1.0)] * 9,  # of older weights
+        [equal(0.5, 0.3), *[equal(1.0, 0.9)] * 9],  # has learnt it all
+        [cut(0.6), cut(0.4)] * 9,
+        [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a server that stumbles
+    ],
+)
+def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:
+    assert sounded(steps) == []
+
+
+def test_verls_names_are_understood_and_the_text_has_the_numbers() -> None:
+    (event,) = Alarms().look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
+    assert (event.alarm, event.step) == ("kl", 7)
+    assert re.search(says("2.00", "actor/approx_kl"), event.text)
+    assert "actor_rollout_ref.actor.optim.lr" in event.advice
+    alarms = Alarms()
+    assert alarms.look(1, {"response_length/clip_ratio": 0.8}) == []
+    (event,) = alarms.look(2, {"response_length/clip_ratio": 0.8})
+    assert "80%" in event.text
+
+
+def test_an_alarm_of_several_steps_counts_those_that_have_its_metric() -> None:
+    # A step in which only the critic learns has no entropy.
+    entropies = [1.0, 0.05, None, 0.05]
+    assert sounded([{} if x is None else open_to(x, 0.0) for x in entropies]) == [("entropy", 4)]
+
+
+def test_what_is_no_number_does_no_harm_and_what_is_not_finite_is_named() -> None:
+    watched: list[str] = [alarm.watches for alarm in ALARMS]
+    for odd in (None, "text", [1.0], {"a": 1}):
+        assert sounded([dict.fromkeys(watched, odd), {}]) == []
+    # Nor is a limit looked for in what is not finite, nor a first value taken from it.
+    (event,) = Alarms().look(1, dict.fromkeys(watched, math.inf))
+    assert event.alarm == "not_a_number"
+    assert re.search(says(*watched[:3]), event.text)
+    assert watched[3] not in event.text
+    assert sounded([{"actor/entropy": math.nan}, open_to(1.0, 0.0), *[open_to(0.05, 0.0)] * 2]) == [
+        ("not_a_number", 1),
+        ("entropy", 4),
+    ]
+
+
+def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
+    assert sounded([open_to(0.0, 0.0)] * 5) == []
+
+
+def test_what_is_to_be_tried_are_options_that_there_are() -> None:
+    options = {
+        option.name
+        for recipe, name in CONFIGS.items()
+        for option in options_of(getattr(import_module(f"recipes.{recipe}.config"), name))
+    }
+    for alarm in (*ALARMS, NOT_A_NUMBER):
+        named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b", alarm.advice)
+        unknown = [name for name in named if name not in options and not any(o.endswith(f".{name}") for o in options)]
+        assert unknown == [], alarm.name

@@ -1,0 +1,1 @@
+"""What every run has, whatever it trains: options, launch, checkpoints, evaluation, tracking, terminal, report."""

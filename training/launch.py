@@ -1,0 +1,142 @@
+"""From a checked job to its end: what main.py of every recipe does once it knows what is to run.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core import Job
+from core.backends import BackendName
+from training.checkpoint import check_resume
+from training.report import reporting
+from training.terminal.run_view import printable
+from training.terminal.terminal import Terminal
+from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
+from training.tracking.alarms import Alarms
+
+STOP_GRACE_S = 600.0
+"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
+
+
+def threads_each(workers: int) -> int:
+    """Threads for each of so many processes that work at the same time on the cores of this machine.
+
+    Those that take turns may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the number of
+    cores. 0, which leaves the choice to core, where the processes run on the machines of a cluster.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return 0
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    return max(1, cores // workers)
+
+
+def printed(config: Any, named: Collection[str]) -> str:
+    """A configuration as YAML that `--config` reads: without the options that only print, and without the folder of the
+    run unless it is among the options that were named.
+    """
+    options = dict(redact(config))
+    for name in ("print_config", "dry_run", *(() if "run_dir" in named else ("run_dir",))):
+        options.pop(name, None)
+    return config_text(options)
+
+
+def open_run(run_dir: str, resume: str, checkpoints: str | None, plan: str) -> Path:
+    """Make or open the folder of a run, see that it can go on from where `resume` says, and write its plan down.
+
+    Args:
+        run_dir: the folder.
+        resume: as in RunOptions.
+        checkpoints: folder of the step folders, `~` is allowed; None: run_dir/checkpoints.
+        plan: the text of plan.json.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ValueError: it cannot be; the message says what to set.
+    """
+    folder = open_run_folder(run_dir, resume)
+    check_resume(resume, Path(checkpoints).expanduser() if checkpoints else folder / "checkpoints")
+    (folder / "plan.json").write_text(plan, encoding="utf-8")
+    return folder
+
+
+def run_job(
+    job: Job,
+    *,
+    recipe: str,
+    run_dir: Path,
+    seed: int,
+    backend: BackendName,
+    began: float,
+    job_name: str = "",
+    lines: Sequence[str] = (),
+    seconds: Mapping[str, float] | None = None,
+) -> int:
+    """Run a job to its end, close its summary, and say how it ended.
+
+    Args:
+        job: what to run.
+        recipe: its recipe, for messages and the summary.
+        run_dir: its folder, made by `open_run`.
+        seed: for the summary.
+        backend: "ray" or "local".
+        began: seconds since the epoch at which the user started it.
+        job_name: its name in messages. Default: the recipe.
+        lines: what a person should read before it starts.
+        seconds: what took time before it starts, as summary.json names it.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 130 stopped.
+    """
+    events, sizes = EventLog(run_dir / "events.jsonl"), {name: role.total for name, role in job.roles.items()}
+    with reporting(run_dir):
+        with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
+            for line in (f"run folder {run_dir}", *lines):
+                terminal.say(f"{recipe}: {line}")
+            observers = [events, terminal, alarm_bell(events, terminal)]
+            result = job.submit(
+                job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=observers
+            )
+        events.close()
+        finish_summary(
+            run_dir,
+            result.status,
+            result.error or None,
+            recipe=recipe,
+            seed=seed,
+            peak_memory_bytes=result.peak_memory_bytes,
+            seconds=dict(seconds or {}),
+            attempts=result.attempt,
+        )
+    if result.output and result.status == "failed":
+        print("\n".join(printable(line) for line in result.output.splitlines()), file=sys.stderr)
+    if result.status != "finished":
+        logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
+        print(f"{recipe}: {result.status}: {printable(result.error)}{logs}", file=sys.stderr)
+    return result.exit_code
+
+
+def alarm_bell(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, but for
+    what the event log has of an earlier start of the run, whose metrics are the first.
+    """
+    alarms, heard = Alarms(), events.alarms()
+    alarms.recall(events.path.with_name("metrics.jsonl"))
+
+    def look(event: Any) -> None:
+        if isinstance(event, StepEvent):
+            for alarm in alarms.look(event.step, event.metrics):
+                if alarm.alarm not in heard:
+                    heard.add(alarm.alarm)
+                    events(alarm)
+                    terminal(alarm)
+
+    return look

@@ -1,0 +1,655 @@
+"""The groups of options that recipes share: a recipe's config.py embeds them, and adds what is its own.
+
+Nothing here needs torch. Each class refuses what cannot work with a ValueError that says what to set; the prefix of its
+group (`data.`, `evaluation.`) is that of the recipes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from components.data.rewards import RewardSettings
+from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
+from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
+from training.tracking import WandbConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.data.prompts import PromptSource
+
+C = TypeVar("C", bound="RunOptions")
+
+VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "prefix_caching")
+"""Options of RolloutOptions that only vLLM knows."""
+LORAS_OWN = ("lora_alpha", "lora_dropout", "lora_target_modules")
+"""Options of TrainOptions that only mean something with a lora_rank."""
+
+
+def new_run_dir(recipe: str) -> str:
+    """Where a run of a recipe goes that was not told where: runs/<recipe>-<time>."""
+    return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """What every run has, whatever it trains."""
+
+    run_dir: str = ""
+    """Folder of everything that the run writes. Default: runs/<recipe>-<time>."""
+    seed: int = 42
+    """Fixes the order of the prompts and the samples."""
+    dry_run: bool = False
+    """Print what would run where, as JSON, and start nothing."""
+    print_config: bool = False
+    """Print the whole configuration as YAML, and start nothing."""
+    resume: str = "auto"
+    """`auto` goes on from the latest checkpoint of run_dir if there is one, a path from that step, run or folder of
+    checkpoints; `none` begins anew, in a folder without a run."""
+    backend: Literal["ray", "local"] = "ray"
+    """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
+    max_restarts: int = 3
+    """How often all starts again from the latest checkpoint when a rank dies, and how many dead engines of a role are
+    replaced."""
+    stall_timeout: float = 1800.0
+    """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "", 0, "seed", "max_restarts")
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """The policy that the run starts from."""
+
+    path: str = ""
+    """A folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which makes and keeps a tiny
+    demonstration model."""
+    attn_implementation: str | None = None
+    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
+    chat_template: str | None = None
+    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    pad_token: str | None = None
+    """Token that fills short rows, for a tokenizer that names none; its end token will do."""
+
+    def __post_init__(self) -> None:
+        self.path = str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+
+    def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, or that of the model at `path`, with the template and token given here."""
+        from components.data.text import load_tokenizer
+
+        return load_tokenizer(path or self.path, chat_template=self.chat_template, pad_token=self.pad_token)
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """The prompts to train on."""
+
+    path: str = ""
+    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name,
+    `task:<name>` for a generated task, or `reasoning_gym:<task>`; several with commas between."""
+    probs: str | None = None
+    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
+    split: str = "train"
+    """Which split of a hub name or folder."""
+    input_key: str = "input"
+    """Column of the prompt: text, or a list of chat messages. Generated tasks bring their own."""
+    label_key: str | None = None
+    """Column of the label that the reward sees."""
+    apply_chat_template: bool = False
+    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
+    input_template: str | None = None
+    """Text around each prompt, with `{}` in its place."""
+    max_rows: int | None = None
+    """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out, and counted."""
+    passes: int = 1
+    """How often the prompts are gone through, each time in another order."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "data.", 1, "max_rows", "max_prompt_tokens", "passes")
+
+    def rows(self, seed: int) -> list[dict[str, Any]]:
+        """The prompts and labels; `seed` draws those of a generated task."""
+        from components.data.prompts import load_rows
+
+        return load_rows(
+            self.path,
+            self.input_key,
+            self.label_key,
+            split=self.split,
+            max_rows=self.max_rows,
+            seed=seed,
+            probs=self.probs,
+        )
+
+    def source(
+        self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
+    ) -> PromptSource:
+        """Rows as token ids, in an order that follows from the seed, without those that are too long."""
+        from components.data.prompts import PromptSource
+
+        return PromptSource(
+            rows,
+            tokenizer,
+            seed,
+            shuffle=shuffle,
+            apply_chat_template=self.apply_chat_template,
+            input_template=self.input_template,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+
+@dataclass(kw_only=True)
+class RewardOptions:
+    """What an answer is worth."""
+
+    source: str | None = None
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
+    commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, `reasoning_gym`, or a task's
+    own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and logged by itself. Default:
+    that of the task which data.path names."""
+    workers: int = 1
+    """Processes that run the Python file or the scorer."""
+    timeout_s: float = 60.0
+    """Seconds that reward code may take over one answer, before it is counted as failed."""
+    max_failed_share: float = 0.1
+    """Share of a batch's answers that may fail (or two, if that is more and not all); above it the run stops."""
+    url_timeout_s: float = 180.0
+    """Seconds that a reward server may take over one request; a request is tried five times."""
+    url_batch_size: int = 64
+    """Answers per request to a reward server."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(f"reward.{error}") from error
+
+    def settings(self) -> RewardSettings:
+        """How reward code and reward servers are used."""
+        return RewardSettings(
+            workers=self.workers,
+            timeout_s=self.timeout_s,
+            max_failed_share=self.max_failed_share,
+            url_timeout_s=self.url_timeout_s,
+            url_batch_size=self.url_batch_size,
+        )
+
+
+@dataclass(kw_only=True)
+class RolloutOptions:
+    """How answers are sampled."""
+
+    temperature: float = 1.0
+    """Of the training samples. Log-probabilities are taken at the same temperature."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
+    one that is trained."""
+    top_k: int = 0
+    """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
+    max_new_tokens: int = 1024
+    """Tokens of an answer, at most, the end token included."""
+    max_rows: int = 512
+    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+    engine: str = "auto"
+    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
+    GPU or with a large model. They draw different tokens from the same seed."""
+    tensor_parallel: int = 1
+    """vllm: devices of one engine, over which the weights are spread; on a CPU processes."""
+    gpu_memory: float | None = None
+    """vllm: share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
+    cpu_cache_gb: float = 1.0
+    """vllm: GiB of an engine's key-value cache on a CPU."""
+    enforce_eager: bool = False
+    """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
+    prefix_caching: bool = True
+    """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
+    verify_weight_sync: bool = False
+    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    engines. Costs about a step's time."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
+        _at_least(self, "rollout.", 1, "max_new_tokens", "max_rows", "tensor_parallel")
+        if self.engine not in ROLLOUT_ENGINES:
+            raise ValueError(f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}")
+        if self.engine == "hf" and self.tensor_parallel > 1:
+            raise ValueError(f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
+            raise ValueError(f"rollout.gpu_memory={self.gpu_memory}; set a share above 0, at most 1")
+        if not self.cpu_cache_gb > 0:
+            raise ValueError(f"rollout.cpu_cache_gb={self.cpu_cache_gb}; set it above 0")
+        try:
+            self.sampling(0, 0)
+        except ValueError as error:
+            raise ValueError(f"rollout.{error}") from error
+
+    def chosen(self, gpus: int, model_path: str, *temperatures: float) -> tuple[RolloutOptions, str]:
+        """With the engine filled in that the machine and the model suggest; and a line that says which, and why.
+
+        Args:
+            gpus: of a machine.
+            model_path: of the policy.
+            temperatures: that are sampled at besides its own.
+
+        Raises:
+            ValueError: the engine that was asked for cannot be had.
+        """
+        name, reason = choose_rollout_engine(self.engine, gpus, model_path, self.temperature, *temperatures)
+        engine = f"{name} generates: {reason}"
+        if self.tensor_parallel > 1 and name == "hf":
+            raise ValueError(
+                f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
+            )
+        return replace(self, engine=name), engine
+
+    def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the answers of a step are drawn. Evaluations name a temperature of their own, and leave no token out."""
+        narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
+        return SamplingConfig(
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            step=step,
+            **narrowed,
+        )
+
+    def engine_config(
+        self, dtype: str, max_prompt_tokens: int | None, shares_gpu: bool, sleeps: bool = False
+    ) -> RolloutConfig:
+        """What one engine is made with.
+
+        Args:
+            dtype: of the weights.
+            max_prompt_tokens: of the longest prompt; None: as the model allows.
+            shares_gpu: with other roles.
+            sleeps: it is put to sleep between generations.
+        """
+        if self.engine != "vllm":
+            return HFRolloutConfig(dtype=dtype, max_rows=self.max_rows)
+        return VLLMRolloutConfig(
+            dtype=dtype,
+            max_rows=self.max_rows,
+            max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
+            tensor_parallel_size=self.tensor_parallel,
+            gpu_memory_utilization=self.gpu_memory or (0.45 if shares_gpu else 0.9),
+            cpu_cache_gb=self.cpu_cache_gb,
+            enforce_eager=self.enforce_eager,
+            enable_prefix_caching=self.prefix_caching,
+            enable_sleep=sleeps,
+        )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        found = []
+        if self.top_p < 1 or self.top_k:
+            found.append(
+                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: "
+                "the engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
+            )
+        idle = [f"rollout.{name}" for name in VLLMS_OWN if self.engine == "hf" and f"rollout.{name}" in given]
+        return found + ([f"no effect of {', '.join(idle)}: hf generates"] if idle else [])
+
+
+@dataclass(kw_only=True)
+class PlacementOptions:
+    """What runs where. Without a GPU every worker is a process on the CPU."""
+
+    nodes: int = 1
+    """Machines."""
+    collocate: bool = True
+    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
+    does."""
+    actor_ranks: int | None = None
+    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
+    rollout_engines: int | None = None
+    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
+    references: int | None = None
+    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"placement.{name}={value}; set it to at least 1, or leave it out")
+
+    def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
+        """With every number filled in that was left to the machine.
+
+        Args:
+            gpus: of each machine.
+            groups: roles that hold the policy: 2, or with a reference 3.
+            tensor_parallel: devices of an engine.
+
+        Raises:
+            ValueError: they cannot be laid out; the message says what to set.
+        """
+        share = self.nodes * max(1, gpus if self.collocate else gpus // groups)
+        ranks = self.actor_ranks or share
+        other = ranks if gpus and self.collocate else share
+        if gpus and self.collocate and tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel={tensor_parallel}: an engine of several devices shares none with other roles "
+                "yet; set placement.collocate=false"
+            )
+        engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
+        if ranks % self.nodes:
+            raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.nodes={self.nodes} evenly")
+        if gpus and self.collocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
+            raise ValueError(
+                f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up "
+                "on shared GPUs; set them to the same number, or placement.collocate=false"
+            )
+        return replace(self, actor_ranks=ranks, rollout_engines=engines, references=references)
+
+
+@dataclass(kw_only=True)
+class AsyncOptions:
+    """Whether answers are generated while the policy trains on earlier ones, with weights that are a little older."""
+
+    enabled: bool = False
+    """Generate ahead of training. Needs devices of their own for both."""
+    queue_size: int = 1
+    """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
+    partial_rollout: bool = False
+    """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
+    in_flight_prompts: int | None = None
+    """Prompts that are answered at the same time, more than a step's and at most twice as many: the slowest ones come
+    in the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "asynchronous.", 0, "queue_size")
+        for name in ("partial_rollout", "in_flight_prompts"):
+            if getattr(self, name) and not self.enabled:
+                raise ValueError(f"asynchronous.{name} without asynchronous.enabled; set that to true as well")
+        if self.partial_rollout and not self.queue_size:
+            raise ValueError(
+                "asynchronous.partial_rollout with asynchronous.queue_size=0: nothing is generated while weights "
+                "change; set queue_size=1"
+            )
+        if self.in_flight_prompts is not None and not self.partial_rollout:
+            raise ValueError("asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well")
+
+    def notes(self, given: Collection[str], correct: str, corrects: bool) -> list[str]:
+        """What a user should know of before the run starts.
+
+        Args:
+            given: the options that are named.
+            correct: what a user sets so that older samples are weighed by how likely they have become.
+            corrects: whether they are.
+        """
+        if "asynchronous.queue_size" in given and not self.enabled:
+            return ["no effect of asynchronous.queue_size: asynchronous.enabled is off"]
+        if self.ahead and not corrects:
+            return [
+                f"answers are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
+            ]
+        return []
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are generated ahead; 0 where it is not enabled."""
+        return self.queue_size if self.enabled else 0
+
+    @property
+    def most_stale(self) -> int:
+        """So many versions may the weights that drew a token be behind those that train on it."""
+        return self.ahead + (self.in_flight_prompts is not None)
+
+    def check(self, collocated: bool, backend: str, prompts_per_step: int, apart: str) -> None:
+        """See that generation and training can go on at the same time.
+
+        Args:
+            collocated: the roles take turns on the same devices.
+            backend: of the run.
+            prompts_per_step: of the run.
+            apart: what a user sets to give the roles devices of their own, as `placement.collocate=false`.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if self.ahead and collocated:
+            raise ValueError(
+                "asynchronous.enabled, but the roles take turns on the same devices, and cannot work at the same time; "
+                f"set {apart}"
+            )
+        if self.ahead and backend == "local":
+            raise ValueError("asynchronous.enabled, but backend=local runs one role at a time; set backend=ray")
+        if self.in_flight_prompts and not prompts_per_step < self.in_flight_prompts <= 2 * prompts_per_step:
+            raise ValueError(
+                f"asynchronous.in_flight_prompts={self.in_flight_prompts}; set {prompts_per_step + 1} to "
+                f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, at most twice as many"
+            )
+
+
+@dataclass(kw_only=True)
+class EvaluationOptions:
+    """How good the policy is on prompts that it is not trained on."""
+
+    path: str | None = None
+    """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
+    split: str | None = None
+    """Which split of it. Default: train; of a task: heldout."""
+    max_rows: int = 2048
+    """How many of them."""
+    every: int = -1
+    """Evaluate every so many steps; -1 only at the start and at the end."""
+    temperature: float = 1.0
+    """Of the answers behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    samples_per_prompt: int = 4
+    """N: answers per held-out prompt."""
+    best_metric: str = ""
+    """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
+    in _pass1; `none` keeps only the last policy."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "evaluation.", 1, "max_rows", "samples_per_prompt")
+        if self.every == 0 or self.every < -1:
+            raise ValueError(f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only")
+        if self.temperature < 0:
+            raise ValueError(f"evaluation.temperature={self.temperature}; set it to 0 or more")
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "evaluation.temperature=0 gives the same answer every time; set evaluation.samples_per_prompt=1"
+            )
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Whether to evaluate after this step."""
+        return is_last or (self.every > 0 and step % self.every == 0)
+
+    def rows(self, data: DataOptions) -> list[dict[str, Any]]:
+        """The held-out prompts, none without a path. The same for every seed, so that runs compare."""
+        from components.data.prompts import load_rows
+
+        if self.path is None:
+            return []
+        return load_rows(
+            self.path, data.input_key, data.label_key, split=self.split, heldout=True, max_rows=self.max_rows
+        )
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """When the state of the training is written, and how much of it is kept."""
+
+    every: int = -1
+    """A checkpoint every so many steps; -1 only for the best policy, when the training ends, or when it is stopped."""
+    keep: int = 3
+    """How many checkpoints are kept, the newest ones; the best stays beside them."""
+    max_gb: float | None = None
+    """What all of them may take together. Default: any."""
+    path: str | None = None
+    """Folder of the checkpoints. Default: run_dir/checkpoints."""
+    export_path: str | None = None
+    """A second place for the trained policy; it is always in the checkpoints."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "checkpoint.", 1, "keep")
+        if self.every == 0 or self.every < -1:
+            raise ValueError(f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only")
+        if self.max_gb is not None and not self.max_gb > 0:
+            raise ValueError(f"checkpoint.max_gb={self.max_gb}; set a number above 0, or leave it out")
+
+    def folder(self, run_dir: str) -> Path:
+        """Where the step folders are."""
+        return Path(self.path).expanduser() if self.path else Path(run_dir) / "checkpoints"
+
+    @property
+    def max_bytes(self) -> float:
+        """What the checkpoints may take together."""
+        return math.inf if self.max_gb is None else self.max_gb * 1e9
+
+
+@dataclass(kw_only=True)
+class LogOptions:
+    """Who reads along. The files of the run folder are always written."""
+
+    wandb: bool = False
+    """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
+    wandb_project: str = "troupe"
+    """Name of the W&B project."""
+    wandb_name: str | None = None
+    """Name of the run there. Default: that of the run folder."""
+    wandb_group: str | None = None
+    """Runs of one group are shown together."""
+    tensorboard: bool = False
+    """Write TensorBoard's files to run_dir/tensorboard."""
+
+    def sinks(self) -> dict[str, Any]:
+        """What `Tracker` is told of it."""
+        names = {"project": self.wandb_project, "run_name": self.wandb_name, "group": self.wandb_group}
+        wandb = WandbConfig(**names) if self.wandb else None
+        return {"wandb": wandb, "tensorboard": "true" if self.tensorboard else None}
+
+
+def resolved(config: C, gpus: int) -> C:
+    """A configuration of these groups with everything filled in that was left to the machine: precision, who samples,
+    and how many workers a role has.
+
+    Args:
+        config: with the groups model, rollout, train, evaluation and placement, and the number of `groups` that hold
+            the policy.
+        gpus: of each machine.
+
+    Raises:
+        ValueError: it asks for what the machine does not have.
+    """
+    own: Any = config
+    rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
+    placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
+    precision = own.train.precision
+    train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
+    return replace(own, rollout=rollout, placement=placement, train=train)
+
+
+def check_model(path: str) -> None:
+    """See that a model can be there, before anything starts.
+
+    Raises:
+        ValueError: it cannot; the message says what to set.
+    """
+    from components.data.tasks import get_task
+    from components.hub import find_model
+    from training.warm_start import WARM_START_PREFIX
+
+    try:
+        if path.startswith(WARM_START_PREFIX):
+            get_task(path.removeprefix(WARM_START_PREFIX))
+        else:
+            find_model(path)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from error
+
+
+def check_prompts(
+    model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
+) -> int:
+    """See that model, prompts and reward can be there and fit together, before anything starts.
+
+    Args:
+        model: of the policy; one that is still to be made is not looked at.
+        data: of the prompts.
+        evaluation: of the held-out prompts.
+        reward: what `open_reward` is to open; None: the world of an agent rewards.
+        seed: of the run.
+
+    Returns:
+        How many rows there are to train on, the too long ones included.
+
+    Raises:
+        ValueError: they cannot, or do not; the message says what to set.
+    """
+    from components.data.rewards import check_reward
+
+    check_model(model.path)
+    if reward is not None:
+        check_reward(reward)
+    rows = check_rows(data, evaluation, reward, seed)
+    check_template(model, data, rows, seed)
+    return len(rows)
+
+
+def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int) -> list[dict[str, Any]]:
+    """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
+
+    Raises:
+        ValueError: there are none, or it cannot; the message says what to set.
+    """
+    from components.data.rewards import reward_parts
+    from components.data.scorers import get_scorer, scorer_names
+
+    rows, heldout = data.rows(seed), evaluation.rows(data)
+    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
+    for scorer in parts.intersection(scorer_names()):
+        # A label that the scorer cannot read is a wrong label_key; one row shows it.
+        for row in (rows[0], *heldout[:1]):
+            get_scorer(scorer)("", str(row["label"]))
+    return rows
+
+
+def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
+    """See that template and tokenizer fit together; a model that is still to be made is not looked at.
+
+    Raises:
+        ValueError: they do not.
+    """
+    from training.warm_start import WARM_START_PREFIX
+
+    if not model.path.startswith(WARM_START_PREFIX):
+        # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
+        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], model.tokenizer(), seed)
+
+
+def read_prompts(
+    data: DataOptions,
+    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    heldout: bool = False,
+    option: str = "data.max_prompt_tokens",
+    say: Callable[[str], None],
+) -> PromptSource:
+    """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
+    source = data.source(rows, tokenizer, seed, shuffle=not heldout)
+    if source.too_long:
+        what = "held-out prompts" if heldout else "prompts"
+        say(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
+    return source
+
+
+def _at_least(options: object, prefix: str, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{prefix}{name}={value}; set it to at least {least}")

@@ -1,0 +1,224 @@
+"""Prompts whose answers are under way on several engines while weights change; who is slow comes a batch later.
+
+A group is all answers to one prompt. Nothing here needs torch before there is something to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from training.rollouts import for_samples
+
+if TYPE_CHECKING:
+    from components.batch import Batch
+
+PATIENCE_S = 0.2
+"""Seconds after which the engines are asked again, so that new weights can reach them in between."""
+
+
+@dataclass
+class Group:
+    """A prompt that was taken and whose answers were not yet handed out."""
+
+    prompt: Batch
+    """One row, as it was taken."""
+    step: int
+    """For which it was begun; fixes its random numbers."""
+    version: int = 0
+    """Of the weights when it was begun last."""
+    engine: int | None = None
+    """Which engine plays it; None: none yet, or it was replaced."""
+    answers: Batch | None = None
+    """Once they are whole."""
+    place: int = 0
+    """Which time that the engines were asked brought them."""
+
+
+class Finished(Protocol):
+    """What an engine says of its groups; `agents.player.Collected` is one."""
+
+    @property
+    def batch(self) -> Batch | None:
+        """All answers of whole groups, with `prompt_id`; None where there are none."""
+
+    @property
+    def in_flight(self) -> Sequence[int]:
+        """The prompt_ids of those that it still plays."""
+        ...
+
+
+class GroupsInFlight:
+    """Keeps prompts under way on several engines, and hands out the first groups that have finished.
+
+    The others go on, and come in a later batch. One that the next batch could not have without being too old is waited
+    for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[int], Batch],
+        begin: Callable[[list[Batch | None], int], object],
+        collect: Callable[[float], Sequence[Finished]],
+        *,
+        engines: int,
+        samples: int,
+        in_flight: int,
+        most_stale: int,
+        version: Callable[[], int],
+        stopped: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            take: gives the next so many prompts, with `prompt_id`.
+            begin: (prompts, step): lets engines play prompts, drawn as those of this step: for each engine a row for
+                every sample, or None.
+            collect: (seconds): lets every engine play until it has finished a group, at most so long. Gives for each,
+                in order and after all that it was told to begin, what it has finished since it was last asked.
+            engines: how many there are.
+            samples: of each prompt.
+            in_flight: groups that are held at most.
+            most_stale: see AsyncOptions.
+            version: of the weights that the engines have, or an older one.
+            stopped: whether to give up the batch at hand; see `SampleStream.ending`.
+            say: shows a line to the user.
+        """
+        self._take, self._begin, self._collect = take, begin, collect
+        self._engines, self._samples = engines, samples
+        self._in_flight, self._most_stale = in_flight, most_stale
+        self._version, self._stopped, self._say = version, stopped, say
+        self._groups: dict[int, Group] = {}  # by prompt_id, as they were taken
+        self._asked = 0
+        self.metrics: dict[str, float] = {}
+        """Of the last batch."""
+
+    def __len__(self) -> int:
+        """Count the prompts that were taken and whose answers were not yet handed out."""
+        return len(self._groups)
+
+    def fill(self, step: int, wanted: int, left: int) -> Batch | None:
+        """All answers to the first `wanted` prompts that are done; None when the run is to stop.
+
+        Args:
+            step: for which they are.
+            wanted: prompts.
+            left: prompts that are wanted for this step and all later ones; no more are begun.
+
+        Returns:
+            The groups as their prompts were taken, each as it came from its engine.
+        """
+        from components.batch import Batch
+
+        # Never more than `in_flight` are held, so of those that were begun for one batch at most
+        # in_flight - wanted <= wanted are left behind, and the next batch has room for all of them if it must.
+        count = min(self._in_flight, left) - len(self._groups)
+        if count > 0:
+            self._hold(self._take(count), step)
+        assert len(self._groups) >= wanted, f"{wanted} prompts are wanted of {len(self._groups)}, {left} are left"
+        restarted = self._begin_old_again(step)
+        self._play()
+        while (chosen := self._choose(step, wanted)) is None:
+            if self._stopped():
+                return None
+            lost = self._wait()
+            restarted += lost
+            if lost:
+                self._play()
+        groups = [self._groups.pop(prompt_id) for prompt_id in chosen]
+        self.metrics = {
+            "rollout/carried_groups": float(sum(group.step < step for group in groups)),
+            "rollout/restarted_groups": float(restarted),
+        }
+        return Batch.concat(group.answers for group in groups if group.answers is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what `load_state_dict` needs: the prompts, and the answers that are there already."""
+        from components.batch import Batch
+
+        groups = list(self._groups.values())
+        if not groups:
+            return {}
+        answers = [group.answers for group in groups if group.answers is not None]
+        return {
+            "prompts": Batch.concat(group.prompt for group in groups),
+            "steps": [group.step for group in groups],
+            "versions": [group.version for group in groups],
+            "answers": Batch.concat(answers) if answers else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin with these prompts, anew where their answers were not yet there."""
+        self._groups = {}
+        if not state:
+            return
+        self._hold(state["prompts"], 0)
+        for group, step, version in zip(self._groups.values(), state["steps"], state["versions"], strict=True):
+            group.step, group.version = step, version
+        if state["answers"] is not None:
+            for prompt_id, answers in state["answers"].group_by("prompt_id").items():
+                self._groups[prompt_id].answers = answers
+
+    def _begin_old_again(self, step: int) -> int:
+        """Let go of answers that are too old for this step: those of a run that allowed more. Counts them."""
+        old = [g for g in self._groups.values() if g.answers is not None and step - 1 - g.version > self._most_stale]
+        for group in old:
+            group.answers = group.engine = None
+        if old:
+            self._say(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
+        return len(old)
+
+    def _hold(self, prompts: Batch, step: int) -> None:
+        for i, prompt_id in enumerate(prompts["prompt_id"].tolist()):
+            assert prompt_id not in self._groups, f"prompt {prompt_id} was taken twice"
+            self._groups[prompt_id] = Group(prompts[i : i + 1], step)
+
+    def _playing(self) -> dict[int, Group]:
+        return {key: group for key, group in self._groups.items() if group.engine is not None and group.answers is None}
+
+    def _play(self) -> None:
+        """Begin what no engine plays, the longest held first, each on the engine that has the fewest."""
+        from components.batch import Batch
+
+        playing = [group.engine for group in self._playing().values()]
+        loads = [playing.count(engine) for engine in range(self._engines)]
+        waiting = [group for group in self._groups.values() if group.engine is None and group.answers is None]
+        told: dict[int, list[list[Batch]]] = {}  # by step and engine
+        version = self._version()
+        for group in waiting[: self._in_flight - len(playing)]:
+            engine = loads.index(min(loads))
+            loads[engine] += 1
+            group.engine, group.version = engine, version
+            told.setdefault(group.step, [[] for _ in loads])[engine].append(group.prompt)
+        for step, parts in told.items():
+            self._begin([for_samples(Batch.concat(part), self._samples) if part else None for part in parts], step)
+
+    def _choose(self, step: int, wanted: int) -> list[int] | None:
+        """The prompts of this batch; None as long as too few are done, or one that it must have is not."""
+        done = [key for key, group in self._groups.items() if group.answers is not None]
+        begun = {*done, *self._playing()}
+        due = [key for key in self._groups if key in begun and step - self._groups[key].version > self._most_stale]
+        if len(done) < wanted or not set(due[:wanted]) <= set(done):
+            return None
+        others = sorted((key for key in done if key not in due), key=lambda key: self._groups[key].place)
+        chosen = {*due[:wanted], *others[: max(wanted - len(due), 0)]}
+        return [key for key in self._groups if key in chosen]
+
+    def _wait(self) -> int:
+        """Let the engines play on, and take what they have finished; counts the groups that an engine has lost."""
+        lost = 0
+        self._asked += 1
+        for engine, finished in enumerate(self._collect(PATIENCE_S)):
+            for prompt_id, answers in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
+                group = self._groups[prompt_id]
+                assert group.engine == engine and group.answers is None, f"prompt {prompt_id} was answered twice"
+                group.answers, group.place = answers, self._asked
+            playing = [key for key, group in self._playing().items() if group.engine == engine]
+            gone = [key for key in playing if key not in finished.in_flight]
+            for key in gone:
+                self._groups[key].engine = None
+            if gone:
+                self._say(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
+            lost += len(gone)
+        return lost

@@ -1,0 +1,512 @@
+"""What a run will use, before anything starts: processes, devices, memory and steps, as a table and as JSON.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
+from components.engines.config import RolloutConfig, TrainConfig
+from components.engines.memory import (
+    PROCESS_BYTES,
+    Need,
+    frozen,
+    micro_batch_tokens,
+    model_size,
+    sampling,
+    training,
+)
+from core import Job
+from training.launch import printed, run_job
+from training.tracking import redact
+from training.tracking.environment import answer
+
+WIDTH = 100
+_COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host")
+_HEADS = {"gradients": "grads", "optimizer": "optim"}
+_NOT_OF_THE_RUN = ("run_dir", "dry_run", "print_config")
+_ON_GPU = {"zero_stage": 3, "adam_offload": True, "offload_policy": True}
+_ON_HOST = (
+    *("adam_offload", "param_offload", "optimizer_offload", "offload_policy"),
+    *("enable_ema", "deepspeed_enable_sleep", "vllm_enable_sleep", "free_cache_engine"),
+)
+_CHECKPOINTING = {"gradient_checkpointing": True, "enable_gradient_checkpointing": True}
+_SHARES = ("gpu_memory", "gpu_memory_utilization", "vllm_gpu_memory_utilization")
+_PARALLEL = ("tensor_parallel", "tensor_model_parallel_size", "vllm_tensor_parallel_size")
+_PROCESSES = ("actor_ranks", "references", "engines", "gpus_per_node")
+_BUDGETS = ("max_tokens", "max_tokens_per_gpu", "train_max_tokens_per_gpu", "ppo_max_token_len_per_gpu")
+_COUNTED_BYTES = 64_000_000
+"""Of a file whose lines are counted before a run starts, at most."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes that there are; None: not known."""
+
+    machine: int | None = None
+    device: int | None = None
+
+    @classmethod
+    def here(cls, gpus: object, nodes: int = 1) -> Capacity:
+        """Of this machine, or what its control group allows, and of each of its GPUs. On a cluster the machine at hand
+        says nothing about the others.
+        """
+        if nodes > 1 or os.environ.get("RAY_ADDRESS"):
+            return cls()
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
+            limits += [int(text)] if text.isdecimal() else []
+        visible, order = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("CUDA_DEVICE_ORDER")
+        # CUDA's numbers are nvidia-smi's where both count by the bus.
+        named = visible and (order == "PCI_BUS_ID" or not visible[0].isdecimal())
+        return cls(min(limits), gpu_bytes(visible if named else "") if gpus else None)
+
+
+@functools.cache
+def gpu_bytes(names: str) -> int | None:
+    """Of each of these GPUs, of all by default; None: not known, or not alike."""
+    chosen = [f"--id={names}"] if names else []
+    shown = answer("nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    sizes = {int(line) * 2**20 for line in shown.split() if line.isdecimal()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """What shares one memory."""
+
+    name: str
+    certain: Mapping[str, int]
+    """Bytes of each role that it takes in any case."""
+    least: int
+    """Of all together at the same time, in any case."""
+    most: int
+    there: int | None
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What a run will use, and why."""
+
+    recipe: str
+    job: Job
+    config: Any
+    """With everything filled in that was left to the machine."""
+    changed: Mapping[str, Any]
+    """Options that are not at their defaults, by dotted name."""
+    needs: Mapping[str, Need]
+    """Of a process of each role that holds a model."""
+    steps: str
+    """The arithmetic of the run, or why it is not known yet."""
+    choices: Sequence[str]
+    """Engines and precision, and the reasons."""
+    notes: Sequence[str] = ()
+    overlaps: bool = False
+    """Roles work at the same time."""
+    capacity: Capacity | None = None
+    """Default: what there is here."""
+
+    def __post_init__(self) -> None:
+        self.job.check_backend(self.config.backend)
+        self.there = self.capacity or Capacity.here(self.job.device_type == "GPU", self.job.node_num)
+        options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
+        self.changed = redact(options)
+        self.needs = {role: self.needs.get(role, Need()) for role in self.job.placement.processes}
+
+    def json(self) -> str:
+        """plan.json: the job, and what the table says."""
+        own = json.loads(self.job.model_copy(update={"config": redact(self.config)}).model_dump_json())
+        memory = [
+            {"role": role, "processes": self._count(role)}
+            | {name: getattr(need, name) for name in _COLUMNS}
+            | {"total": need.total if need.is_known else None}
+            for role, need in self.needs.items()
+        ]
+        places = [{"place": p.name, "least": p.least, "most": p.most, "there": p.there} for p in self._places()]
+        return json.dumps(
+            own | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps}, indent=2
+        )
+
+    def is_all(self, asked: Any, given: Collection[str]) -> bool:
+        """Print what `--print_config` or `--dry_run` ask for, and say whether one of them did. For a person there is on
+        stderr: with `--print_config` what should be known of these options; with `--dry_run`, and where a run cannot
+        fit, the table.
+
+        Args:
+            asked: the configuration before anything was filled in.
+            given: the options that the user has named.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        if asked.print_config:
+            print(printed(asked, given))
+            self._say(self.notes)
+            return True
+        if asked.dry_run:
+            print(self.json())
+        try:
+            self.check()
+        except ValueError:
+            self._say(self.lines())
+            raise
+        if asked.dry_run:
+            self._say(self.lines())
+        return asked.dry_run
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            print(f"{self.recipe}: {line}", file=sys.stderr)
+
+    def run(self, run_dir: Path, began: float, **seconds: float) -> int:
+        """Show the plan, and run its job to the end; arguments and exit code are those of `run_job`."""
+        return run_job(
+            self.job,
+            recipe=self.recipe,
+            run_dir=run_dir,
+            seed=self.config.seed,
+            backend=self.config.backend,
+            began=began,
+            job_name=getattr(self.config, "job_name", ""),
+            lines=self.lines(),
+            seconds=seconds,
+        )
+
+    def check(self) -> None:
+        """See that what is certain fits: weights, gradients, optimizer states, and caches that are taken at once.
+
+        Raises:
+            ValueError: it does not; the message says what to set.
+        """
+        for role, need in self.needs.items():
+            if need.short:
+                raise ValueError(
+                    f"it cannot fit: {role}'s engine may take {amount(need.share)} of a GPU, and needs "
+                    f"{amount(need.share + need.short)} for its weights and its context alone; "
+                    f"{self._larger_share(need)}"
+                )
+        for place in self._places():
+            if place.there is None or place.least <= place.there:
+                continue
+            role = max(place.certain, key=lambda name: place.certain[name])
+            need = self.needs[role]
+            shown = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer", "cache")}
+            if need.grows:
+                del shown["cache"]
+            if place.name == "this machine" and self.job.placement.devices[role]:
+                shown = {"offloaded or asleep": need.host, "moving average on the first": need.first}
+            parts = ", ".join(f"{name} {amount(value)}" for name, value in shown.items() if value)
+            raise ValueError(
+                f"it cannot fit: {place.name} would hold {amount(place.least)}, and has {amount(place.there)}. The "
+                f"most is {role}'s, {self._count(role)} x ({parts}); {self._remedy(place, role)}"
+            )
+
+    def lines(self) -> list[str]:
+        """The plan for a person."""
+        found = [*self._table(), *self._sums()]
+        parts = {"steps": self.steps, "with": "; ".join(self.choices), "changed": self._changed()}
+        if not all(need.is_known for need in self.needs.values()):
+            parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
+        for name, text in parts.items():
+            indent = " " * 10
+            found += textwrap.wrap(f"{name:<10}{text}", self._width, subsequent_indent=indent) if text else []
+        return found + list(self.notes)
+
+    @property
+    def _width(self) -> int:
+        return WIDTH - len(self.recipe) - 2
+
+    def _count(self, role: str) -> int:
+        return self.job.placement.processes[role]
+
+    def _table(self) -> list[str]:
+        threads = {role: host.threads for host in self.job.placement.hosts for role, _ in host.workers}
+        rows = []
+        for role, need in self.needs.items():
+            device = self.job.placement.devices[role] / self._count(role)
+            what = f"{device:.2g} GPU" if device else f"{threads[role]} thread{'s' * (threads[role] > 1)}"
+            cells = [amount(getattr(need, name)) for name in _COLUMNS]
+            rows.append([role.lower(), f"{self._count(role)} x {what}", *cells, amount(need.total)])
+        heads = [f"on {self.job.device_type}", "processes", *(_HEADS.get(name, name) for name in _COLUMNS), "each"]
+        kept = [i for i in range(len(heads)) if i < 2 or any(row[i] != "-" for row in rows)]
+        table = [[row[i] for i in kept] for row in [heads, *rows]]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        gap = "  " if sum(widths) + 2 * len(widths) <= self._width else " "
+        return [
+            gap.join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            for row in table
+        ]
+
+    def _sums(self) -> list[str]:
+        found = []
+        most = "at most" if all(need.is_known for need in self.needs.values()) else "as far as known"
+        for place in self._places():
+            has = "what it has is not known" if place.there is None else f"it has {amount(place.there)}"
+            if place.there is not None and place.most > place.there:
+                has += f": maybe too much, {self._remedy(place)}"
+            text = f"{'memory':<10}{place.name}: {most} {amount(place.most)}, {has}"
+            found += textwrap.wrap(text, self._width, subsequent_indent=" " * 10)
+        return found
+
+    def _changed(self) -> str:
+        room, shown = 2 * (self._width - 10) - 20, list[str]()
+        for name, value in self.changed.items():
+            text = f"{name}={_short(value)}"
+            if len(" ".join([*shown, text])) > room:
+                return f"{' '.join(shown)} and {len(self.changed) - len(shown)} more"
+            shown.append(text)
+        return " ".join(shown)
+
+    def _places(self) -> list[Place]:
+        """A GPU of each group of roles that share one, and this machine."""
+        found, hosts, gpu = list[Place](), self.job.placement.hosts, self.job.device_type == "GPU"
+        on_gpu = [role for role in self.needs if self.job.placement.devices[role]]
+        groups = [[role for role in group if role in on_gpu] for group in self.job.collocations]
+        groups += [[role] for role in on_gpu if not any(role in group for group in groups)]
+        for group in filter(None, groups):
+            needs = [self.needs[role] for role in group]
+            # Learners sleep and wake together, and so do samplers.
+            asleep = [
+                [n.certain for n in needs if n.sleeps and bool(n.optimizer) == learns] for learns in (True, False)
+            ]
+            least = sum(need.certain for need in needs if not need.sleeps) + max(map(sum, asleep))
+            most = least + sum(need.base for need in needs) + max(need.brief for need in needs)
+            certain = {role: self.needs[role].certain for role in group}
+            found.append(Place(f"a GPU of {' + '.join(group)}", certain, least, most, self.there.device))
+        # In local mode all is in one process, which is the driver's.
+        bases = [max((self._base(role) for role, _ in host.workers), default=0) for host in hosts]
+        most = max(bases) if self.config.backend == "local" else PROCESS_BYTES["driver"] + sum(bases)
+        certain, turns = dict[str, int](), list[int]()
+        for role, need in self.needs.items():
+            here = need.host * gpu if role in on_gpu else need.certain
+            certain[role] = self._count(role) * here + need.first
+            most += certain[role] + need.published
+            turns.append(0 if role in on_gpu else self._count(role) * need.brief)
+        most += sum(turns) if self.overlaps else max(turns)
+        return [*found, Place("this machine", certain, sum(certain.values()), most, self.there.machine)]
+
+    def _base(self, role: str) -> int:
+        return PROCESS_BYTES["process"] if self.job.placement.devices[role] else self.needs[role].base
+
+    def _remedy(self, place: Place, role: str = "") -> str:
+        """What to set, of the options of this recipe; with a role, so that it takes less in any case."""
+        gpu, here = self.job.device_type == "GPU", place.name == "this machine"
+        needs = [self.needs[name] for name in ([role] if role else place.certain)]
+        learns = any(need.optimizer != 0 or (need.host and not need.cache) for need in needs)
+        caches = any(need.cache and not need.grows for need in needs)
+        weights = (needs[0].weights or 0) * (self._count(role) if here else 1) if role else 0
+        better: dict[str, object] = {} if role else dict(_CHECKPOINTING)
+        lower = _BUDGETS * (not role)
+        if learns and weights < (place.there or 0):
+            better["lora_rank"] = 16
+        if here and gpu:
+            better, lower = dict[str, object](dict.fromkeys(_ON_HOST, False)), ()
+        elif gpu:
+            better, lower = better | (_ON_GPU if learns else {}), lower + _SHARES * caches
+        else:
+            lower += ("cpu_cache_gb",) * caches
+        found = list[str]()
+        for name, value in _flat(redact(self.config)):
+            last = name.rpartition(".")[2]
+            if last in better and value in (0, 1, 2) and value != better[last]:
+                found.append(f"{name}={_short(better[last])}")
+                continue
+            if here and name == "train.ema_beta" and value is not None:
+                found.append(f"{name}=null")
+            fewer = here and not gpu and last.endswith(_PROCESSES) and (value or 0) > 1
+            if fewer or (last in lower and (value is not None or last in _SHARES)):
+                found.append(f"{name} lower")
+        return self._or_smaller(found[:4] + ["more GPUs"] * (gpu and not here))
+
+    def _larger_share(self, need: Need) -> str:
+        """What to set where an engine may not take what its weights do. Where it trains too it has one device."""
+        fits = need.share + need.short <= (self.there.device or 0)
+        wanted = _SHARES * fits + _PARALLEL * (not need.optimizer)
+        names = [name for name, _ in _flat(redact(self.config)) if name.rpartition(".")[2] in wanted]
+        return self._or_smaller([f"{name} higher" for name in names])
+
+    def _or_smaller(self, found: Sequence[str]) -> str:
+        options = _flat(redact(self.config))
+        models = [name for name, value in options if name.endswith(("model.path", "pretrain")) and value]
+        return f"set {', '.join([*found, ''])}{'or ' * bool(found)}a smaller model ({(models or ['the model'])[0]})"
+
+
+def amount(count: int | None) -> str:
+    """Bytes for a person, in decimal units: `1.6 MB`, `?` for what is not known, `-` for nothing."""
+    if not count:
+        return "?" if count is None else "-"
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    value, unit = next((count / size, unit) for size, unit in units if count >= 0.9995 * size or unit == "kB")
+    return f"{value:,.0f} {unit}" if value >= 99.5 else f"{value:.2g} {unit}"
+
+
+def _short(value: Any) -> str:
+    """A value as it would be written on a command line, cut."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def steps_text(arithmetic: Callable[[int], str], source: str, most: int | None, probs: str | None = None) -> str:
+    """The arithmetic of a run over the rows of a source, where these are counted quickly.
+
+    Args:
+        arithmetic: of so many rows.
+        source: as a recipe is given it.
+        most: rows that are used, at most; None: all.
+        probs: of a mixture, which repeats rows.
+    """
+    counts = [_count_rows(name.strip(), most) for name in source.split(",")]
+    if None in counts or (probs and most is None):
+        return f"not known before {source} is read"
+    total = sum(count or 0 for count in counts)
+    return arithmetic(total if most is None else min(total, most))
+
+
+def _count_rows(name: str, most: int | None) -> int | None:
+    path = Path(name).expanduser()
+    if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
+        return DEFAULT_TASK_ROWS if most is None else most
+    try:
+        if path.suffix == ".jsonl" and path.is_file() and path.stat().st_size <= _COUNTED_BYTES:
+            with path.open("rb") as file:
+                return sum(1 for line in file if line.strip())
+        if path.suffix == ".parquet" and path.is_file():
+            from pyarrow.parquet import read_metadata
+
+            return read_metadata(path).num_rows
+    except (OSError, ValueError):  # reading it will say why
+        return None
+    return None
+
+
+class Estimate:
+    """What roles take that work on the same sequences."""
+
+    def __init__(self, job: Job, policy: str, max_prompt: int, max_new: int, agent: Any) -> None:
+        """
+        Args:
+            job: what runs where.
+            policy: the model that writes the sequences.
+            max_prompt: tokens of a prompt.
+            max_new: tokens of an answer.
+            agent: the options of agents, which know how long an episode may be.
+        """
+        self._gpu, self._processes = job.device_type == "GPU", job.placement.processes
+        self._device = Capacity.here(self._gpu, job.node_num).device
+        read, size = agent.longest_prompt(max_prompt, max_new), model_size(policy)
+        limits = (read and read + max_new, size and size.positions)
+        self._longest = min(filter(None, limits), default=max_prompt + max_new)
+
+    def trained(self, role: str, model: str, config: TrainConfig, sequences: int, **options: Any) -> Need:
+        """A model under an engine, whose optimizer steps have so many sequences; options as in `training`."""
+        ranks = self._processes.get(role, 1)
+        tokens = micro_batch_tokens(config, self._longest, -(-sequences // ranks))
+        return training(model_size(model), config, ranks, tokens=tokens, gpu=self._gpu, **options)
+
+    def judged(self, model: str, dtype: str, limits: tuple[int, int], has_head: bool = True) -> Need:
+        """A frozen model, whose passes have at most so many tokens, and sequences (0: any)."""
+        most, sequences = limits
+        tokens = max(self._longest, min(most, sequences * self._longest or most))
+        return frozen(model_size(model), dtype, tokens=tokens, gpu=self._gpu, has_head=has_head)
+
+    def sampled(self, role: str, model: str, config: RolloutConfig, answers: int) -> Need:
+        """One of the engines that share so many answers."""
+        rows = -(-answers // self._processes.get(role, 1))
+        return sampling(model_size(model), config, rows, self._longest, self._device, gpu=self._gpu)
+
+
+def policy_plan(
+    recipe: str, job: Job, asked: Any, config: Any, changed: Mapping[str, Any], given: Collection[str]
+) -> Plan:
+    """The plan of a recipe whose configuration is made of the groups of options, and has the roles ACTOR and ROLLOUT,
+    perhaps REFERENCE.
+
+    Args:
+        recipe: its name.
+        job: what runs where.
+        asked: the configuration before anything was filled in.
+        config: and after.
+        changed: as in Plan.
+        given: the options that the user has named.
+    """
+    gpu, data, train, model = job.device_type == "GPU", config.data, config.train, config.model.path
+    estimate = Estimate(job, model, data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+    answers, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
+    needs = {
+        "ACTOR": estimate.trained("ACTOR", model, engine, answers // config.minibatches, publishes=True),
+        "ROLLOUT": estimate.sampled("ROLLOUT", model, config.rollout_engine(), answers),
+        "REFERENCE": estimate.judged(model, config.dtype, (train.forward_max_tokens or train.max_tokens, answers)),
+    }
+    return Plan(
+        recipe=recipe,
+        job=job,
+        config=config,
+        changed=changed,
+        needs=needs,
+        steps=steps_text(config.arithmetic, data.path, data.max_rows, data.probs),
+        choices=[
+            f"{train.engine} zero_stage={engine.stage} {train.precision}",
+            asked.rollout.chosen(gpu, asked.model.path, asked.evaluation.temperature)[1],
+        ],
+        notes=config.notes(given),
+        overlaps=config.asynchronous.ahead > 0,
+    )
+
+
+def supervised_plan(
+    recipe: str, job: Job, config: Any, changed: Mapping[str, Any], role: str, rows: str = "pairs"
+) -> Plan:
+    """The plan of a recipe that trains one model on data that is there.
+
+    Args:
+        recipe: its name.
+        job: what runs where.
+        config: with `engine`, and the options that sft, dpo and reward_model share.
+        changed: as in Plan.
+        role: that trains; REWARD has a head of its own.
+        rows: what the data are.
+    """
+    gpu = job.device_type == "GPU"
+    engine, ranks, size = config.engine(1, gpu), job.placement.processes[role], model_size(config.pretrain)
+    longest = min(config.max_len, (size and size.positions) or config.max_len)
+    tokens = micro_batch_tokens(engine, longest, -(-2 * config.train_batch_size // ranks))  # of pairs both answers
+
+    def arithmetic(count: int) -> str:
+        held = 0 if getattr(config, "eval_dataset", None) else config.eval_samples
+        if count <= held:
+            return f"none: eval_samples={held} holds out all {count} {rows}"
+        steps = config.max_epochs * -(-(count - held) // config.train_batch_size)
+        return (
+            f"{steps} optimizer steps of {config.train_batch_size} {rows}: {count - held} {rows} x {config.max_epochs} "
+            f"epochs, {held} held out; in micro-batches of at most {config.max_tokens_per_gpu} tokens on each of "
+            f"{ranks} processes"
+        )
+
+    return Plan(
+        recipe=recipe,
+        job=job,
+        config=config,
+        changed=changed,
+        needs={role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=role != "REWARD")},
+        steps=steps_text(arithmetic, config.dataset, config.max_samples),
+        choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
+    )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

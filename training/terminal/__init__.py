@@ -1,0 +1,1 @@
+"""The terminal of a run: a live view, or a line per step."""

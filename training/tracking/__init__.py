@@ -1,0 +1,36 @@
+"""What a run leaves behind: metrics, rollouts, events, a summary. Files are the truth; W&B and TensorBoard read along.
+
+Nothing here may stop a training run: a sink that fails is switched off with one warning. Nothing here needs
+torch.
+
+<run_dir>/config.yaml  environment.json  metrics.jsonl  events.jsonl  summary.json  rollouts/step_000012.parquet
+          tokenizer/  tensorboard/  wandb/  .lock
+"""
+
+from training.tracking.environment import write_environment
+from training.tracking.events import EventLog
+from training.tracking.redaction import redact
+from training.tracking.run_folder import open_run_folder
+from training.tracking.summary import Status, empty_summary, finish_summary, read_summary
+from training.tracking.told import AlarmEvent, PhaseEvent, StepEvent
+from training.tracking.tracker import Tracker, config_text, console_line, write_config
+from training.tracking.wandb_sink import WandbConfig
+
+__all__ = [
+    "AlarmEvent",
+    "EventLog",
+    "PhaseEvent",
+    "Status",
+    "StepEvent",
+    "Tracker",
+    "WandbConfig",
+    "config_text",
+    "console_line",
+    "empty_summary",
+    "finish_summary",
+    "open_run_folder",
+    "read_summary",
+    "redact",
+    "write_config",
+    "write_environment",
+]

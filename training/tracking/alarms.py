@@ -1,0 +1,242 @@
+"""Alarms: what in a step's metrics a person should look at, said once in plain words, with what to try.
+
+A limit stands where a run goes wrong, not where it could be better: none of the demonstrations comes near one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.tracking.metrics import house_name
+from training.tracking.told import AlarmEvent
+
+logger = logging.getLogger(__name__)
+
+Numbers = Mapping[str, float]
+"""A step's metrics under the house's names, of those that are finite numbers."""
+
+MOST_KL = 0.5
+"""Nats per token that a policy may move within a step. Demonstrations: up to 0.21, at their first step."""
+MOST_DRIFT = 3.0
+"""Nats per token that it may be from the reference. Demonstrations: up to 0.51."""
+MOST_CLIPPED = 0.3
+"""Of the tokens, where the policy moves more than MOVES. Demonstrations: up to 0.15."""
+MOVES = 0.05
+"""Nats per token. A narrow clip range, such as GSPO's, clips half of the tokens of a policy that hardly moves."""
+LEAST_ENTROPY = 0.1
+"""Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
+SOLVED = 0.9
+"""From this score on a policy may be sure of itself, and the answers to a prompt may be alike."""
+MOST_GAP = 0.05
+"""Nats per token between engine and trainer of the same weights: bfloat16 makes about 0.01 of it."""
+MOST_STALE_GAP = 1.0
+"""The same where the answers are of older weights."""
+MOST_EQUAL = 0.9
+"""Of the answers, to prompts whose answers all earned the same."""
+MOST_TRUNCATED = 0.5
+"""Of the answers."""
+BEGINNING = 100
+"""So many lines of metrics have the first value of each, also of what is logged now and then."""
+
+LOWER_RATE = "lower the learning rate (train.learning_rate, actor_learning_rate, actor_rollout_ref.actor.optim.lr)"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that may be wrong."""
+
+    name: str
+    watches: str
+    """The metric that is looked at; steps without it are passed over."""
+    when: str
+    """From where on it sounds, in words."""
+    text: str
+    """What is wrong, with the numbers found: `{now}` in this step, `{first}` in the first."""
+    advice: str
+    """What to try: options by what they mean, with their names in the recipes."""
+    sounds: Callable[[Numbers, Numbers], bool]
+    """(metrics of this step, the first value of each) -> whether this step is wrong."""
+    steps: int = 1
+    """So many such steps in a row make an alarm."""
+
+
+def _moves_far(now: Numbers, _: Numbers) -> bool:
+    return now["actor/clipped_share"] > MOST_CLIPPED and now.get("actor/approx_kl", 0.0) > MOVES
+
+
+def _is_sure_of_wrong_answers(now: Numbers, first: Numbers) -> bool:
+    few = now["actor/entropy"] < LEAST_ENTROPY * first["actor/entropy"]
+    return few and now.get("reward/score", 0.0) < SOLVED
+
+
+def _differs_from_engine(now: Numbers, _: Numbers) -> bool:
+    is_stale = now.get("rollout/staleness_max", 0.0) > 0
+    return now["rollout/logprob_gap_mean"] > (MOST_STALE_GAP if is_stale else MOST_GAP)
+
+
+def _is_all_equal(now: Numbers, first: Numbers) -> bool:
+    name = "reward/zero_variance_share"
+    # A policy that has learnt it all ends there too; one that begins there has nothing to learn from.
+    has_learnt = now.get("reward/score", 0.0) >= SOLVED and first[name] <= MOST_EQUAL
+    return now[name] > MOST_EQUAL and not has_learnt
+
+
+ALARMS = (
+    Alarm(
+        name="kl",
+        watches="actor/approx_kl",
+        when=f"over {MOST_KL}",
+        text="the policy moved {now:.2f} nats per token within one step, too far from the answers it learns from",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size; "
+        "epochs, max_epochs, ppo_epochs); cut gradients at a smaller norm (train.max_norm, max_norm, grad_clip)",
+        sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
+    ),
+    Alarm(
+        name="drift",
+        watches="actor/kl_to_reference",
+        when=f"over {MOST_DRIFT:g}",
+        text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
+        advice="weigh the KL to the reference more (algorithm.kl_coef, init_kl_coef, kl_loss_coef); " + LOWER_RATE,
+        sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
+    ),
+    Alarm(
+        name="clipping",
+        watches="actor/clipped_share",
+        when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
+        text="{now:.0%} of the tokens are clipped, so that little of what the answers teach gets through",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size)",
+        sounds=_moves_far,
+    ),
+    Alarm(
+        name="entropy",
+        watches="actor/entropy",
+        when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
+        text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its answers are not right "
+        "yet: it writes nearly the same each time, and finds nothing new to learn from",
+        advice=f"{LOWER_RATE}; clip less above (algorithm.clip_high, eps_clip_low_high, clip_ratio_high); reward "
+        "entropy (entropy_loss_coef, entropy_coeff); weigh the KL to the reference more (algorithm.kl_coef, "
+        "init_kl_coef, kl_loss_coef)",
+        sounds=_is_sure_of_wrong_answers,
+        steps=2,
+    ),
+    Alarm(
+        name="mismatch",
+        watches="rollout/logprob_gap_mean",
+        when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where answers are of older weights",
+        text="engine and trainer are {now:.3f} nats per token apart about the same answers: the policy learns from "
+        "answers that it would not give",
+        advice="see whether the engine has the trainer's weights (rollout.verify_weight_sync, verify_weight_sync) and "
+        "samples from all it computes (top_p=1, top_k off); let both compute in the same precision; or correct the "
+        "loss for it (algorithm.correction, enable_vllm_is_correction, rollout_correction.rollout_is)",
+        sounds=_differs_from_engine,
+        steps=2,
+    ),
+    Alarm(
+        name="equal_groups",
+        watches="reward/zero_variance_share",
+        when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
+        text="{now:.0%} of the answers earn what all others to their prompt earn, so comparing them teaches nothing",
+        advice="look at the answers: is the reward ever right, or always? Take prompts that the policy solves now and "
+        "then; draw more answers (samples_per_prompt, n_samples_per_prompt, rollout.n) at temperature 1; leave such "
+        "prompts out (algorithm.filter_range, dynamic_filtering, filter_groups.enable)",
+        sounds=_is_all_equal,
+        steps=3,
+    ),
+    Alarm(
+        name="failed_rewards",
+        watches="reward/failed",
+        when="over 0, twice in a row",
+        text="answers whose reward could not be computed: {now:.0f} in this step; they got 0",
+        advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
+        "(reward.timeout_s, reward_timeout, reward_model.timeout_s; of an agent agent.step_timeout_s, "
+        "agent_step_timeout)",
+        sounds=lambda now, _: now["reward/failed"] > 0,
+        steps=2,
+    ),
+    Alarm(
+        name="length",
+        watches="rollout/truncated_share",
+        when=f"over {MOST_TRUNCATED}, twice in a row",
+        text="{now:.0%} of the answers are cut off at the limit, mostly before they say what the reward looks for",
+        advice="allow longer answers (rollout.max_new_tokens, generate_max_len, data.max_response_length; of an agent "
+        "agent.max_turns, agent_max_turns); or take something off long ones (algorithm.overlong_buffer, "
+        "overlong_buffer_len, reward_manager)",
+        sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
+        steps=2,
+    ),
+)
+NOT_A_NUMBER = Alarm(
+    name="not_a_number",
+    watches="every metric",
+    when="not finite",
+    text="{names} is not a finite number",
+    advice="look for extreme values in the rewards of this step (its rollouts are in the run's folder); " + LOWER_RATE,
+    sounds=lambda _now, _first: False,  # finite numbers are all that it would see
+)
+
+
+class Alarms:
+    """Those of one run: each sounds once."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+        self._wrong: dict[str, int] = {}
+        self._sounded: set[str] = set()
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> list[AlarmEvent]:
+        """The alarms that a step sets off.
+
+        Args:
+            step: its number.
+            metrics: as they were logged, under any system's names; what is no number is passed over.
+        """
+        now = self._taken_in(metrics)
+        wrong = [alarm for alarm in ALARMS if self._is_wrong(alarm, now)]
+        found = [self._event(alarm, step, alarm.text.format(**self._numbers(alarm, now))) for alarm in wrong]
+        if odd := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
+            text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
+            found.append(self._event(NOT_A_NUMBER, step, text))
+        fresh = [event for event in found if event.alarm not in self._sounded]
+        self._sounded |= {event.alarm for event in fresh}
+        return fresh
+
+    def recall(self, file: Path) -> None:
+        """Take the first values of a run that is gone on with from its metrics.jsonl, where there is one."""
+        try:
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                for line in itertools.islice(lines, BEGINNING):
+                    record = json.loads(line)
+                    self._taken_in(record if isinstance(record, dict) else {})
+        # No such file, or half a line of a killed process: what follows is first then.
+        except (OSError, ValueError) as error:
+            logger.debug("%s was not read to its end: %s", file, error)
+
+    def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
+        numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
+        # A house's name that is logged beside another system's is what its text speaks of.
+        named = {house_name(name): x for name, x in numbers.items()} | numbers
+        now = {name: x for name, x in named.items() if math.isfinite(x)}
+        for name, x in now.items():
+            self._first.setdefault(name, x)
+        return now
+
+    def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
+        if alarm.watches not in now:
+            return False
+        count = self._wrong.get(alarm.name, 0) + 1 if alarm.sounds(now, self._first) else 0
+        self._wrong[alarm.name] = count
+        return count >= alarm.steps
+
+    def _numbers(self, alarm: Alarm, now: Numbers) -> dict[str, float]:
+        return {"now": now[alarm.watches], "first": self._first[alarm.watches]}
+
+    def _event(self, alarm: Alarm, step: int, text: str) -> AlarmEvent:
+        return AlarmEvent(alarm.name, step, time.time(), f"{text} ({alarm.watches})", alarm.advice)

@@ -1,0 +1,162 @@
+"""environment.json: what else a result depends on. Versions, the state of the code, the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from training.tracking.plain import write_whole
+from training.tracking.redaction import hide_in_text
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "deepspeed",
+    "vllm",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "datasets",
+    "wandb",
+    "tensorboard",
+)
+CODE = Path(__file__).resolve().parents[2]
+"""The folder that holds the code `components`."""
+CHANGED_FILES = 50
+"""As many changed files are named; `dirty` tells whether there are any."""
+_PATIENCE_S = 5.0
+
+
+def write_environment(run_dir: Path, code: Path = CODE) -> dict[str, Any]:
+    """Write environment.json and return what this start adds to it.
+
+    The file speaks of the newest start; those before it are kept under `earlier`, oldest first.
+
+    Args:
+        run_dir: the run's folder.
+        code: the folder whose git state is noted.
+    """
+    environment = environment_now(code)
+    path = run_dir / "environment.json"
+    text = json.dumps({**environment, "earlier": _earlier(path)}, indent=2)
+    write_whole(path, text + "\n")
+    return environment
+
+
+def environment_now(code: Path = CODE) -> dict[str, Any]:
+    """Look at this process and its machine."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "hostname": platform.node(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "packages": {package: _version(package) for package in PACKAGES},
+        "git": git_state(code),
+        "hardware": _hardware(),
+    }
+
+
+def git_state(code: Path) -> dict[str, Any] | None:
+    """Commit, branch (None off any), and what was changed since; None without git, or where git does not keep `code`.
+
+    A folder of installed packages inside somebody's repository is not kept by it.
+    """
+    if not _git(code, "ls-files", "--", "."):
+        return None
+    commit = _git(code, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    branch = _git(code, "symbolic-ref", "--short", "-q", "HEAD")
+    status = _git(code, "status", "--porcelain=v1", "-z", "--no-renames", "--", ".")
+    changed = None if status is None else [entry[3:] for entry in status.split("\0") if entry]
+    return {
+        "commit": commit.strip(),
+        "branch": branch.strip() if branch else None,
+        "dirty": None if changed is None else bool(changed),
+        "changed_files": None if changed is None else [hide_in_text(name) for name in changed[:CHANGED_FILES]],
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Variables of a git hook would point at another repository; a lock on the index would be a change.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return answer("git", "-C", str(folder), *arguments, env=environment | {"GIT_OPTIONAL_LOCKS": "0"})
+
+
+def answer(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
+    """What a program prints; None when it is not there, fails, or takes too long."""
+    found = shutil.which(program)
+    if found is None:
+        return None
+    try:
+        result = subprocess.run(
+            [found, *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=env,
+            timeout=_PATIENCE_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.debug("%s gave no answer: %s", program, error)
+        return None
+    return result.stdout if result.returncode == 0 else None
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = answer("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": [line.strip() for line in (gpus or "").splitlines() if line.strip()],
+    }
+
+
+def _cpu_model() -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    # ARM's cpuinfo has no model name.
+    return platform.processor() or platform.machine() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _earlier(path: Path) -> list[Any]:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    # Half a file of a machine that lost power says nothing any more.
+    except ValueError:
+        return []
+    return [*before.pop("earlier", []), before] if isinstance(before, dict) else []

@@ -1,0 +1,103 @@
+"""summary.json: how a run went, in a page. Current while it runs, closed by the driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from training.tracking.plain import finite, plain, write_whole
+from training.tracking.redaction import hide_in_text
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["finished", "failed", "stopped"]
+
+
+def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
+    """Give the summary of a run that has done nothing yet.
+
+    `attempts` counts the starts of its processes, `resumed_from` is the step after which the last of them began; None
+    where nothing was resumed.
+    """
+    return {
+        "recipe": recipe,
+        "status": "running",
+        "steps": 0,
+        "seed": seed,
+        "attempts": None,
+        "resumed_from": None,
+        "score": None,
+        "seconds": {"setup": None, "warm_start": None, "to_first_step": None, "training": None},
+        "peak_memory_bytes": None,
+        "tokens_per_second": None,
+        "error": None,
+    }
+
+
+def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+    """Read summary.json; None when there is none."""
+    try:
+        return json.loads((Path(run_dir) / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def finish_summary(run_dir: str | Path, status: Status, error: str | None = None, **fields: Any) -> None:
+    """Close summary.json, well or badly; the driver calls this when the trainer is gone.
+
+    Args:
+        run_dir: the run's folder; made if missing.
+        status: how the run ended.
+        error: the last line of what went wrong.
+        fields: further fields, as of `Tracker.update_summary`; give `recipe` and `seed` in case the run ended
+            before a tracker wrote them.
+    """
+    if status not in ("finished", "failed", "stopped"):
+        raise ValueError(f"status={status!r} is no way for a run to end; use 'finished', 'failed' or 'stopped'")
+    check_fields(fields)
+    message = None if error is None else hide_in_text(error)
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        merge_summary(Path(run_dir), {**fields, "status": status, "error": message})
+    except OSError as problem:
+        logger.warning("summary.json of %s could not be written: %s", run_dir, problem)
+
+
+def begin_summary(run_dir: Path, recipe: str, seed: int, resume_step: int) -> None:
+    """Set the summary to running: that of the attempts before when steps are resumed, else a new one."""
+    # The driver may have noted how long the warm start took; what an earlier run left here is another matter.
+    before = _readable_summary(run_dir)
+    if before is not None and resume_step == 0 and before.get("status") != "running":
+        (run_dir / "summary.json").unlink()
+    fields = {"recipe": recipe, "seed": seed, "status": "running", "error": None}
+    merge_summary(run_dir, fields | {"resumed_from": resume_step or None})
+
+
+def merge_summary(run_dir: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of summary.json; of those that are mappings only the parts that are given."""
+    summary = empty_summary(None, None) | (_readable_summary(run_dir) or {})
+    for name, value in fields.items():
+        both = isinstance(value, Mapping) and isinstance(summary[name], Mapping)
+        summary[name] = {**summary[name], **value} if both else value
+    cleaned, _ = finite(plain(summary))
+    write_whole(run_dir / "summary.json", json.dumps(cleaned, indent=2, allow_nan=False) + "\n")
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field that a summary does not have."""
+    known = empty_summary(None, None)
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(f"summary.json has no field {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def _readable_summary(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        return read_summary(run_dir)
+    # Half a file of a machine that lost power: what it said is gone, and the next one is written over it.
+    except ValueError as error:
+        logger.warning("summary.json of %s cannot be read and is begun anew: %s", run_dir, error)
+        return None

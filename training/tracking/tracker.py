@@ -1,0 +1,238 @@
+"""The recorder of one run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from training.tracking.environment import write_environment
+from training.tracking.plain import plain, write_whole
+from training.tracking.redaction import hide_in_text, redact
+from training.tracking.sinks import JsonLines, SampleSink, Sink, TensorBoard, tensorboard_folder
+from training.tracking.summary import begin_summary, check_fields, merge_summary
+from training.tracking.told import StepEvent
+from training.tracking.wandb_sink import Wandb, WandbConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+WANDB_ID = "wandb_id"
+
+
+class Tracker:
+    """Records one run. Lives in the trainer's process, and is the only writer of the files while it runs."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        recipe: str,
+        config: Any,
+        seed: int,
+        *,
+        wandb: WandbConfig | None = None,
+        tensorboard: str | Path | None = None,
+        resume_step: int = 0,
+        state: Mapping[str, Any] | None = None,
+        code: Path | None = None,
+        tell: Callable[[Any], object] = lambda _: None,
+        shown: Sequence[str] = (),
+    ) -> None:
+        """Open the run's files; write its config and environment.
+
+        Args:
+            run_dir: the run's folder; made if missing.
+            recipe: the name of the recipe, for the summary.
+            config: a mapping or dataclass; written with keys and tokens hidden.
+            seed: the run's seed, for the summary.
+            wandb: log to W&B too; None leaves it off.
+            tensorboard: write TensorBoard's files too: "true" puts them in `<run_dir>/tensorboard`, a path there;
+                None, "" and "false" leave it off.
+            resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
+            state: `state_dict()` of the tracker that the checkpoint was written with: W&B goes on in the same run.
+            code: the recipe's folder; W&B keeps its Python files.
+            tell: takes a StepEvent for every line of metrics; a workload's `tell` brings it to the driver.
+            shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
+                all of that group.
+        """
+        self.run_dir = Path(run_dir)
+        self._announce, self._shown = tell, tuple(shown)
+        self._sinks: dict[str, Sink] = {}
+        self._off: set[str] = set()
+        self._wandb_id: str | None = (state or {}).get(WANDB_ID) if wandb is not None else None
+        redact(os.environ)  # so that no key that stands there is written
+        hidden = redact(config)
+        environment: dict[str, Any] = {}
+        self._guard("rollouts", lambda: _begin_rollouts(self.run_dir / "rollouts", resume_step))
+        self._guard("config.yaml", lambda: write_config(self.run_dir, config))
+        self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
+        self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
+        folder = tensorboard_folder(tensorboard or "", self.run_dir)
+        if folder is not None:
+            # In a folder of the user's other runs may stand beside; a new one must not void those.
+            own = folder == self.run_dir / "tensorboard"
+            purge_step = resume_step + 1 if own or resume_step else None
+            self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
+        if wandb is not None:
+            described = {**hidden, "environment": environment} if isinstance(hidden, Mapping) else hidden
+            self._open_sink("W&B", lambda: self._start_wandb(described, wandb, code))
+        self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a tracker that goes on from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
+        return {WANDB_ID: self._wandb_id}
+
+    @property
+    def wants_samples(self) -> bool:
+        """Whether anybody reads what `samples` is given."""
+        return any(isinstance(sink, SampleSink) for sink in self._sinks.values())
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        steps: int = 0,
+        sample: Callable[[], Mapping[str, Any]] | None = None,
+        show: bool = True,
+    ) -> None:
+        """Record the metrics of one step.
+
+        Args:
+            step: its number.
+            metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
+            steps: how many the run is to have; 0: not known.
+            sample: gives one answer of the step, for who watches.
+            show: whether a person is to see a line of it, where lines are what they see.
+        """
+        values: dict[str, Any] = {}
+        if self._guard("metrics", lambda: values.update(plain(metrics))):
+            self._tell(lambda sink: sink.log(step, values))
+            shown = tuple(name for wanted in self._shown for name in values if show and _is(name, wanted))
+            answer: dict[str, Any] = {}
+            if sample is not None:
+                self._guard("an answer of each step", lambda: answer.update(plain(sample())))
+            event = StepEvent(step, steps, time.time(), values, shown, answer or None)
+            self._guard("what is told of steps", lambda: self._announce(event))
+
+    def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them,
+        and is not asked where there is neither.
+
+        The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
+        """
+        if not self.wants_samples:
+            return
+        values: list[dict[str, Any]] = []
+        if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
+            self._tell(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
+
+    def rollouts(self, step: int, batch: Batch) -> None:
+        """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each; objects that no file can
+        hold, such as dates or arrays, as text.
+        """
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+
+        def save() -> None:
+            try:
+                batch.save(path)
+            except ValueError:
+                # A label of the user's own kind would not come back as it is; people who look can read its text.
+                batch.with_objects(**{name: [str(x) for x in column] for name, column in batch.objects.items()}).save(
+                    path
+                )
+
+        self._guard("rollouts", save)
+
+    def keep_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write `tokenizer/`, once: by it the token ids of the rollouts can be read."""
+        folder = self.run_dir / "tokenizer"
+        if not folder.exists():
+            self._guard("tokenizer", lambda: tokenizer.save_pretrained(folder))
+
+    def update_summary(self, **fields: Any) -> None:
+        """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""
+        check_fields(fields)
+        self._guard("summary.json", lambda: merge_summary(self.run_dir, fields))
+
+    def close(self) -> None:
+        """Flush the sinks. The summary's status is for `finish_summary`, which the driver calls."""
+        for name, sink in self._sinks.items():
+            self._guard(name, sink.close)
+        self._sinks.clear()
+
+    def _start_wandb(self, config: Any, options: WandbConfig, code: Path | None) -> Wandb:
+        run = Wandb(self.run_dir, config, options, self._wandb_id)
+        self._wandb_id = run.run_id
+        if code is not None:
+            self._guard("the code on W&B", lambda: run.send_code(code))
+        return run
+
+    def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
+        def open_it() -> None:
+            self._sinks[name] = make()
+
+        self._guard(name, open_it)
+
+    def _tell(self, act: Callable[[Sink], object]) -> None:
+        for name, sink in list(self._sinks.items()):
+            if not self._guard(name, lambda sink=sink: act(sink)):
+                del self._sinks[name]
+
+    def _guard(self, name: str, act: Callable[[], object]) -> bool:
+        """Do something that the run can live without; after its first failure it is not tried again."""
+        if name in self._off:
+            return False
+        try:
+            act()
+        # A full disk, a network that is gone, a bug in a sink: the training goes on whatever it is.
+        except Exception as error:  # noqa: BLE001
+            self._off.add(name)
+            what = f"{type(error).__name__}: {hide_in_text(str(error))}"
+            logger.warning("%s of %s is switched off: %s", name, self.run_dir, what)
+            return False
+        return True
+
+
+def _is(name: str, wanted: str) -> bool:
+    return name.startswith(wanted) if wanted.endswith("/") else name == wanted
+
+
+def console_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """Write the metrics of one step as `step=12 reward=0.512 ...`, four digits to a number."""
+    return " ".join([f"step={step}", *(f"{name}={console_number(value)}" for name, value in metrics.items())])
+
+
+def console_number(value: Any) -> str:
+    """A value of a metric as a person reads it: four digits to a number."""
+    number = plain(value)
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def config_text(config: Any) -> str:
+    """A configuration as YAML, with keys and tokens hidden."""
+    return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
+
+
+def write_config(run_dir: Path, config: Any) -> None:
+    """Write config.yaml."""
+    write_whole(run_dir / "config.yaml", config_text(config))
+
+
+def _begin_rollouts(folder: Path, resume_step: int) -> None:
+    """Make the folder of the rollouts, without those of steps that are done again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        found = re.fullmatch(r"step_(\d+)\.parquet", path.name)
+        if path.name.endswith(".partial") or (found and int(found[1]) > resume_step):
+            path.unlink()

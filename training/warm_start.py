@@ -1,0 +1,281 @@
+"""A small supervised phase that gives a task's tiny model something to improve on, kept by content.
+
+`python -m training.warm_start --task sort` prints its progress and, as the last line, the folder. The model
+is found again by a hash of the settings and of the source files that shape it, so a change of either trains
+anew and nothing else does.
+
+Finding and asking for a warm start needs no torch: the training runs in a process of its own.
+
+<cache>/warm_start/sort-<hash>/  what from_pretrained loads, and warm_start.json: how it was made
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.data.tasks import get_task
+
+_COMPONENTS = Path(__file__).resolve().parent
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOTE = "warm_start.json"
+
+WARM_START_PREFIX = "warm_start:"
+"""`warm_start:<task>` stands for the demonstration model of a task, where a recipe asks for a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """What a warm start is made of."""
+
+    task: str = "sort"
+    """The task whose demonstrations are learnt."""
+    seed: int = 0
+    """Of the first weights and of the demonstrations."""
+    steps: int | None = None
+    """Optimizer steps; None: the task's own number. More make the model surer of the demonstrations' style, which RL
+    then has to unlearn."""
+    batch_size: int | None = None
+    """Demonstrations per step, each seen once; None: the task's own number."""
+    learning_rate: float | None = None
+    """Peak step size of AdamW, which rises over the first tenth of the steps and falls to a tenth as a cosine; None:
+    the task's own."""
+    hidden: int = 128
+    """Width of the model."""
+    layers: int = 2
+    """Depth of the model."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(get_task(self.task).lessons).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in ("steps", "batch_size", "hidden", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"warm start: {name}={getattr(self, name)} is too small; set it to at least 1")
+        if not (self.learning_rate or 0.0) > 0:
+            raise ValueError(f"warm start: learning_rate={self.learning_rate} learns nothing; set it above 0")
+
+
+def cache_root() -> Path:
+    """Find the folder for what can be made again: $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe."""
+    if os.environ.get("TROUPE_CACHE"):
+        return Path(os.environ["TROUPE_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "troupe"
+
+
+def warm_start_path(settings: WarmStartSettings, cache_dir: str | Path | None = None) -> Path | None:
+    """Give the folder of the warm start, or None when it has yet to be made."""
+    folder = _folder(settings, cache_dir)
+    return folder if (folder / _NOTE).is_file() else None
+
+
+def ensure_warm_start(
+    settings: WarmStartSettings | None = None,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[str], None] = print,
+) -> Path:
+    """Give the folder of the warm start, made first if need be, in a process of its own.
+
+    So the caller may be a driver without torch, or a rank of a job: neither gets a process group or threads.
+
+    Args:
+        settings: what to make; None is the defaults.
+        cache_dir: where warm starts are kept; None is `cache_root()`.
+        progress: called with each line that tells how far the training is.
+    """
+    settings = settings or WarmStartSettings()
+    found = warm_start_path(settings, cache_dir)
+    if found is not None:
+        return found
+    env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_COMPONENTS.parent), env.get("PYTHONPATH")]))
+    env.setdefault("OMP_NUM_THREADS", "1")
+    # -P keeps a `components` folder in the caller's working directory from being taken for ours.
+    command = [sys.executable, "-P", "-m", "training.warm_start"]
+    command += [f"--{name}={value}" for name, value in dataclasses.asdict(settings).items()]
+    command += [f"--cache_dir={Path(cache_dir or cache_root()).absolute()}"]
+    last = ""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if last:
+                progress(last)
+            last = line.rstrip("\n")
+        if process.wait() != 0:
+            errors.seek(0)
+            tail = "\n".join([last, *errors.read().splitlines()[-15:]]).strip()
+            raise RuntimeError(f"the warm start failed with exit code {process.returncode}:\n{tail}")
+    return Path(last)
+
+
+def resolve_model(name: str, progress: Callable[[str], None] = print) -> str:
+    """The model that `name` stands for: `warm_start:<task>` is made or found, everything else stays as it is."""
+    if not name.startswith(WARM_START_PREFIX):
+        return name
+    return str(ensure_warm_start(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)), progress=progress))
+
+
+def make_warm_start(
+    settings: WarmStartSettings,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[str], None] = print,
+) -> Path:
+    """Do what `ensure_warm_start` does, in this process, which must not be a rank of a job.
+
+    Of several processes that want the same warm start one makes it and the others wait.
+    """
+    folder = _folder(settings, cache_dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock"), progress):
+        if warm_start_path(settings, cache_dir) is None:
+            # Left by a process that was killed: whoever holds the lock is alone.
+            for leftover in (folder, aside := folder.with_name(f"{folder.name}.partial")):
+                shutil.rmtree(leftover, ignore_errors=True)
+            aside.mkdir()
+            _train(settings, aside, progress)
+            aside.rename(folder)
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the last line of the output is the folder."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.warm_start", description="Make, or find, the model that a demonstration starts from."
+    )
+    shown = WarmStartSettings()
+    for field in dataclasses.fields(shown):
+        told = "the task's own" if field.default is None else "%(default)s"
+        kind = type(getattr(shown, field.name))
+        parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=f"({told})")
+    parser.add_argument("--cache_dir", default=None, help="where warm starts are kept ($TROUPE_CACHE)")
+    options = vars(parser.parse_args(arguments))
+    cache_dir = options.pop("cache_dir")
+    try:
+        settings = WarmStartSettings(**options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = make_warm_start(settings, cache_dir, progress=lambda line: print(line, flush=True))
+    print(folder.absolute(), flush=True)
+    return 0
+
+
+def source_files() -> list[Path]:
+    """List the files of components whose change makes another model: this one and all that it leads to.
+
+    Found by reading the import statements, so that no list has to follow when a file is split or moved.
+    """
+    found: set[Path] = set()
+    waiting = [Path(__file__).resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # `from components import batch` names a file, `from components.batch import Batch` does not.
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            ours = [name.split(".")[1:] for name in names if name.startswith("components.")]
+            waiting += [_COMPONENTS.joinpath(*parts).with_suffix(".py") for parts in ours]
+    return sorted(found)
+
+
+def _folder(settings: WarmStartSettings, cache_dir: str | Path | None) -> Path:
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
+    for path in source_files():
+        content = path.read_bytes()
+        digest.update(f"\n{path.relative_to(_COMPONENTS)} {len(content)}\n".encode() + content)
+    root = cache_root() if cache_dir is None else Path(cache_dir)
+    return root / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the system lets go of it when the process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that makes the same warm start (it holds {path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], None]) -> None:
+    import torch
+    from torch import nn
+
+    from components.batch import Batch
+    from components.data.supervised import encode_demonstrations
+    from components.data.tiny_model import task_tokenizer, tiny_model
+    from components.engines.causal import token_logprobs
+    from components.engines.config import TrainConfig
+    from components.engines.opening import open_engine
+    from components.rl.aggregation import LossOutput, Totals
+    from components.rl.supervised import sft_loss
+
+    def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+        return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
+
+    start = time.monotonic()
+    assert settings.steps and settings.batch_size and settings.learning_rate  # filled in from the task
+    task = get_task(settings.task)
+    tokenizer = task_tokenizer(task)
+    rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
+    data = encode_demonstrations(rows, tokenizer).batch
+    threads = torch.get_num_threads()
+    # A model this small is slower on two threads, and with one the result is the same on every machine alike.
+    torch.set_num_threads(1)
+    try:
+        model = tiny_model(tokenizer, settings.seed, hidden=settings.hidden, layers=settings.layers)
+        config = TrainConfig(
+            learning_rate=settings.learning_rate,
+            lr_scheduler="cosine_with_min_lr",
+            lr_warmup_ratio=0.1,
+            min_lr_ratio=0.1,
+            total_steps=settings.steps,
+            seed=settings.seed,
+        )
+        engine = open_engine(model, config)
+        if engine.world_size != 1:
+            raise ValueError(f"a warm start is made by one process, this one is of {engine.world_size}; make it before")
+        metrics: dict[str, float] = {}
+        for step, batch in enumerate(data.split(settings.steps), 1):
+            metrics = engine.train_step(batch, loss_fn)
+            if step % 10 == 0 or step == settings.steps:
+                progress(
+                    f"warm start of {task.name}: step {step}/{settings.steps} loss={metrics['loss']:.4f} "
+                    f"seconds={time.monotonic() - start:.1f}"
+                )
+        engine.save_hf(folder, tokenizer)
+    finally:
+        torch.set_num_threads(threads)
+    note = {**dataclasses.asdict(settings), "loss": metrics["loss"], "seconds": time.monotonic() - start}
+    # Written last: it says that the folder is whole.
+    (folder / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
