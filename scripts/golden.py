@@ -38,6 +38,7 @@ from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
 from core.context import entered
 from core.invocation import exports_of
+from training.roles.reference import ReferenceWorker
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "recipes" / "golden"
 STEPS, PROMPTS, SAMPLES = 5, 4, 4
@@ -83,7 +84,7 @@ def play_role_groups(recipe: str, own: str, stage: Stage, model: str, steps: lis
     )
     roles = f"recipes.{recipe}.roles"
     actor = stage.role(import_module(f"{roles}.actor").Actor, config)
-    reference = stage.role(import_module(f"{roles}.reference").Reference, config)
+    reference = stage.role(ReferenceWorker, config)
     add_advantages = import_module(f"recipes.{recipe}.algorithm").add_advantages
     actor["load"](model, STEPS)
     reference["load"](model)

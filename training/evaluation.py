@@ -18,7 +18,7 @@ SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
 """The two scores of every run, and the temperature of the answers behind each."""
 
 
-class Heldout:
+class Evaluation:
     """Scores held-out prompts, and remembers the first scores, the last ones and which step was the best.
 
     Without prompts everything is empty, so that a loop need not ask whether there are any.
@@ -96,7 +96,7 @@ class Heldout:
 
     def answers(self, temperature: float, count: int) -> Batch:
         """`count` scored answers to each prompt."""
-        from training.rollouts import for_samples
+        from components.data.samples import for_samples
 
         assert self.prompts is not None
         return self._answer(for_samples(self.prompts, count), temperature)

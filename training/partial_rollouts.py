@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from training.rollouts import for_samples
+from components.data.samples import for_samples
 
 if TYPE_CHECKING:
     from components.batch import Batch

@@ -1,28 +1,27 @@
-"""What makes this GRPO: what an answer is worth beside the others to its prompt, and the loss.
+"""What makes this GRPO: the advantage of a response over the others to its prompt, and the loss.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` answers, `N` all tokens end to end; entry t
-of a per-token column speaks about token t.
+Change a line here in a copy of the folder, and it is another algorithm. `B` responses, `N` all their tokens end to end;
+entry t of a per-token column is about token t.
 """
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.samples import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty
-from training.rollouts import compare_samples, with_correction
 
 from .config import GRPOConfig
 
 
 def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
-    """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's answers."""
-    reward_B, mask_N = shaped_rewards(samples, config), samples["action_mask"]
+    """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's responses."""
+    reward_B = shaped_rewards(samples, config)
+    mask_N = samples["action_mask"]
     compare = advantages.group_norm if config.algorithm.std_norm else advantages.group_mean_baseline
     advantage_B = compare_samples(samples, reward_B, compare)
     samples = samples.with_sequences(shaped_reward=reward_B)
@@ -31,21 +30,24 @@ def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
 
 
 def shaped_rewards(samples: Batch, config: GRPOConfig) -> Tensor:
-    """[B] rewards, less the penalty on answers that come close to the longest that is allowed."""
-    own, length_B = config.algorithm, samples.sum_tokens(samples["action_mask"])
+    """[B] rewards, less the penalty on responses that come close to the longest that is allowed."""
+    own = config.algorithm
     if own.overlong_buffer is None:
         return samples["reward"]
-    longest, factor = config.rollout.max_new_tokens, own.overlong_penalty
-    return overlong_penalty(samples["reward"], length_B, longest, own.overlong_buffer, factor)
+    length_B = samples.sum_tokens(samples["action_mask"])
+    longest = config.rollout.max_new_tokens
+    return overlong_penalty(samples["reward"], length_B, longest, own.overlong_buffer, own.overlong_penalty)
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:
-    """The clipped surrogate, and the KL to the starting policy where it has a weight."""
-    own, mask_N = config.algorithm, micro["action_mask"]
+    """The clipped surrogate, and the KL to the reference model where it has a weight."""
+    own = config.algorithm
+    mask_N = micro["action_mask"]
+    longest = config.rollout.max_new_tokens
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     weight_N = micro["correction"] if own.correction != "none" else None
-    tokens, longest = surrogate(output.logprob_N, micro, config), config.rollout.max_new_tokens
+    tokens = surrogate(output.logprob_N, micro, config)
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_aggregation, longest, weight_N)
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
     metrics = {
@@ -61,7 +63,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
 
 
 def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
-    """What each token costs: PPO's clipped surrogate on its own ratio, or on that of its answer."""
+    """The loss of each token: PPO's clipped surrogate on its own ratio, or on that of its response."""
     own = config.algorithm
     # In the only optimizer step of a batch the policy before it is the policy itself.
     old_logprob_N = micro["logprob"] if "logprob" in micro else logprob_N.detach()
@@ -69,13 +71,3 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
     if own.ratio == "sequence":
         return policy_losses.gspo_loss(*columns, micro.lengths, clip_low=own.clip_low, clip_high=own.clip_high)
     return policy_losses.ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
-
-
-def minibatches(count: int, config: GRPOConfig, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of one step's answers, in order: epochs shuffled by (seed, step, epoch)."""
-    order: list[Tensor] = []
-    for epoch in range(config.epochs):
-        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
-        # All of the same size, but at the end of filtered data, where a step of a few answers would move as far.
-        order += torch.from_numpy(shuffled).tensor_split(max(round(count / config.minibatch_size), 1))
-    return order

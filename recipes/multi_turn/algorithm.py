@@ -7,18 +7,16 @@ speaks about token t.
 
 from functools import partial
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.samples import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
 from components.rl.policy_losses import ppo_loss
-from training.rollouts import compare_samples, with_correction
 
 from .config import MultiTurnConfig
 
@@ -91,12 +89,3 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: MultiTur
         "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
     }
     return LossOutput(policy.loss, policy.metrics | metrics)
-
-
-def minibatches(count: int, config: MultiTurnConfig, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of one step's episodes, in order: epochs shuffled by (seed, step, epoch)."""
-    order: list[Tensor] = []
-    for epoch in range(config.epochs):
-        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
-        order += torch.from_numpy(shuffled).tensor_split(config.minibatches)
-    return order

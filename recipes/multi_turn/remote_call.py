@@ -1,30 +1,9 @@
-"""What involves several roles, or the job as a whole. A single role is called through the trainer's role groups."""
+"""Calls that involve several roles. A single role is called through the trainer's role groups, as in `RG_ACTOR.update`.
 
-from typing import TYPE_CHECKING
+A call of your own is a function here, `def name(...): return RoleGroup(Role.ACTOR).call(name, ...)`, and a method of a
+role that `@rpc(remote_call.name)` binds to it.
+"""
 
-from core import Future, Role, RoleGroup
+from training.remote_call import sync_weights
 
-if TYPE_CHECKING:
-    from components.engines.weight_sync import WeightHandle
-
-
-def sync_weights(version: int) -> None:
-    """Bring the policy as it is now to every rollout engine; their samples carry `version` from here on."""
-    handle = next(handle for handle in publish_weights(version).result() if handle is not None)
-    receive_weights(handle).result()
-
-
-def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
-    """Write the policy's weights where the engines can read them. All ranks take part; rank 0 holds the handle."""
-    return RoleGroup(Role.ACTOR).call(publish_weights, version)
-
-
-def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
-    """Load published weights into every engine."""
-    return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
-
-
-def end_job() -> None:
-    """Tell ranks and engines of the policy that no call will follow."""
-    for ending in [RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.ACTOR)]:
-        ending.result()
+__all__ = ["sync_weights"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.samples import compare_samples
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
@@ -19,7 +20,6 @@ from components.rl.kl import adapted_kl_coef, kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
-from training.rollouts import compare_samples
 
 from .config import PPOConfig
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from components.batch import Batch
 from components.data.prompts import PromptSource
 from components.data.rewards import RewardError
+from components.data.samples import check_rewarded, for_samples, main_branches, say_failures, with_status
 from components.engines.config import EVALUATION_STEP, SamplingConfig
 from core import BaseTrainer
 from training.checkpoint import Checkpoints
@@ -17,16 +18,7 @@ from training.partial_rollouts import GroupsInFlight
 from training.phase_clock import PhaseClock
 from training.progress import Progress, RunCheckpoints
 from training.rollout_queue import SampleStream
-from training.rollouts import (
-    check_rewarded,
-    check_staleness,
-    for_samples,
-    main_branches,
-    record_step,
-    rollout_metrics,
-    say_failures,
-    with_status,
-)
+from training.rollouts import check_staleness, record_step, rollout_metrics
 from training.tracking import Tracker, redact
 from training.weight_check import COLD, check_greedy, greedy_prompts
 

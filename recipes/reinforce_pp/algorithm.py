@@ -4,11 +4,10 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` ans
 of a per-token column speaks about token t.
 """
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.samples import compare_samples, with_correction
 from components.engines.causal import token_logprobs
 from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
@@ -16,7 +15,6 @@ from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.policy_losses import ppo_loss
 from components.rl.rewards import token_rewards
-from training.rollouts import compare_samples, with_correction
 
 from .config import ReinforceConfig
 
@@ -67,12 +65,3 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: Reinforc
         "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
     }
     return LossOutput(policy.loss, policy.metrics | metrics)
-
-
-def minibatches(count: int, config: ReinforceConfig, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of one step's answers, in order: epochs shuffled by (seed, step, epoch)."""
-    order: list[Tensor] = []
-    for epoch in range(config.epochs):
-        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(count)
-        order += torch.from_numpy(shuffled).tensor_split(config.minibatches)
-    return order

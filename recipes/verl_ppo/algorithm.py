@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.samples import compare_samples, main_branches
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
@@ -20,7 +21,6 @@ from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
 from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
-from training.rollouts import compare_samples, main_branches
 
 from .config import VerlPPOConfig
 

@@ -134,10 +134,10 @@ class RewardManager:
             RewardError: the function failed for more answers than reward_model.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
-        from training.rollouts import answer_texts, score_answers, with_rewards
+        from components.data.samples import add_rewards, answer_texts, with_rewards
 
         if self._workers is None or "reward" in samples:
-            return score_answers(samples, None, self._tokenizer, self._say)
+            return add_rewards(samples, None, self._tokenizer, self._say)
         sources = samples["datasource"]
         check_sources(self._code, sources)
         extras = [extra or {} for extra in samples["extra_info"]] if "extra_info" in samples else [{} for _ in sources]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from components.batch import Batch
+from components.data.samples import for_samples, main_branches, with_status
 from components.engines.config import EVALUATION_STEP, SamplingConfig
 from core import BaseTrainer, WorkerGroup
 from training.checkpoint import Checkpoints
@@ -17,7 +18,7 @@ from training.partial_rollouts import GroupsInFlight
 from training.phase_clock import PhaseClock
 from training.progress import Progress, RunCheckpoints
 from training.rollout_queue import SampleStream
-from training.rollouts import check_staleness, for_samples, main_branches, record_step, with_status
+from training.rollouts import check_staleness, record_step
 from training.tracking import Tracker, redact
 from training.weight_check import COLD, check_greedy, greedy_prompts
 

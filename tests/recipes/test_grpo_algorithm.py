@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.data.samples import shuffled_minibatches
 from components.rl.aggregation import Totals
-from recipes.grpo.algorithm import add_advantages, minibatches, policy_loss, shaped_rewards
-from recipes.grpo.config import AlgorithmOptions, GRPOConfig, RolloutOptions
+from recipes.grpo.algorithm import add_advantages, policy_loss, shaped_rewards
+from recipes.grpo.config import AlgorithmOptions, GRPOConfig
 from recipes.grpo.main import read_config
+from training.options import RolloutOptions
 
 
 def config(**algorithm: Any) -> GRPOConfig:
@@ -157,7 +159,13 @@ def test_without_a_look_back_the_policy_is_its_own_old_one() -> None:
     assert model.logit_V.grad.tolist() == pytest.approx([0, -1 / 3, -1 / 3, 2 / 3], abs=1e-6)
 
 
-def test_each_epoch_takes_every_answer_once_in_an_order_of_its_own() -> None:
+def minibatches(count: int, settings: GRPOConfig, step: int) -> list[torch.Tensor]:
+    """As the policy's ranks cut a step."""
+    parts = settings.optimizer_steps(count)
+    return shuffled_minibatches(count, parts, settings.epochs, seed=settings.seed, step=step)
+
+
+def test_each_epoch_takes_every_response_once_in_an_order_of_its_own() -> None:
     settings = config()
     settings.prompts_per_step, settings.samples_per_prompt = 4, 2
     settings.minibatches, settings.epochs = 2, 2

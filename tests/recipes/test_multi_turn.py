@@ -129,8 +129,8 @@ def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> N
         found = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
         weight = found["correction"][found["action_mask"]]
         assert weight.tolist() == pytest.approx([first, 1, 1, 1, 1, 1, last])
-    assert config(correction="tis").looks_back
-    assert not config().looks_back
+    assert config(correction="tis").needs_old_logprobs
+    assert not config().needs_old_logprobs
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,16 @@ def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_o
         assert config.model.path in ("x", "mine")
 
 
-def test_the_demonstration_is_40_steps_of_512_answers(main: Any) -> None:
+def test_the_demonstration_is_40_steps_of_512_responses(main: Any) -> None:
     config = main.read_config([])
-    facts = ["40 steps", "64 prompts", "8 answers", 512, "4 optimizer steps", "128 answers", "16384 tokens"]
+    facts = ["40 steps", "64 prompts", "8 responses", 512, "4 optimizer steps", "128 responses", "16384 tokens"]
     assert re.search(says(*facts), config.arithmetic(2560))
 
 
 def test_prompts_that_fill_no_step_are_named(main: Any) -> None:
     config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "epochs=2", "data.passes=3"])
     # 3 times 9 are 3 steps of 8, and 3 more.
-    facts = ["3 steps", "8 prompts", "2 answers", "2 optimizer steps", "16 answers", "last 3 prompts"]
+    facts = ["3 steps", "8 prompts", "2 responses", "2 optimizer steps", "16 responses", "last 3 prompts"]
     assert re.search(says(*facts), config.arithmetic(9))
 
 

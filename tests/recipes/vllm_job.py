@@ -10,14 +10,14 @@ from components.batch import Batch
 from components.engines.config import SamplingConfig
 from core import BaseTrainer, trainer_invocation
 from recipes.grpo.config import GRPOConfig
-from recipes.grpo.roles.rollout import Rollout
+from training.roles.rollout import RolloutWorker
 
 PROMPTS, TOKENS = 200, 90
 LAST = 30
 """A step of vLLM's in the middle of what an engine generates: each is one more token of some of the answers."""
 
 
-class Engine(Rollout):
+class Engine(RolloutWorker):
     """Grpo's, that also says which process it is."""
 
     @trainer_invocation

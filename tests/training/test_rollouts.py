@@ -12,22 +12,18 @@ import torch
 
 from components.batch import Batch
 from components.data.rewards import RewardOutput
+from components.data.samples import (
+    add_rewards,
+    check_rewarded,
+    compare_samples,
+    for_samples,
+    main_branches,
+    with_status,
+)
 from components.data.tiny_model import character_tokenizer
 from components.rl.advantages import rloo
 from tests.messages import says
-from training.rollouts import (
-    check_rewarded,
-    check_staleness,
-    compare_samples,
-    for_samples,
-    keep_failed,
-    main_branches,
-    over_updates,
-    record_step,
-    rollout_metrics,
-    score_answers,
-    with_status,
-)
+from training.rollouts import check_staleness, keep_failed, over_updates, record_step, rollout_metrics
 from training.tracking import StepEvent, Tracker
 
 
@@ -128,7 +124,7 @@ def texts(count: int) -> Batch:
 
 def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
     source, said = Lengths(), []
-    scored = score_answers(texts(2), source, character_tokenizer("abc"), said.append)
+    scored = add_rewards(texts(2), source, character_tokenizer("abc"), said.append)
     queries, prompts, labels, responses = source.asked
     end = character_tokenizer("abc").eos_token
     assert (queries, prompts, labels) == ([f"abc{end}", f"abcc{end}"], ["ab", "ab"], ["0", "1"])
@@ -140,7 +136,7 @@ def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
 
 def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
     said: list[str] = []
-    scored = score_answers(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
+    scored = add_rewards(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
     assert scored["reward_failed"].tolist() == [1, 0, 1, 1, 0, 1]
     assert len(said) == 4
     for line, facts in zip(said, (["answer 0", "no number in 0"], ["answer 2"], ["answer 3", "no number in 3"], [1])):

@@ -6,9 +6,9 @@ from torch import Tensor
 from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
+from components.data.samples import add_rewards
 from components.engines.reward_model import RewardModel
 from core import BaseWorkload, rpc
-from training.rollouts import score_answers
 
 from .. import remote_call
 from ..config import PPOConfig
@@ -66,7 +66,7 @@ class Reward(BaseWorkload):
 
     def by_code(self, samples: Batch, source: RewardSource) -> dict[str, Tensor]:
         """What reward code says about the text of the answers."""
-        scored = score_answers(samples, source, self.tokenizer, self.say)
+        scored = add_rewards(samples, source, self.tokenizer, self.say)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
     @rpc(remote_call.end_job, idempotent=True)

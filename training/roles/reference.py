@@ -1,4 +1,4 @@
-"""The frozen policy that the KL is measured to."""
+"""The reference model: the frozen policy that the KL is measured to."""
 
 from typing import Any
 
@@ -7,24 +7,22 @@ import torch
 from components.batch import Batch
 from components.engines.causal import evaluate, load_policy, token_logprobs
 from core import BaseWorkload, trainer_invocation
+from training.rl_options import RLOptions
 
-from ..config import MultiTurnConfig
 
+class ReferenceWorker(BaseWorkload):
+    """One instance of the reference model."""
 
-class Reference(BaseWorkload):
-    """One instance of the reference."""
-
-    config: MultiTurnConfig
+    config: RLOptions
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        attention = self.config.model.attn_implementation
         self.model: Any = load_policy(
             model_path,
             dtype=self.config.dtype,
-            attn_implementation=attention,
+            attn_implementation=self.config.model.attn_implementation,
             packing=self.config.train.packing,
         )
         self.model.to(self.device).eval().requires_grad_(False)

@@ -5,47 +5,45 @@ from components.batch import Batch
 from components.engines.config import SamplingConfig
 from components.engines.weight_sync import WeightHandle
 from core import BaseWorkload, rpc, trainer_invocation
+from training import remote_call
+from training.rl_options import RLOptions
 
-from .. import remote_call
-from ..config import GRPOConfig
 
-
-class Rollout(BaseWorkload):
+class RolloutWorker(BaseWorkload):
     """One engine."""
 
-    config: GRPOConfig
+    config: RLOptions
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load the policy as it is at the start."""
-        config = self.config
         self.player = open_player(
             model_path,
-            config.rollout_engine(),
-            config.agent,
-            config.model.tokenizer,
-            in_flight=config.asynchronous.partial_rollout,
+            self.config.rollout_engine(),
+            self.config.agent,
+            self.config.model.tokenizer,
+            in_flight=self.config.asynchronous.partial_rollout,
         )
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
-        """One answer or episode per prompt; the prompts are split over the engines. `alone`: without the agent.
+        """One response per prompt, or one episode; the prompts are split over the engines. `alone`: without the agent.
 
         Returns:
-            tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per answer.
+            tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
         return self.player.play(prompts, sampling, alone=alone)
 
     @trainer_invocation(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
-        """Begin answers that `collect` brings once they are whole groups; the list has an item for every engine."""
+        """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
         for mine in prompts:
             if mine is not None:
                 self.player.begin(mine, sampling)
 
     @trainer_invocation(idempotent=True)
     def collect(self, seconds: float) -> Collected:
-        """Go on with what has begun, until a group has finished or the time is over."""
+        """Continue what has begun, until a group has finished or the time is over."""
         return self.player.collect(seconds)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")

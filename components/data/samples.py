@@ -1,0 +1,149 @@
+"""Rollouts as a batch: prompts repeated for their samples, rewards as columns, samples compared within a prompt.
+
+B responses or episodes, N all their tokens end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from components.rl.correction import importance_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from components.batch import Batch
+    from components.data.rewards import RewardOutput, RewardSource
+
+NAMED_FAILURES = 3
+"""So many responses of a batch whose reward failed are named on the terminal; all are counted."""
+
+
+def for_samples(prompts: Batch, count: int) -> Batch:
+    """Each prompt `count` times, side by side, told apart by `sample_id`."""
+    import torch
+
+    return prompts.repeat(count).with_sequences(sample_id=torch.arange(count).repeat(len(prompts)))
+
+
+def add_rewards(
+    samples: Batch, source: RewardSource | None, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+) -> Batch:
+    """Let reward code read the answers as text.
+
+    Args:
+        samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`.
+        source: of the rewards; None: the answers are episodes, whose worlds have rewarded them.
+        tokenizer: of the policy.
+        say: told which answers have no reward, the first few by name.
+
+    Returns:
+        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0), and a `log_<name>` for
+        whatever else the source gives.
+    """
+    if source is None:
+        check_rewarded(samples)
+        say_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, say)
+        return samples
+    queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
+    output = source(queries, samples["prompt"], samples["label"], responses=answer_texts(samples, tokenizer))
+    return with_rewards(samples, output, say)
+
+
+def answer_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What follows each prompt, without special tokens."""
+    starts = samples["prompt_length"].tolist()
+    answers = [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
+    return tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+
+def with_rewards(samples: Batch, output: RewardOutput, say: Callable[[str], None], what: str = "reward") -> Batch:
+    """With the columns of `add_rewards`; failures are said to be of `what`."""
+    import torch
+
+    say_failures(output.failures, say, what)
+    failed_B = torch.zeros(len(samples))
+    failed_B[list(output.failures)] = 1.0
+    logs = {f"log_{name}": value_B for name, value_B in output.logs.items()}
+    return samples.with_sequences(reward=output.reward_B, score=output.score_B, reward_failed=failed_B, **logs)
+
+
+def check_rewarded(samples: Batch) -> None:
+    """ValueError unless an agent's executor has rewarded its episodes."""
+    if "reward" not in samples:
+        raise ValueError(
+            "the agent's episodes have no reward; let its executor give them one (a SingleTurnAgentExecutor takes a "
+            "function), or leave agent_func_path out and set a reward"
+        )
+
+
+def say_failures(failures: Mapping[int, str], say: Callable[[str], None], what: str = "reward") -> None:
+    """Name the first few answers that have no reward, and say how many more there are."""
+    for index, reason in list(failures.items())[:NAMED_FAILURES]:
+        say(f"answer {index} gets {what} 0, because its {what} failed: {reason}")
+    if len(failures) > NAMED_FAILURES:
+        say(f"and {len(failures) - NAMED_FAILURES} more failed")
+
+
+def with_status(samples: Batch) -> Batch:
+    """With `status`, in words for people: finished or truncated, where it does not say more already."""
+    if "status" in samples:
+        return samples
+    return samples.with_objects(status=["truncated" if cut else "finished" for cut in samples["truncated"].tolist()])
+
+
+def compare_samples(samples: Batch, reward_B: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What becomes of rewards that are compared within a prompt, each sample once however many sequences it has.
+
+    Args:
+        samples: with `prompt_id`, and `branch` where samples may have branched, each beside its main sequence.
+        reward_B: [B], the same for all sequences of a sample.
+        compare: (rewards, groups) -> what each is worth beside the others of its group.
+
+    Returns:
+        [B], of a branch what its main sequence has.
+    """
+    if "branch" not in samples:
+        return compare(reward_B, samples["prompt_id"])
+    is_main_B = samples["branch"] == 0
+    worth = compare(reward_B[is_main_B], samples["prompt_id"][is_main_B])
+    return worth[is_main_B.cumsum(0) - 1]
+
+
+def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low: float, high: float) -> Batch:
+    """With `correction` [N], times which each token's loss counts for what the engine that sampled it computed
+    otherwise, or with older weights: exp(logprob - rollout_logprob), cut to low and high (tis), or 0 beyond (icepop).
+    """
+    if kind == "none":
+        return samples
+    columns = (samples["logprob"], samples["rollout_logprob"], samples["action_mask"], samples.lengths)
+    outside = "zero" if kind == "icepop" else "clamp"
+    weight_N = importance_weights(*columns, level="token", low=low, high=high, outside=outside)
+    return samples.with_tokens(correction=weight_N)
+
+
+def main_branches(samples: Batch) -> Batch:
+    """The main sequence of each sample, `branch` 0; all of them where none can have several."""
+    return samples.select(samples["branch"] == 0) if "branch" in samples else samples
+
+
+def shuffled_minibatches(count: int, parts: int, epochs: int, *, seed: int, step: int) -> list[Tensor]:
+    """Indices of each optimizer step of one training step, in order: every epoch is shuffled by (seed, step, epoch).
+
+    Args:
+        count: responses of the step.
+        parts: optimizer steps of an epoch; their sizes differ by at most one.
+        epochs: how often the responses are gone through.
+        seed: of the run.
+        step: number of the training step.
+    """
+    import numpy as np
+    import torch
+
+    order: list[Tensor] = []
+    for epoch in range(epochs):
+        shuffled = np.random.default_rng([seed, step, epoch]).permutation(count)
+        order += torch.from_numpy(shuffled).tensor_split(parts)
+    return order

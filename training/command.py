@@ -1,0 +1,101 @@
+"""The command line of a recipe: options, then the plan, then checks of the inputs, then the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from training.config import changed_options, describe_options, given_options, load_config
+from training.launch import open_run
+from training.options import RunOptions
+from training.plan import Plan
+
+C = TypeVar("C", bound=RunOptions)
+
+
+class Command(ABC, Generic[C]):
+    """What main.py of a recipe runs. A subclass says how a job is planned, and what is checked before it starts."""
+
+    models: frozenset[str]
+    """Options of which a user names one to have a run of their own; without them the preset is the demonstration."""
+
+    def __init__(self, schema: type[C], folder: Path) -> None:
+        """
+        Args:
+            schema: the options.
+            folder: of the recipe; its name is the recipe's, its tiny.yaml the preset.
+        """
+        self.schema = schema
+        self.folder = folder
+
+    # --- what a kind of recipe says
+
+    @abstractmethod
+    def plan(self, asked: C, arguments: list[str]) -> Plan:
+        """What the run will use, with everything filled in that was left to the machine."""
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """See that models and data can be there, before any process starts; may complete the plan.
+
+        Raises:
+            ValueError, OSError: they cannot.
+        """
+
+    @abstractmethod
+    def checkpoints(self, config: C) -> str | None:
+        """Folder of the checkpoints; None: in the run folder."""
+
+    def ready(self, config: C) -> C:
+        """The configuration that the job is given; makes a demonstration's model where one is asked for."""
+        return config
+
+    # --- what all have in common
+
+    def presets(self, arguments: list[str]) -> list[Path]:
+        """What a run starts from: the preset, unless it is one of the user's own."""
+        return [] if given_options(self.schema, arguments) & self.models else [self.folder / "tiny.yaml"]
+
+    def read(self, arguments: list[str]) -> C:
+        """What the user asks for."""
+        return load_config(self.schema, arguments, files=self.presets(arguments))
+
+    def changed(self, arguments: list[str]) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        return changed_options(self.schema, arguments, self.presets(arguments))
+
+    def given(self, arguments: list[str]) -> set[str]:
+        """The options that the user has named."""
+        return given_options(self.schema, arguments)
+
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
+        began = time.time()
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if {"--help", "-h"} & set(arguments):
+            print(describe_options(self.schema))
+            return 0
+        try:
+            asked = self.read(arguments)
+            plan = self.plan(asked, arguments)
+            if plan.is_all(asked, self.given(arguments)):
+                return 0
+            self.check(plan)
+            config = plan.config
+            run_dir = open_run(config.run_dir, config.resume, self.checkpoints(config), plan.json())
+        except (ValueError, OSError) as error:
+            print(f"{self.folder.name}: {error}", file=sys.stderr)
+            return 2
+        plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
+        return plan.run(run_dir, began, warm_start=time.time() - began)
+
+    def run(self) -> NoReturn:
+        """`main`, as a program."""
+        try:
+            sys.exit(self.main())
+        except KeyboardInterrupt:  # before there was anything to stop
+            sys.exit(130)

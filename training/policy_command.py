@@ -1,0 +1,104 @@
+"""The command line of a recipe that trains a policy on its own rollouts, and the job that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from core import Job, RLJobBuilder, Role
+from core.placement import detect_devices
+from training.command import Command
+from training.config import ConfigError
+from training.launch import STOP_GRACE_S, threads_each
+from training.options import check_prompts, resolved
+from training.plan import Plan, policy_plan
+from training.rl_options import RLOptions
+from training.warm_start import resolve_model
+
+C = TypeVar("C", bound=RLOptions)
+
+
+def policy_job(
+    config: RLOptions,
+    *,
+    trainer: str,
+    actor: str,
+    rollout: str = "training.roles.rollout:RolloutWorker",
+    reference: str = "training.roles.reference:ReferenceWorker",
+) -> RLJobBuilder:
+    """What runs where; further roles may be added before `build()`.
+
+    Args:
+        config: with every number of workers filled in.
+        trainer: the class of each role, as `package.module:Class`.
+        actor: the ranks that train the policy.
+        rollout: the engines that sample.
+        reference: the frozen policy; started where there is a KL.
+    """
+    own = config.placement
+    actors, engines, references = own.actor_ranks or 1, own.rollout_engines or 1, own.references or 1
+    # Colocated roles work one after the other, and may each use all cores; others share them.
+    learners = actors if own.collocate or not config.needs_reference else actors + references
+    builder = RLJobBuilder().config(config).node_num(own.nodes)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder.trainer(trainer)
+    builder.actor(actor).nnodes(own.nodes).nproc_per_node(actors // own.nodes)
+    builder.resource(accelerator=1, threads=threads_each(learners))
+    builder.rollout(rollout).total(engines).max_restarts(config.max_restarts)
+    devices = config.rollout.tensor_parallel
+    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines))
+    colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
+    if config.needs_reference:
+        builder.reference(reference).total(references).max_restarts(config.max_restarts)
+        builder.resource(accelerator=1, threads=threads_each(references if own.collocate else learners))
+        colocated.append(Role.REFERENCE)
+    if own.collocate and detect_devices():
+        builder.with_collocation(*colocated)
+    return builder
+
+
+class PolicyCommand(Command[C]):
+    """See `Command`."""
+
+    models = frozenset({"model.path"})
+
+    def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job]) -> None:
+        """
+        Args:
+            schema: the options.
+            folder: of the recipe.
+            build_job: what runs where, of a configuration with everything filled in.
+        """
+        super().__init__(schema, folder)
+        self.build_job = build_job
+
+    def read_resolved(self, arguments: list[str]) -> C:
+        """What the user asks for, with everything filled in that was left to the machine."""
+        return resolved(self.read(arguments), detect_devices())
+
+    def plan(self, asked: C, arguments: list[str]) -> Plan:
+        """See `Command.plan`."""
+        config = resolved(asked, detect_devices())
+        job, changed, given = self.build_job(config), self.changed(arguments), self.given(arguments)
+        return policy_plan(self.folder.name, job, asked, config, changed, given)
+
+    def check(self, plan: Plan) -> None:
+        """See that model, prompts and reward can be there, and count the prompts."""
+        config = plan.config
+        count = check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
+        if config.steps(count * config.data.passes) < 1:
+            raise ConfigError(
+                f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "
+                "lower it, or raise data.max_rows or data.passes"
+            )
+        plan.steps = config.arithmetic(count)
+
+    def checkpoints(self, config: C) -> str | None:
+        """See `Command.checkpoints`."""
+        return config.checkpoint.path
+
+    def ready(self, config: C) -> C:
+        """With the path of the demonstration's model, which is made where it is not there yet."""
+        return replace(config, model=replace(config.model, path=resolve_model(config.model.path)))

@@ -1,0 +1,350 @@
+"""A run that trains a policy on its own rollouts: prompts, rewards, evaluation, and the queue that the loop reads.
+
+`P` prompts, `B` rollouts: responses or episodes, several of each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.batch import Batch
+from components.data.open_reward import open_reward
+from components.data.samples import add_rewards, for_samples, main_branches, with_status
+from components.engines.config import EVALUATION_STEP, SamplingConfig
+from training.checkpoint import Checkpoints
+from training.dynamic_sampling import PromptFilter
+from training.evaluation import Evaluation
+from training.options import read_prompts
+from training.partial_rollouts import GroupsInFlight
+from training.policy_calls import PolicyCalls
+from training.rollout_queue import SampleStream
+from training.rollouts import check_staleness, record_step, rollout_metrics
+from training.run import Run, RunSettings
+from training.weight_check import COLD, check_greedy, greedy_prompts
+
+if TYPE_CHECKING:
+    from core import BaseTrainer
+    from training.progress import Stateful
+    from training.rl_options import RLOptions
+
+Generate = Callable[[Batch, SamplingConfig], Batch]
+Score = Callable[[Batch], Batch]
+
+SHOWN = (
+    "reward/score",
+    "eval/score",
+    "rollout/response_length",
+    "actor/approx_kl",
+    "actor/entropy",
+    "timing_s/step",
+)
+"""What a person sees of a step, unless a recipe says otherwise."""
+
+
+class PolicyRun(Run[Batch]):
+    """Everything of a training run but its algorithm.
+
+    `for rollouts in run.rollouts(generate, score)` runs the steps that are left, `end_step` ends each, and `finish` the
+    run. What the trainer's `init` has to do is done by the constructor: prompts are read, models loaded, and a
+    checkpoint resumed from, if there is one.
+    """
+
+    def __init__(
+        self,
+        trainer: BaseTrainer,
+        config: RLOptions,
+        recipe: Path,
+        *,
+        calls: PolicyCalls | None = None,
+        shown: Sequence[str] = SHOWN,
+        parts: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        """
+        Args:
+            trainer: whose run it is.
+            config: in the shared groups of options.
+            recipe: the folder of the recipe.
+            calls: how roles are reached. Default: by the trainer's role groups.
+            shown: metrics that a person sees of a step.
+            parts: what else of the trainer a checkpoint holds, by name.
+        """
+        settings = RunSettings(
+            run_dir=config.run_dir,
+            seed=config.seed,
+            resume=config.resume,
+            checkpoints=Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
+            checkpoint_every=config.checkpoint.every,
+            sinks=config.log.sinks(),
+            export_path=config.checkpoint.export_path,
+        )
+        super().__init__(trainer, settings, recipe=recipe, shown=shown)
+        self.config = config
+        self.calls = calls or PolicyCalls(trainer, config)
+        self._generate: Generate | None = None
+        self._score: Score = self.add_rewards
+        self._score_heldout: Score = self.add_rewards
+        self._read_data()
+        self._open(parts or {})
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the engines sample from: the step that made them."""
+        return self.progress.version
+
+    # --- the loop
+
+    def rollouts(
+        self, generate: Generate, score: Score | None = None, score_heldout: Score | None = None
+    ) -> Iterator[Batch]:
+        """Generate and score the rollouts of each step that is left; none are older than they may be.
+
+        Args:
+            generate: (prompts, sampling) -> a response, or an episode, to each prompt.
+            score: adds `reward` and `score`. Default: `add_rewards`.
+            score_heldout: the same in evaluations. Default: `score`.
+        """
+        self._generate = generate
+        self._score = score or self.add_rewards
+        self._score_heldout = score_heldout or self._score
+        if not self.trainer.stop_requested:
+            self.evaluation.start(self.step)
+        with self.checkpoints.kept_if_rewards_fail():
+            self.checkpoints.catch_up(self._evaluate_and_log)
+            for rollouts in self.stream:
+                yield check_staleness(rollouts, self.version, self.stream.most_stale)
+
+    def add_rewards(self, rollouts: Batch) -> Batch:
+        """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
+        return add_rewards(rollouts, self.reward, self.tokenizer, self.say)
+
+    def weights_synced(self, experience: Batch) -> None:
+        """Note that the engines have the weights of this step; where it is asked for, see that they do."""
+        self.progress.version = self.step
+        if self.config.rollout.verify_weight_sync:
+            with self.phase("verify"):
+                self._verify_weights(experience)
+
+    def end_step(self, experience: Batch, metrics: Mapping[str, float]) -> None:
+        """Log the step, evaluate the policy and write a checkpoint when they are due.
+
+        Args:
+            experience: what the step was trained on.
+            metrics: of the training; those of the rollouts, the clock and the queue are added.
+        """
+        found = {**metrics, **self.count(experience), **self.describe(experience)}
+        found |= self.checkpoints.metrics
+        found |= self.stream.metrics
+        with self.checkpoints.kept_if_rewards_fail():
+            is_best = self.checkpoints.record(self._evaluate_and_log, experience, found)
+        self.checkpoints.save_when_due(is_best)
+
+    def describe(self, experience: Batch) -> dict[str, float]:
+        """Metrics of a step's rollouts."""
+        return rollout_metrics(experience, *self.config.algorithm.correction_range)
+
+    def finish(self) -> None:
+        """Save what is not yet saved, sum up what was gained, and let go of everything."""
+        self.checkpoints.save()
+        if self.is_last_step:
+            self._sum_up()
+        else:
+            self.note_stop()
+        self.close()
+
+    def close(self) -> None:
+        """End what the run has started, and tell the roles that no call will follow."""
+        if self.reward is not None:
+            self.reward.close()
+        self.tracker.close()
+        self.calls.end()
+
+    # --- how rollouts are made
+
+    def _make_rollouts(self, step: int) -> Batch | None:
+        """One step's rollouts. With dynamic sampling those at the end of the data may be fewer; None: there are none,
+        or the run is to stop.
+        """
+        wanted = self.config.prompts_per_step
+        if self.in_flight is not None:
+            with self.phase("generate"):
+                rollouts = self.in_flight.fill(step, wanted, wanted * (self.stream.steps - step + 1))
+            return None if rollouts is None else self._scored(rollouts)
+        if self.prompt_filter is None:
+            return self._respond(step, wanted)
+        rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond(step, count))
+        if self.prompt_filter.ended:
+            self.stream.steps = step
+        return rollouts
+
+    def _respond(self, step: int, count: int) -> Batch:
+        """`samples_per_prompt` scored rollouts of each of the next `count` prompts."""
+        prompts = for_samples(self.prompts.take(count), self.config.samples_per_prompt)
+        with self.phase("generate"):
+            rollouts = self.generate(prompts, self.config.sampling(step))
+        return self._scored(rollouts)
+
+    def _scored(self, rollouts: Batch) -> Batch:
+        with self.phase("reward"):
+            return with_status(self._score(rollouts))
+
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """As the recipe does."""
+        if self._generate is None:
+            raise RuntimeError("nothing can be generated before rollouts() has told how")
+        return self._generate(prompts, sampling)
+
+    def _verify_weights(self, experience: Batch) -> None:
+        """Let the policy score greedy responses of every engine; see `check_greedy`."""
+        own = self.config.placement
+        prompts = greedy_prompts(experience, 4 * max(own.rollout_engines or 1, own.actor_ranks or 1))
+        responses = self.calls.generate_plain(prompts, self.config.sampling(self.step, 0.0))
+        check_staleness(responses, self.version)
+        plain, cold = self.calls.logprobs(responses.only("tokens"), (1.0, COLD))
+        precision = "float32" if self.config.train.precision == "fp32" else "bfloat16"
+        self.say(f"weights verified: {check_greedy(responses, plain['logprob'], cold['logprob'], precision)}")
+
+    # --- evaluation
+
+    def _evaluate_and_log(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        """Evaluate when it is due, and log the step; returns whether the policy is the best so far."""
+        if self.config.evaluation.is_due(self.step, self.is_last_step):
+            metrics |= self.evaluation.at_step(self.is_last_step)
+        record_step(self.tracker, self.step, self.steps, metrics, experience, self.tokenizer)
+        self.note_first_step()
+        return self.evaluation.is_best(metrics)
+
+    def _respond_heldout(self, prompts: Batch, temperature: float) -> Batch:
+        """One scored rollout of each. Evaluations always draw the same random numbers."""
+        rollouts = self.generate(prompts, self.config.sampling(EVALUATION_STEP, temperature))
+        check_staleness(rollouts, self.version)
+        return main_branches(self._score_heldout(rollouts))
+
+    def _sum_up(self) -> None:
+        """Compare the policy with what it was at the start."""
+        if self.settings.export_path:
+            self.export(Path(self.settings.export_path).expanduser())
+        score = self.evaluation.finish(self.step)
+        if self.evaluation.is_best(
+            self.evaluation.scores.get("end", {})
+        ):  # it was not known that this step is the last
+            self.checkpoints.store.mark_best(self.step)
+        self.note_end("policy", score=score)
+
+    # --- before the first step
+
+    def _read_data(self) -> None:
+        config = self.config
+        self.tokenizer = config.model.tokenizer()
+        self.prompts = read_prompts(
+            config.data, config.data.rows(config.seed), self.tokenizer, config.seed, say=self.say
+        )
+        self.say(self.prompts.describe_first())
+        if self.prompts.too_long:  # fewer than the plan has counted
+            self.say(config.arithmetic(len(self.prompts)))
+        source = config.reward_source
+        self.reward = None if source is None else open_reward(source, config.reward.settings())
+        self.prompt_filter = self._open_filter()
+        self.in_flight = self._open_in_flight()
+        self.evaluation = Evaluation(
+            self._heldout_prompts(),
+            self.clock.told("evaluate", self._respond_heldout),
+            temperature=config.evaluation.temperature,
+            samples_per_prompt=config.evaluation.samples_per_prompt,
+            best_metric_key=config.evaluation.best_metric,
+            say=self.say,
+        )
+
+    def _open(self, parts: Mapping[str, Stateful]) -> None:
+        """Open the queue of rollouts, resume, and let every role load its model."""
+        sources: dict[str, Any] = {"prompts": self.prompts}
+        if self.in_flight is not None:
+            sources["groups"] = self.in_flight
+        filling = self.in_flight or self.prompt_filter
+        stream = SampleStream(
+            self._make_rollouts,
+            self._count_steps(),
+            self.config.asynchronous.ahead,
+            stopped=lambda: self.trainer.stop_requested,
+            sources=sources,
+            clock=self.clock,
+            metrics=lambda: {} if filling is None else filling.metrics,
+            most_stale=self.config.asynchronous.most_stale,
+        )
+        resumed = self.open(stream, {"heldout": self.evaluation, **parts}, self._write_checkpoint, self._steps_left)
+        self.calls.load(self._count_steps())  # of the whole run, also where it was resumed
+        if resumed is not None:
+            for line in self.calls.load_state(resumed):
+                self.say(f"not exactly as before: {line}")
+            if self.version:
+                self.calls.sync_weights(self.version)
+        self.note_setup()
+
+    def _count_steps(self) -> int:
+        """Steps that the prompts fill, once the long ones are left out."""
+        steps = self.config.steps(len(self.prompts) * self.config.data.passes)
+        if steps < 1:
+            raise ValueError(
+                f"{len(self.prompts)} prompts are left, fewer than prompts_per_step={self.config.prompts_per_step}; "
+                "raise data.max_prompt_tokens, or lower prompts_per_step"
+            )
+        return steps
+
+    def _steps_left(self) -> int:
+        """Steps that the prompts fill which were not yet trained on."""
+        in_flight = 0 if self.in_flight is None else len(self.in_flight)
+        return self.config.steps(self.prompts.left(self.config.data.passes) + in_flight)
+
+    def _heldout_prompts(self) -> Batch | None:
+        """All held-out prompts as one batch, or None."""
+        config = self.config
+        rows = config.evaluation.rows(config.data)
+        if not rows:
+            return None
+        source = read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=True, say=self.say)
+        return source.take(len(source))
+
+    def _open_filter(self) -> PromptFilter | None:
+        """Dynamic sampling, where it is asked for."""
+        if self.config.filter_range is None:
+            return None
+        return PromptFilter(
+            self.prompts,
+            *self.config.filter_range,
+            option="algorithm.filter_range",
+            passes=self.config.data.passes,
+            fewest=self.config.placement.actor_ranks or 1,
+            stopped=lambda: self.trainer.stop_requested,
+            say=self.say,
+        )
+
+    def _open_in_flight(self) -> GroupsInFlight | None:
+        """Prompts whose rollouts continue while weights change, where that is asked for."""
+        own = self.config.asynchronous
+        if not own.partial_rollout:
+            return None
+        return GroupsInFlight(
+            self.prompts.take,
+            lambda prompts, step: self.calls.begin(prompts, self.config.sampling(step)),
+            self.calls.collect,
+            engines=self.calls.engines,
+            samples=self.config.samples_per_prompt,
+            in_flight=own.in_flight_prompts or self.config.prompts_per_step,
+            most_stale=own.most_stale,
+            version=lambda: self.version,
+            stopped=lambda: self.stream.ending,
+            say=self.say,
+        )
+
+    # --- checkpoints
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        """Let the ranks write what they hold into a step's folder."""
+        self.calls.save_state(folder)
+        self.export(folder / "hf")
+
+    def export(self, folder: Path) -> None:
+        """Write policy and tokenizer as a folder that from_pretrained loads."""
+        self.calls.save(folder)
+        self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,246 @@
+"""What the configurations of reinforcement-learning recipes share: the groups of options, their checks and sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from agents.loading import check_agent
+from agents.options import AgentOptions
+from components.data.rewards import check_reward
+from components.data.scorers import default_scorer
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from training.config import ConfigError
+from training.options import (
+    LORAS_OWN,
+    AsyncOptions,
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    LogOptions,
+    ModelOptions,
+    PlacementOptions,
+    RewardOptions,
+    RolloutOptions,
+    RunOptions,
+)
+
+
+@dataclass(kw_only=True)
+class PolicyOptions:
+    """How far one step may move the policy; a recipe adds what makes its algorithm."""
+
+    clip_low: float = 0.2
+    """The importance-sampling ratio is clipped at 1 minus this."""
+    clip_high: float = 0.2
+    """And at 1 plus this; more than clip_low is DAPO's clip-higher."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty to the reference model. 0: no reference role is started."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
+    correction_range are cut to it (tis), or 0 (icepop)."""
+    correction_range: tuple[float, float] = (0.5, 5.0)
+    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
+    where a step has several optimizer steps."""
+
+    def check(self) -> None:
+        """See that the numbers are in their ranges; a recipe's own checks come after these.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ConfigError(
+                f"the ratio cannot be clipped to 1 - {self.clip_low} and 1 + {self.clip_high}; set algorithm.clip_low "
+                "from 0 to 1, and algorithm.clip_high to 0 or more"
+            )
+        if not 0 <= self.kl_coef < math.inf:
+            raise ConfigError(f"algorithm.kl_coef={self.kl_coef}; set it to 0 or more")
+        low, high = self.correction_range
+        if not 0 <= low < high:
+            raise ConfigError(f"algorithm.correction_range={low} {high}; set two ratios, the lower first")
+
+
+@dataclass(kw_only=True)
+class RLOptions(RunOptions):
+    """The groups of options of a recipe that trains a policy on its own rollouts."""
+
+    ALIASES: ClassVar = {
+        "rollout_engine": "rollout.engine",
+        "verify_weight_sync": "rollout.verify_weight_sync",
+        "agent_func_path": "agent.func_path",
+        "async_train": "asynchronous.enabled",
+        "async_queue_size": "asynchronous.queue_size",
+        "partial_rollout": "asynchronous.partial_rollout",
+    }
+    ROLLOUTS: ClassVar[str] = "responses"
+    """What a recipe calls them in messages."""
+
+    prompts_per_step: int = 64
+    """Prompts of a training step."""
+    samples_per_prompt: int = 8
+    """Responses, or episodes, to each."""
+    minibatches: int = 1
+    """Optimizer steps into which a step's responses are cut; 1 is strictly on-policy."""
+    epochs: int = 1
+    """How often a step's responses are gone through."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
+    algorithm: PolicyOptions = field(default_factory=PolicyOptions)
+    train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
+            if not value:
+                raise ConfigError(f"{name} is empty; set {name}=..., or run without options for the demonstration")
+        self._check_sizes()
+        if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
+            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
+        self.asynchronous.check(
+            self.placement.collocate, self.backend, self.prompts_per_step, "placement.collocate=false"
+        )
+        if self.reward_source is None:
+            check_agent(str(self.agent.func_path))
+        else:
+            check_reward(self.reward_source)
+        self.algorithm.check()
+
+    def _check_sizes(self) -> None:
+        for name in ("prompts_per_step", "samples_per_prompt", "minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+        if self.step_size % self.minibatches:
+            raise ConfigError(
+                f"minibatches={self.minibatches} does not divide a step's {self.step_size} {self.ROLLOUTS} "
+                f"(prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}); set a "
+                "divisor"
+            )
+        if self.step_size < (self.placement.actor_ranks or 1):
+            raise ConfigError(
+                f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
+                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower the other"
+            )
+
+    @property
+    def reward_source(self) -> str | None:
+        """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
+        agent's environment.
+        """
+        if self.agent.func_path:
+            if self.reward.source:
+                raise ConfigError(
+                    f"reward.source={self.reward.source}, but rewards come from the environment of agent.func_path="
+                    f"{self.agent.func_path}; set one of the two"
+                )
+            return None
+        source = self.reward.source or default_scorer(self.data.path)
+        if source is None:
+            raise ConfigError(
+                f"data.path={self.data.path} names no task with a reward of its own; set reward.source to a scorer, a "
+                ".py file or the URL of a reward server"
+            )
+        return source
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL to measure."""
+        return self.algorithm.kl_coef != 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probabilities before the update are needed. With one optimizer step they are its
+        own.
+        """
+        return self.minibatches * self.epochs > 1 or self.algorithm.correction != "none"
+
+    @property
+    def filter_range(self) -> tuple[float, float] | None:
+        """Dynamic sampling: prompts whose mean score is not between the two are replaced. None: none are."""
+        return None
+
+    @property
+    def step_size(self) -> int:
+        """Responses of a training step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def groups(self) -> int:
+        """Roles that hold the policy."""
+        return 3 if self.needs_reference else 2
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the step folders are."""
+        return self.checkpoint.folder(self.run_dir)
+
+    @property
+    def dtype(self) -> str:
+        """Of models that are not trained."""
+        return "bfloat16" if self.train.precision == "bf16" else "float32"
+
+    def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
+        """Optimizer steps into which `count` responses are cut, in each epoch."""
+        return self.minibatches
+
+    def steps(self, num_prompts: int) -> int:
+        """Steps that so many prompts fill; filtered prompts leave less for the last one, or fewer steps."""
+        beyond = self.prompts_per_step - 1 if self.filter_range else 0
+        return (num_prompts + beyond) // self.prompts_per_step
+
+    def arithmetic(self, num_prompts: int) -> str:
+        """How much of what a run does, in a sentence."""
+        total = num_prompts * self.data.passes
+        steps = self.steps(total)
+        unused = max(total - steps * self.prompts_per_step, 0)
+        at_most = "at most " if self.filter_range else ""
+        left_over = f"; the last {unused} prompts fill no step and are not used" if unused else ""
+        return (
+            f"{at_most}{steps} steps of {self.prompts_per_step} prompts x {self.samples_per_prompt} {self.ROLLOUTS} = "
+            f"{self.step_size}; in each {self.minibatches * self.epochs} optimizer steps of "
+            f"{self.step_size // self.minibatches} {self.ROLLOUTS}, in micro-batches of at most "
+            f"{self.train.max_tokens} tokens{left_over}"
+        )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        idle = [
+            (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
+            (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
+            (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+            *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
+        ]
+        found = without_effect(idle, given)
+        found += self.rollout.notes(given)
+        found += self.agent.notes(given, self.rollout.engine)
+        corrects = self.algorithm.correction != "none"
+        return found + self.asynchronous.notes(given, "algorithm.correction=tis", corrects)
+
+    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the responses of a step are drawn; evaluations name a temperature of their own."""
+        return self.rollout.sampling(self.seed, step, temperature)
+
+    def rollout_engine(self) -> RolloutConfig:
+        """The engine of a rollout instance."""
+        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.dtype, longest, self.placement.collocate)
+
+    def train_engine(self, steps: int) -> TrainConfig:
+        """The engine of the policy's ranks, in a run of so many steps."""
+        return self.train.for_run(steps * self.epochs * self.minibatches, self.seed)
+
+
+def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
+    """A line for each (has no effect, option, why) whose option a user has named."""
+    return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]

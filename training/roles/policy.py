@@ -1,0 +1,63 @@
+"""The policy that is trained."""
+
+from torch import nn
+
+from components.batch import Batch
+from components.data.samples import shuffled_minibatches
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.opening import open_engine
+from components.engines.weight_sync import WeightHandle
+from components.rl.aggregation import LossOutput, Totals
+from core import rpc, trainer_invocation
+from training import remote_call
+from training.rl_options import RLOptions
+from training.roles.trained_model import TrainedModel
+
+
+class PolicyWorker(TrainedModel):
+    """One rank of the policy. A recipe's subclass says its `loss`."""
+
+    config: RLOptions
+
+    def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
+        raise NotImplementedError
+
+    @trainer_invocation(blocking=False)
+    def load(self, model_path: str, steps: int) -> None:
+        """Load the model and put it under the training engine; `steps` set the length of its schedule."""
+        model = load_policy(
+            model_path,
+            gradient_checkpointing=self.config.train.gradient_checkpointing,
+            attn_implementation=self.config.model.attn_implementation,
+            packing=self.config.train.packing,
+        )
+        self.engine = open_engine(model, self.config.train_engine(steps))
+        self.open_publisher(self.config.placement.nodes)
+
+    @trainer_invocation(blocking=False, post_func=Batch.concat)
+    def logprobs(self, tokens: Batch, temperature: float) -> Batch:
+        """`logprob` per token, in nats; the batch is split over the ranks."""
+        logprob_N = self.engine.forward(
+            tokens, lambda model, micro: token_logprobs(model, micro, temperature).logprob_N
+        )
+        return Batch(tokens.lengths, {"logprob": logprob_N})
+
+    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    def update(self, experience: Batch, step: int) -> dict[str, float]:
+        """Train on all of a step's responses; send them with `replicate`. Returns metrics, the same on every rank."""
+        config, count = self.config, len(experience)
+        minibatches = shuffled_minibatches(
+            count, config.optimizer_steps(count), config.epochs, seed=config.seed, step=step
+        )
+        return self.train(experience, step, minibatches, self.loss)
+
+    @rpc(remote_call.publish_weights)
+    def publish(self, version: int) -> WeightHandle | None:
+        """Rank 0 writes what all ranks gather."""
+        return self.publish_parameters(version, self.config.rollout.verify_weight_sync)
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Unlink the published weights."""
+        self.close_publisher()

@@ -1,0 +1,101 @@
+"""What every role that trains a model does."""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from components.batch import Batch
+from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
+from components.engines.weight_sync import WeightHandle, WeightPublisher
+from core import BaseWorkload, trainer_invocation
+from training.rollouts import keep_failed, over_updates
+
+Prepare = Callable[[Batch, int], Batch]
+
+
+class TrainedModel(BaseWorkload):
+    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and calls `train`."""
+
+    engine: TrainEngine
+    publisher: WeightPublisher | None = None
+    """Of rank 0, once `open_publisher` was called."""
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @property
+    def state_name(self) -> str:
+        """The folder of this role within `state/` of a checkpoint."""
+        return self.role.lower()
+
+    def train(
+        self,
+        experience: Batch,
+        step: int,
+        minibatches: Iterable[Tensor],
+        loss: LossFunction,
+        prepare: Prepare | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step per mini-batch.
+
+        Args:
+            experience: all of the step's responses; every rank takes its share of each optimizer step, so the number of
+                ranks changes nothing.
+            step: its number, for messages.
+            minibatches: the indices of each.
+            loss: (model, micro-batch, totals) -> loss and metrics.
+            prepare: (mini-batch, its number from 0) -> the mini-batch, before it is cut into micro-batches.
+
+        Returns:
+            Means over the optimizer steps, see `over_updates`.
+
+        Raises:
+            FloatingPointError: the loss or its gradient is not finite; the mini-batch is kept in the run folder.
+        """
+        history = []
+        for index, chosen_B in enumerate(minibatches):
+            minibatch = experience.select(chosen_B)
+            if prepare is not None:
+                minibatch = prepare(minibatch, index)
+            try:
+                history.append(self.engine.train_step(minibatch, loss))
+            except FloatingPointError as error:
+                where = keep_failed(self.config.run_dir, step, self.state_name, minibatch, self.rank)
+                raise FloatingPointError(f"step {step}: {error}; {where}") from error
+        return over_updates(history)
+
+    def open_publisher(self, nodes: int) -> None:
+        """Let rank 0 hand weights to rollout engines, which may be on other machines."""
+        if self.rank == 0:
+            on_disk = f"{self.config.run_dir}/weights"
+            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=nodes > 1)
+
+    def publish_parameters(self, version: int, with_digests: bool) -> WeightHandle | None:
+        """Rank 0 writes what all ranks gather, and returns where."""
+        parameters = self.engine.gathered_parameters()
+        if self.publisher is not None:
+            return self.publisher.publish(version, parameters, with_digests=with_digests)
+        for _ in parameters:
+            raise AssertionError("only rank 0 is given parameters")
+        return None
+
+    def close_publisher(self) -> None:
+        """Unlink the published weights."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+    @trainer_invocation
+    def save_state(self, folder: str) -> None:
+        """Write the training state into the `state` folder of a checkpoint; all ranks write a part."""
+        self.engine.save_state(f"{folder}/{self.state_name}")
+
+    @trainer_invocation(post_func=lambda notes: notes[0])
+    def load_state(self, folder: str) -> list[str]:
+        """Resume exactly where `save_state` was called; what cannot be exact is returned in words."""
+        return self.engine.load_state(f"{folder}/{self.state_name}")
+
+    @trainer_invocation
+    def save(self, path: str) -> None:
+        """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
+        self.engine.save_hf(path)
