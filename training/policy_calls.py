@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from training import remote_call
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agents.player import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
@@ -53,6 +55,20 @@ class PolicyCalls:
     def collect(self, seconds: float) -> Sequence[Collected]:
         """From every engine what has finished, in whole groups, after at most so many seconds."""
         return self.trainer.RG_ROLLOUT.collect(seconds)
+
+    def old_and_reference_logprobs(self, tokens: Batch) -> dict[str, Tensor]:
+        """`logprob` and `reference_logprob` [N], in nats, where needed."""
+        asked = []
+        if self.config.needs_old_logprobs:
+            asked.append(self.trainer.RG_ACTOR.logprobs(tokens, self.config.rollout.temperature))
+            if self.config.placement.collocate:
+                asked[0].result()  # so that the reference has the cores for itself
+        if self.config.needs_reference:
+            asked.append(self.trainer.RG_REFERENCE.logprobs(tokens))
+        found: dict[str, Tensor] = {}
+        for future in asked:
+            found |= future.result().per_token
+        return found
 
     def logprobs(self, tokens: Batch, temperatures: Sequence[float]) -> list[Batch]:
         """`logprob` per token under the policy, in nats, at each temperature."""

@@ -119,21 +119,38 @@ class PolicyRun(Run[Batch]):
         """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
         return add_rewards(rollouts, self.reward, self.tokenizer, self.say)
 
-    def weights_synced(self, experience: Batch) -> None:
-        """Note that the engines have the weights of this step; where it is asked for, see that they do."""
-        self.progress.version = self.step
-        if self.config.rollout.verify_weight_sync:
-            with self.phase("verify"):
-                self._verify_weights(experience)
+    def compute_logprobs(self, rollouts: Batch) -> Batch:
+        """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
+        tokens = rollouts.only("tokens")
+        with self.phase("logprobs"):
+            return rollouts.with_tokens(**self.calls.old_and_reference_logprobs(tokens))
 
-    def end_step(self, experience: Batch, metrics: Mapping[str, float]) -> None:
+    def end_step(
+        self,
+        experience: Batch,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        weights_synced: bool = True,
+        **by_role: Mapping[str, float],
+    ) -> None:
         """Log the step, evaluate the policy and write a checkpoint when they are due.
 
         Args:
             experience: what the step was trained on.
-            metrics: of the training; those of the rollouts, the clock and the queue are added.
+            metrics: with their whole names; those of the rollouts, the clock and the queue are added.
+            weights_synced: the engines were given the weights of this step.
+            by_role: metrics of a role's update, as `actor=...`; they are logged as `actor/<name>`.
         """
-        found = {**metrics, **self.count(experience), **self.describe(experience)}
+        if weights_synced:
+            self.progress.version = self.step
+            if self.config.rollout.verify_weight_sync:
+                with self.phase("verify"):
+                    self._verify_weights(experience)
+        found = dict(metrics or {})
+        for role, own in by_role.items():
+            found |= {f"{role}/{name}": value for name, value in own.items()}
+        found |= self.count(experience)
+        found |= self.describe(experience)
         found |= self.checkpoints.metrics
         found |= self.stream.metrics
         with self.checkpoints.kept_if_rewards_fail():

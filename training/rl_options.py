@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from agents.loading import check_agent
 from agents.options import AgentOptions
@@ -93,7 +93,8 @@ class RLOptions(RunOptions):
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     agent: AgentOptions = field(default_factory=AgentOptions)
     asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
-    algorithm: PolicyOptions = field(default_factory=PolicyOptions)
+    algorithm: Any = field(default_factory=PolicyOptions)
+    """PolicyOptions; a recipe names its own subclass."""
     train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     placement: PlacementOptions = field(default_factory=PlacementOptions)

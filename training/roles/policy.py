@@ -1,5 +1,7 @@
 """The policy that is trained."""
 
+from typing import Generic, TypeVar
+
 from torch import nn
 
 from components.batch import Batch
@@ -13,11 +15,13 @@ from training import remote_call
 from training.rl_options import RLOptions
 from training.roles.trained_model import TrainedModel
 
+C = TypeVar("C", bound=RLOptions)
 
-class PolicyWorker(TrainedModel):
-    """One rank of the policy. A recipe's subclass says its `loss`."""
 
-    config: RLOptions
+class PolicyWorker(TrainedModel, Generic[C]):
+    """One rank of the policy. A recipe's subclass says its options, and its `loss`."""
+
+    config: C
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""

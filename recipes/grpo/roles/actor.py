@@ -10,11 +10,9 @@ from ..algorithm import policy_loss
 from ..config import GRPOConfig
 
 
-class Actor(PolicyWorker):
+class Actor(PolicyWorker[GRPOConfig]):
     """One rank of the policy."""
 
-    config: GRPOConfig
-
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """GRPO's loss of one micro-batch."""
+        """The loss of one micro-batch, see algorithm.py."""
         return policy_loss(model, micro, totals, self.config)

@@ -10,11 +10,9 @@ from ..algorithm import policy_loss
 from ..config import ReinforceConfig
 
 
-class Actor(PolicyWorker):
+class Actor(PolicyWorker[ReinforceConfig]):
     """One rank of the policy."""
 
-    config: ReinforceConfig
-
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """The loss of one micro-batch."""
+        """The loss of one micro-batch, see algorithm.py."""
         return policy_loss(model, micro, totals, self.config)
