@@ -72,12 +72,6 @@ def test_a_recipe_elsewhere_is_imported_by_its_own_name_with_the_project_that_tr
     assert done.stdout == f"{['algo', str(tmp_path), [], str(project)]}\n", done.stderr
 
 
-def test_a_recipe_elsewhere_takes_the_project_whose_core_the_python_imports(project: Path, tmp_path: Path) -> None:
-    run_sh = make_recipe(tmp_path / "algo") / "run.sh"
-    done = bash(run_sh, PYTHONPATH=str(project))
-    assert done.stdout == f"{['algo', '/', [], str(project)]}\n", done.stderr
-
-
 def test_troupe_home_that_is_no_project_is_refused(tmp_path: Path) -> None:
     done = bash(make_recipe(tmp_path / "algo") / "run.sh", TROUPE_HOME=str(tmp_path))
     assert done.returncode == 2

@@ -6,25 +6,9 @@
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
-is_home() { grep -Eqs '^name *= *"troupe"' "$1/pyproject.toml"; }
-
-# The project: where TROUPE_HOME says; else above this folder; else where a Python on PATH imports core from.
-find_home() {
-    home="${TROUPE_HOME:-$here}"
-    [[ -z "${TROUPE_HOME:-}" ]] || return 0
-    while ! is_home "$home" && [[ "$home" != / ]]; do home="$(dirname -- "$home")"; done
-    ! is_home "$home" || return 0
-    for python in ${TROUPE_PYTHON:+"$TROUPE_PYTHON"} python python3 python3.11 python3.12; do
-        home="$(cd / && "$python" -c 'import core; print(core.__path__[0])' 2>/dev/null)" || continue
-        home="$(dirname -- "$home")"
-        ! is_home "$home" || { export TROUPE_PYTHON="$python"; return 0; }
-    done
-    home=/
-}
-
-find_home
-if ! is_home "$home"; then
-    echo "run.sh: no troupe project at ${TROUPE_HOME:-or above $here}; set TROUPE_HOME to the folder of its clone" >&2
+script="${TROUPE_HOME:-$here/../..}/scripts/run_recipe.sh"
+if [[ ! -f "$script" ]]; then
+    echo "run.sh: no troupe project at ${TROUPE_HOME:-$here/../..}; set TROUPE_HOME to the folder of its clone" >&2
     exit 2
 fi
-exec bash "$home/scripts/run_recipe.sh" "$here" "$@"
+exec bash "$script" "$here" "$@"
