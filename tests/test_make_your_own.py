@@ -90,7 +90,9 @@ def test_each_edit_is_small() -> None:
         assert 0 < count <= most
 
 
-def test_the_edits_apply_to_the_recipe_and_what_they_make_is_imported_and_plans_two_judges(changed: Path) -> None:
+def test_the_edits_apply_and_what_they_make_is_imported_and_plans_two_of_the_new_role(
+    changed: Path,
+) -> None:
     modules = [".".join(file.relative_to(changed.parent).with_suffix("").parts) for file in changed.rglob("*.py")]
     for module in modules:
         found = importlib.import_module(module.removesuffix(".__init__"))
@@ -99,8 +101,8 @@ def test_the_edits_apply_to_the_recipe_and_what_they_make_is_imported_and_plans_
     config = main.read_config([*OPTIONS.split(), "algorithm.hardness=2"])
     assert config.algorithm.hardness == 2
     assert config.reward.source == f"{changed}/reward.py"
-    judge = main.build_job(config).roles["JUDGE"]
-    assert (judge.entrypoint, judge.total) == ("my_algo.roles.judge:Judge", 2)
+    style = main.build_job(config).roles["STYLE"]
+    assert (style.entrypoint, style.total) == ("my_algo.roles.style:Style", 2)
 
 
 @pytest.mark.full
@@ -118,9 +120,9 @@ def test_the_advantage_counts_by_what_is_missing(outcome: Outcome) -> None:
 
 
 @pytest.mark.full
-def test_the_judges_shared_the_answers_and_took_their_part_of_the_reward(outcome: Outcome) -> None:
+def test_the_new_role_shared_the_responses_and_took_its_part_of_the_reward(outcome: Outcome) -> None:
     calls = [
-        event["rank"] for event in outcome.events if (event.get("role"), event.get("method")) == ("JUDGE", "judge")
+        event["rank"] for event in outcome.events if (event.get("role"), event.get("method")) == ("STYLE", "penalize")
     ]
     assert sorted(calls) == [0, 1]
     for row in outcome.rows:
@@ -141,14 +143,14 @@ def test_the_reward_is_the_share_of_the_right_letters(outcome: Outcome) -> None:
 
 
 @pytest.mark.full
-def test_the_metric_is_the_best_answer_of_each_prompt(outcome: Outcome) -> None:
+def test_the_metric_is_the_best_response_of_each_prompt(outcome: Outcome) -> None:
     best = statistics.mean(max(row["score"] for row in group) for group in outcome.groups)
     assert outcome.metrics["reward/best_of_group"] == pytest.approx(best)
-    assert f"reward/best_of_group={best:.4g} " in outcome.console
+    assert f"reward/best_of_group={best:.4g}" in outcome.console.split()
 
 
 @pytest.mark.full
-def test_what_the_page_makes_is_written_as_the_house_writes(changed: Path) -> None:
+def test_what_the_page_makes_keeps_the_rules_of_the_project(changed: Path) -> None:
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(changed)],

@@ -83,8 +83,8 @@ class PolicyRun(Run[Batch]):
         self.config = config
         self.calls = calls or PolicyCalls(trainer, config)
         self._generate: Generate | None = None
-        self._score: Score = self.add_rewards
-        self._score_heldout: Score = self.add_rewards
+        self._scores: Sequence[Score] = ()
+        self._score_heldout: Score = self._score
         self._read_data()
         self._open(parts or {})
 
@@ -95,18 +95,16 @@ class PolicyRun(Run[Batch]):
 
     # --- the loop
 
-    def rollouts(
-        self, generate: Generate, score: Score | None = None, score_heldout: Score | None = None
-    ) -> Iterator[Batch]:
+    def rollouts(self, generate: Generate, *scores: Score, score_heldout: Score | None = None) -> Iterator[Batch]:
         """Generate and score the rollouts of each step that is left; none are older than they may be.
 
         Args:
             generate: (prompts, sampling) -> a response, or an episode, to each prompt.
-            score: adds `reward` and `score`. Default: `add_rewards`.
-            score_heldout: the same in evaluations. Default: `score`.
+            scores: add `reward` and `score`, one after the other. Default: `add_rewards`.
+            score_heldout: the same in evaluations, alone. Default: `scores`.
         """
         self._generate = generate
-        self._score = score or self.add_rewards
+        self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
         if not self.trainer.stop_requested:
             self.evaluation.start(self.step)
@@ -205,6 +203,11 @@ class PolicyRun(Run[Batch]):
     def _scored(self, rollouts: Batch) -> Batch:
         with self.phase("reward"):
             return with_status(self._score(rollouts))
+
+    def _score(self, rollouts: Batch) -> Batch:
+        for score in self._scores:
+            rollouts = score(rollouts)
+        return rollouts
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """As the recipe does."""
