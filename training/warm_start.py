@@ -30,7 +30,7 @@ from pathlib import Path
 
 from components.data.tasks import get_task
 
-_COMPONENTS = Path(__file__).resolve().parent
+_PROJECT = Path(__file__).resolve().parents[1]
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
 
@@ -103,7 +103,7 @@ def ensure_warm_start(
     if found is not None:
         return found
     env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_COMPONENTS.parent), env.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), env.get("PYTHONPATH")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     # -P keeps a `components` folder in the caller's working directory from being taken for ours.
     command = [sys.executable, "-P", "-m", "training.warm_start"]
@@ -197,8 +197,8 @@ def source_files() -> list[Path]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 # `from components import batch` names a file, `from components.batch import Batch` does not.
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            ours = [name.split(".")[1:] for name in names if name.startswith("components.")]
-            waiting += [_COMPONENTS.joinpath(*parts).with_suffix(".py") for parts in ours]
+            ours = [name.split(".") for name in names if name.startswith("components.")]
+            waiting += [_PROJECT.joinpath(*parts).with_suffix(".py") for parts in ours]
     return sorted(found)
 
 
@@ -206,7 +206,7 @@ def _folder(settings: WarmStartSettings, cache_dir: str | Path | None) -> Path:
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     for path in source_files():
         content = path.read_bytes()
-        digest.update(f"\n{path.relative_to(_COMPONENTS)} {len(content)}\n".encode() + content)
+        digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
     root = cache_root() if cache_dir is None else Path(cache_dir)
     return root / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
@@ -232,7 +232,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.data.tiny_model import task_tokenizer, tiny_model
     from components.engines.causal import token_logprobs
     from components.engines.config import TrainConfig
-    from components.engines.opening import open_engine
+    from components.engines.deepspeed_engine import DeepSpeedEngine
     from components.rl.aggregation import LossOutput, Totals
     from components.rl.supervised import sft_loss
 
@@ -258,7 +258,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
             total_steps=settings.steps,
             seed=settings.seed,
         )
-        engine = open_engine(model, config)
+        engine = DeepSpeedEngine(model, config)
         if engine.world_size != 1:
             raise ValueError(f"a warm start is made by one process, this one is of {engine.world_size}; make it before")
         metrics: dict[str, float] = {}

@@ -5,7 +5,7 @@ import re
 import torch
 
 from components.batch import Batch
-from training.evaluation import Heldout
+from training.evaluation import Evaluation
 
 
 def prompts() -> Batch:
@@ -38,8 +38,8 @@ class Policy:
         )
 
 
-def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Heldout:
-    return Heldout(batch, policy.answer, temperature=0.5, samples_per_prompt=2, best_metric_key="", say=said.append)
+def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Evaluation:
+    return Evaluation(batch, policy.answer, temperature=0.5, samples_per_prompt=2, best_metric_key="", say=said.append)
 
 
 def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -> None:
@@ -79,7 +79,7 @@ def test_a_run_that_is_not_scored_at_its_start_is_summed_up_by_its_end() -> None
 
 def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
     policy = Policy()
-    scores = Heldout(
+    scores = Evaluation(
         prompts(),
         policy.answer,
         temperature=0.0,

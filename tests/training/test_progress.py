@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import training.progress
+import training.phase_clock
 from components.batch import Batch
 from tests.messages import says
 from training.checkpoint import CheckpointError, Checkpoints
@@ -25,7 +25,7 @@ from training.rollout_queue import SampleStream
 
 def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 11.0, 20.0, 23.5, 30.0, 30.25, 40.0, 41.0])
-    monkeypatch.setattr(training.progress, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
+    monkeypatch.setattr(training.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
     clock = PhaseClock()
     for name in ("generate", "train", "generate"):
         with clock.phase(name):
@@ -52,7 +52,7 @@ def test_what_is_done_beside_the_steps_is_told_and_not_counted() -> None:
 
 def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
-    monkeypatch.setattr(training.progress, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
+    monkeypatch.setattr(training.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0))
     clock, handed = PhaseClock(), []
 
     def generate() -> None:
