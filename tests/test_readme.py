@@ -60,8 +60,11 @@ def test_the_page_on_core_has_every_name_that_is_not_kept_and_those_that_are_exi
         assert name in names, f"docs/core.md says that {name} is kept"
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "verl_ppo"])
-def test_a_step_goes_through_at_most_ten_files_and_what_the_readme_names_in_them_is_there(recipe: str) -> None:
+MOST_FILES = {"grpo": 6, "multi_turn": 6, "reinforce_pp": 6, "openrlhf_ppo": 10, "verl_ppo": 10}
+
+
+@pytest.mark.parametrize("recipe", MOST_FILES)
+def test_a_step_goes_through_few_files_and_what_the_readme_names_in_them_is_there(recipe: str) -> None:
     folder = ROOT / "recipes" / recipe
     text = (folder / "README.md").read_text(encoding="utf-8").partition("## One step, from prompt to weights")[2]
     rows = re.search(r"\|---\|---\|\n((?:\|.*\n)+)", text)
@@ -74,4 +77,4 @@ def test_a_step_goes_through_at_most_ten_files_and_what_the_readme_names_in_them
                 files.add(path)
             else:
                 assert f"def {name}(" in path.read_text(encoding="utf-8"), f"{path} has no {name}"
-    assert 5 <= len(files) <= 10
+    assert 5 <= len(files) <= MOST_FILES[recipe]
