@@ -1,6 +1,7 @@
 """What the documentation shows can be done as it is written there, and leads where it says; its site can be built."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import json
@@ -44,6 +45,8 @@ FOREIGN = {
 }
 """Commands that are not ours, and how those that we show look; others have checks of their own."""
 
+OPTIONS_OF = {"recipes.grpo.single_file": "Settings", "training.warm_start": "WarmStartSettings"}
+"""Modules that are commands, and the class whose fields are their options."""
 
 OF_FULL = re.compile(r"reasoning_gym:|rollout[._]engine[= ]vllm")
 """Options that are read only where their package is installed, which the default tier does without."""
@@ -145,6 +148,9 @@ def check_python(words: list[str], command: Command) -> None:
         elif module == "recipes.reward_model.serve":
             if rest:  # else it is only named
                 load_config(importlib.import_module(module).ServeConfig, rest)
+        elif module in OPTIONS_OF:
+            schema = getattr(importlib.import_module(module), OPTIONS_OF[module])
+            check_flags(rest, {f"--{field.name}" for field in dataclasses.fields(schema)}, module)
         else:
             assert module in ("openrlhf.cli.train_ppo_ray", "verl.trainer.main_ppo"), f"no test knows {module}"
         return
