@@ -21,21 +21,21 @@ Row = Literal["better", "healthy", "says", "fast"]
 class Metric:
     """One metric, or one family of them; a row of metrics.csv."""
 
-    group: str
-    """What its name begins with; empty for verl's own names, which begin in ways of their own."""
     name: str
     """As it is logged; `<word>` stands for any text: `eval/<source>_pass<n>`."""
     row: Row
-    unit: str
-    """nats, tokens, s, share, ...; empty for a plain number."""
-    better: Literal["higher", "lower", ""]
-    """The good direction, where there is one."""
-    alarm: str
-    """The alarm that watches it, by its name in alarms.py."""
-    same_as: str
-    """Our name for the same quantity, where another system's name is logged."""
     meaning: str
     """In one sentence."""
+    group: str = ""
+    """What its name begins with; empty for verl's own names, which begin in ways of their own."""
+    unit: str = ""
+    """nats, tokens, s, share, ...; empty for a plain number."""
+    better: Literal["higher", "lower", ""] = ""
+    """The good direction, where there is one."""
+    alarm: str = ""
+    """The alarm that watches it, by its name in alarms.py."""
+    same_as: str = ""
+    """Our name for the same quantity, where another system's name is logged."""
 
 
 def _read() -> tuple[Metric, ...]:
