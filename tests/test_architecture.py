@@ -10,10 +10,13 @@ import ast
 import functools
 import graphlib
 import io
+import itertools
 import os
+import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +44,32 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3220, "components": 8500, "agents": 2400, "training": 5500}
-RECIPE_LINES = 900
-LARGE_RECIPE_LINES = {"openrlhf_ppo": 1660, "reward_model": 1000, "verl_ppo": 2050}
-"""Lines of code, without blanks, comments and docstrings. Move a number only with the reason in the commit."""
+LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2340, "training": 6300}
+RECIPE_LINES = {
+    "grpo": 380,
+    "reinforce_pp": 260,
+    "multi_turn": 260,
+    "sft": 260,
+    "dpo": 260,
+    "reward_model": 500,
+    "openrlhf_ppo": 1700,
+    "verl_ppo": 2550,
+}
+"""Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
+the reason in the commit. Still above what they are to be: core 2,700, agents 2,000, training 5,500, openrlhf_ppo and
+verl_ppo 950 each."""
+TABLES = {"flags.yaml", "keys.yaml", "names.yaml"}
+APART = {"single_file.py"}
+"""Files of a recipe that are for reading, and not part of it."""
+CLOSURE_LINES = {"recipes/grpo": 18200}
+"""Of a recipe with all that it imports, lazily too; to be 12,000."""
+SHARED_SHARE = 0.4
+"""Of the lines of two recipes those that both have: imports, and the shape of the loop."""
 
 RECIPE_FILES = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
 IMPORT_CORE_S = 0.5
+THIN = {")", "(", "]", "}", "},", "),", "],", "):", "]:", "else:", "return", "pass"}
+"""Lines that say nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +180,8 @@ def import_faults(root: Path) -> list[str]:
 
 def cycle_faults(root: Path) -> list[str]:
     """The first circle of files that import each other, wherever in the files and for whatever the imports stand."""
-    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources(root, *LAYERS)}
-    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    needed: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        names = {found.name for found in imports_of(path, root)}
-        # `from a.b import c` names the module a.b.c, or something that is in a.b.
-        found = {name if name in modules else name.rpartition(".")[0] for name in names}
-        needed[module] = {other for other in found if other in modules and other != module}
+    modules = module_files(root)
+    needed = {name: needed_by(path, root, modules) - {name} for name, path in modules.items()}
     try:
         graphlib.TopologicalSorter(needed).prepare()
     except graphlib.CycleError as error:
@@ -230,13 +246,78 @@ def recipes_of(root: Path) -> list[Path]:
     return sorted(p for p in folders if any(child.is_file() for child in p.iterdir()))
 
 
+def size_of(root: Path, folder: str) -> int:
+    """Lines of code of a folder, with the tables of its options and messages."""
+    count = sum(len(code_lines(p.read_text())) for p in sources(root, folder) if p.name not in APART)
+    for path in (root / folder).rglob("*.yaml"):
+        if path.name in TABLES:
+            lines = (line.strip() for line in path.read_text().splitlines())
+            count += sum(1 for line in lines if line and not line.startswith("#"))
+    return count
+
+
 def layer_size_faults(root: Path) -> list[str]:
     """Layers and recipes that are too large."""
     limits = {layer: limit for layer, limit in LAYER_LINES.items() if (root / layer).is_dir()}
     for recipe in recipes_of(root):
-        limits[f"recipes/{recipe.name}"] = LARGE_RECIPE_LINES.get(recipe.name, RECIPE_LINES)
-    counts = {f: sum(len(code_lines(p.read_text())) for p in sources(root, f)) for f in limits}
+        limits[f"recipes/{recipe.name}"] = RECIPE_LINES.get(recipe.name, min(RECIPE_LINES.values()))
+    counts = {folder: size_of(root, folder) for folder in limits}
     return [f"{f} has {counts[f]} lines of code, over {limits[f]}" for f in limits if counts[f] > limits[f]]
+
+
+def module_files(root: Path) -> dict[str, Path]:
+    """Our files by the names under which they are imported."""
+    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources(root, *LAYERS)}
+    return {name.removesuffix(".__init__"): path for name, path in files.items()}
+
+
+def needed_by(path: Path, root: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of ours that a file imports, wherever in it and for whatever."""
+    names = {found.name for found in imports_of(path, root)}
+    # `from a.b import c` names the module a.b.c, or something that is in a.b.
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+
+
+def closure_faults(root: Path) -> list[str]:
+    """Recipes that bring too much with them."""
+    modules, faults = module_files(root), []
+    for folder, limit in CLOSURE_LINES.items():
+        start = folder.replace("/", ".")
+        waiting = [name for name in modules if name == start or name.startswith(f"{start}.")]
+        waiting = [name for name in waiting if modules[name].name not in APART]
+        seen = set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            waiting += needed_by(modules[name], root, modules)
+            # Roles are named by strings, such as "training.roles.rollout:RolloutWorker".
+            waiting += re.findall(r"\"([\w.]+):\w+\"", modules[name].read_text())
+            waiting = [name for name in waiting if name in modules]
+        count = sum(len(code_lines(modules[name].read_text())) for name in seen)
+        if count > limit:
+            faults.append(f"{folder} and what it imports have {count} lines of code, over {limit}")
+    return faults
+
+
+def shared_line_faults(root: Path) -> list[str]:
+    """Recipes that are copies of each other."""
+    lines = {
+        recipe.name: Counter(
+            text
+            for path in recipe.rglob("*.py")
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if number in code_lines(path.read_text()) and (text := line.strip()) not in THIN
+        )
+        for recipe in recipes_of(root)
+    }
+    faults = []
+    for (one, own), (other, others) in itertools.combinations(lines.items(), 2):
+        share = (own & others).total() / max((own | others).total(), 1)
+        if share > SHARED_SHARE:
+            faults.append(f"of recipes/{one} and recipes/{other} {share:.0%} is the same, over {SHARED_SHARE:.0%}")
+    return faults
 
 
 def annotation_faults(root: Path) -> list[str]:
@@ -317,6 +398,8 @@ STATIC_CHECKS = (
     function_size_faults,
     file_size_faults,
     layer_size_faults,
+    closure_faults,
+    shared_line_faults,
     annotation_faults,
     recipe_faults,
 )
@@ -456,12 +539,40 @@ def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> N
 
 
 def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
-    files = {f"core/{i}.py": "x = 1\n" * 322 for i in range(10)} | {"core/more.py": "x = 1\n"}
-    files |= {f"recipes/{name}/config.py": "x = 1\n" * 901 for name in ("grpo", "openrlhf_ppo")}
+    files = {f"core/{i}.py": "x = 1\n" * 327 for i in range(10)} | {"core/names.yaml": "# why\na: 1\n\n"}
+    files |= {f"recipes/{name}/config.py": "x = 1\n" * 381 for name in ("grpo", "openrlhf_ppo")}
+    files |= {"recipes/grpo/single_file.py": "x = 1\n", "recipes/grpo/tiny.yaml": "a: 1\n"}
     assert layer_size_faults(tree(tmp_path, files)) == [
-        "core has 3221 lines of code, over 3220",
-        "recipes/grpo has 901 lines of code, over 900",
+        "core has 3271 lines of code, over 3270",
+        "recipes/grpo has 381 lines of code, over 380",
     ]
+
+
+def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "recipes/grpo/main.py": 'def f():\n    from training import a\nROLE = "training.b:B"\n',
+        "recipes/grpo/single_file.py": "x = 1\n" * 9,
+        "training/a.py": "x = 1\n" * 3,
+        "training/b.py": "from core import c\n",
+        "core/c.py": "x = 1\n" * 2,
+        "core/d.py": "x = 1\n" * 9,
+    }
+    monkeypatch.setitem(CLOSURE_LINES, "recipes/grpo", 8)
+    (fault,) = closure_faults(tree(tmp_path, files))
+    assert fault == "recipes/grpo and what it imports have 9 lines of code, over 8"
+
+
+def test_two_recipes_with_more_than_two_fifths_of_their_lines_in_common_are_found(tmp_path: Path) -> None:
+    common = [f"common = {i}" for i in range(5)]
+    files = {
+        "recipes/a/main.py": "\n".join([*common, "a = 1", "a = 2", "a = 3"]),  # 5 of 11 with b, 4 of 11 with c
+        "recipes/b/main.py": "\n".join([*common, "b = 1", "b = 2", "b = 3"]),
+        "recipes/c/main.py": "\n".join([*common[:4], "c = 1", "c = 2", "c = 3"]),
+    }
+    root = tree(tmp_path, files)
+    assert shared_line_faults(root) == ["of recipes/a and recipes/b 45% is the same, over 40%"]
 
 
 def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> None:

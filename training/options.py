@@ -6,6 +6,7 @@ group (`data.`, `evaluation.`) is that of the recipes.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
@@ -37,6 +38,11 @@ def new_run_dir(recipe: str) -> str:
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def recipe_of(schema: type) -> str:
+    """The name of the recipe that a schema is of: that of the folder of its file."""
+    return Path(inspect.getfile(schema)).parent.name
+
+
 @dataclass(kw_only=True)
 class RunOptions:
     """What every run has, whatever it trains."""
@@ -61,6 +67,8 @@ class RunOptions:
     """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
 
     def __post_init__(self) -> None:
+        if not self.run_dir:
+            self.run_dir = new_run_dir(recipe_of(type(self)))
         _at_least(self, "", 0, "seed", "max_restarts")
 
 

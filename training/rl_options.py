@@ -78,6 +78,8 @@ class RLOptions(RunOptions):
     }
     ROLLOUTS: ClassVar[str] = "responses"
     """What a recipe calls them in messages."""
+    KL_IN_REWARD: ClassVar[bool] = False
+    """The KL is taken off the reward of each token, and not a part of the loss."""
 
     prompts_per_step: int = 64
     """Prompts of a training step."""
@@ -164,6 +166,8 @@ class RLOptions(RunOptions):
         """Whether the policy's log-probabilities before the update are needed. With one optimizer step they are its
         own.
         """
+        if self.KL_IN_REWARD and self.needs_reference:
+            return True
         return self.minibatches * self.epochs > 1 or self.algorithm.correction != "none"
 
     @property

@@ -5,14 +5,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from training.config import ConfigError
-from training.options import new_run_dir
 from training.rl_options import PolicyOptions, RLOptions, without_effect
-
-RECIPE = Path(__file__).parent.name
 
 
 @dataclass(kw_only=True)
@@ -47,8 +43,6 @@ class AlgorithmOptions(PolicyOptions):
 class GRPOConfig(RLOptions):
     """Group relative policy optimisation."""
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
     def __post_init__(self) -> None:

@@ -5,14 +5,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from training.config import ConfigError
-from training.options import new_run_dir
 from training.rl_options import PolicyOptions, RLOptions, without_effect
-
-RECIPE = Path(__file__).parent.name
 
 
 @dataclass(kw_only=True)
@@ -60,9 +56,8 @@ class MultiTurnConfig(RLOptions):
     """Policy gradients over episodes of any number of turns."""
 
     ROLLOUTS: ClassVar[str] = "episodes"
+    KL_IN_REWARD: ClassVar[bool] = True
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
     def __post_init__(self) -> None:
@@ -74,11 +69,6 @@ class MultiTurnConfig(RLOptions):
                 f"algorithm.estimator={self.algorithm.estimator} compares the episodes of one prompt, but "
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Also where the reward of a token is less its KL."""
-        return self.needs_reference or super().needs_old_logprobs
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
-from components.engines.causal import token_logprobs
 from components.rl import advantages
-from components.rl.aggregation import LossOutput, Totals, reduce_loss
+from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
-from components.rl.masked import token_mean
-from components.rl.policy_losses import ppo_loss
 from components.rl.rewards import token_rewards
+from training.policy_loss import clipped_policy_loss
 
 from .config import ReinforceConfig
 
@@ -49,19 +47,4 @@ def shaped_rewards(samples: Batch, config: ReinforceConfig) -> Tensor:
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: ReinforceConfig) -> LossOutput:
     """The clipped surrogate, each token the same."""
-    own, mask_N = config.algorithm, micro["action_mask"]
-    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
-    assert output.entropy_N is not None
-    # In the only optimizer step of a batch the policy before it is the policy itself.
-    old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
-    columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
-    weight_N = micro["correction"] if own.correction != "none" else None
-    tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
-    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, weight_N=weight_N)
-    gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
-    metrics = {
-        "policy_loss": policy.loss.detach(),
-        "entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens),
-        "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
-    }
-    return LossOutput(policy.loss, policy.metrics | metrics)
+    return clipped_policy_loss(model, micro, totals, config)

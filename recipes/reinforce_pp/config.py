@@ -4,14 +4,10 @@
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from training.config import ConfigError
-from training.options import new_run_dir
 from training.rl_options import PolicyOptions, RLOptions
-
-RECIPE = Path(__file__).parent.name
 
 
 @dataclass(kw_only=True)
@@ -46,8 +42,8 @@ class AlgorithmOptions(PolicyOptions):
 class ReinforceConfig(RLOptions):
     """REINFORCE++, REINFORCE++-baseline and RLOO."""
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
+    KL_IN_REWARD: ClassVar[bool] = True
+
     prompts_per_step: int = 512
     """Prompts of a training step."""
     samples_per_prompt: int = 1
@@ -61,8 +57,3 @@ class ReinforceConfig(RLOptions):
                 f"algorithm.baseline={self.algorithm.baseline} compares the responses to one prompt, but "
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Also where the reward of a token is less its KL."""
-        return self.needs_reference or super().needs_old_logprobs
