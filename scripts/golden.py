@@ -192,7 +192,7 @@ def play_reward_model(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
 
     options = f"pretrain={model} dataset=task:sort run_dir={stage.folder} learning_rate=1e-2 margin_loss=true"
     reward = stage.role(Reward, read_config([*options.split(), "zero_stage=0"]))
-    reward["load"](model, STEPS, task_tokenizer(get_task("sort")).pad_token_id)
+    reward["load"](model, STEPS)
     return [reward["train_step"](pairs) for pairs in steps]
 
 

@@ -560,8 +560,8 @@ def resolved(config: C, gpus: int) -> C:
     return replace(own, rollout=rollout, placement=placement, train=train)
 
 
-def check_model(path: str) -> None:
-    """See that a model can be there, before anything starts.
+def check_model(path: str, option: str = "model.path") -> None:
+    """See that the model that an option names can be there, before anything starts.
 
     Raises:
         ValueError: it cannot; the message says what to set.
@@ -576,7 +576,7 @@ def check_model(path: str) -> None:
         else:
             find_model(path)
     except ValueError as error:
-        raise ValueError(f"model.path={path}: {error}") from error
+        raise ValueError(f"{option}={path}: {error}") from error
 
 
 def check_prompts(

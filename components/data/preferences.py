@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +181,14 @@ def encode_pairs(
     return PreferenceData(batch, [pair.opening for pair in chosen], dropped, len(chosen) - len(texts))
 
 
+def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[str]:
+    """All texts of rows, for who learns a vocabulary; what is wrong with a row is said by `read_pairs`."""
+    for row in rows:
+        for column in filter(None, (form.prompt_key, form.chosen_key, form.rejected_key)):
+            if isinstance(row.get(column), str | list):
+                yield from (str(message.get("content")) for message in as_messages(row[column]))
+
+
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
     """Ids of a text to score, prompt and answer, as a reward model is trained on them: with one end token."""
     return _encode("", text, encoder, apart=False)[0]
@@ -232,26 +240,6 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
                 f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
                 f"{mend}, or set num_gpus_per_node lower"
             )
-
-
-class Accuracy:
-    """Share of the held-out pairs that are told right, before training and last; a part of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, float] = {}
-        """By "start" and "end"."""
-
-    def add(self, accuracy: float) -> None:
-        """Note the newest one."""
-        self.of = {"start": accuracy} | self.of | {"end": accuracy}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was noted."""
-        return dict(self.of)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was noted before."""
-        self.of = dict(state)
 
 
 def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:

@@ -1,4 +1,4 @@
-"""What makes this DPO: the log-probability of an answer, and the loss of a pair.
+"""What makes this DPO: the log-probability of a response, and the loss of a pair.
 
 P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
 """
@@ -17,13 +17,13 @@ PAIR = 2
 """Sequences that belong together."""
 
 
-def answer_logprobs(logprob_N: Tensor, batch: Batch) -> Tensor:
-    """[B] log-probability of each answer given its prompt: the sum over its tokens, in nats."""
+def response_logprobs(logprob_N: Tensor, batch: Batch) -> Tensor:
+    """[B] log-probability of each response given its prompt: the sum over its tokens, in nats."""
     return sequence_sums(chosen(batch["loss_mask"], logprob_N), batch.lengths)
 
 
 def preference_loss(logprob_B: Tensor, batch: Batch, total_pairs: float, config: DPOConfig) -> LossOutput:
-    """What it costs that the policy gives these log-probabilities to the answers, beside those of the reference."""
+    """The loss of pairs to whose responses the policy and the reference model give these log-probabilities."""
     chosen_P, rejected_P = logprob_B.view(-1, PAIR).unbind(1)
     reference_chosen_P, reference_rejected_P = batch["reference_logprob"].view(-1, PAIR).unbind(1)
     return dpo_loss(
@@ -39,12 +39,12 @@ def preference_loss(logprob_B: Tensor, batch: Batch, total_pairs: float, config:
 
 
 def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> LossOutput:
-    """The loss of the pairs, and the weight of the chosen answers' own likelihood."""
+    """The loss of the pairs, and the weight of the chosen responses' own likelihood."""
     logprob_N = token_logprobs(model, micro).logprob_N
     total_pairs = totals.sequences / PAIR
-    output = preference_loss(answer_logprobs(logprob_N, micro), micro, total_pairs, config)
+    output = preference_loss(response_logprobs(logprob_N, micro), micro, total_pairs, config)
     if not config.nll_loss_coef:
         return output
-    # Per token of its answer, so that long answers do not count for more (Pang et al. 2024, arXiv 2404.19733).
+    # Per token of its response, so that long ones do not count for more (Pang et al. 2024, arXiv 2404.19733).
     nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / total_pairs
     return LossOutput(output.loss + config.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})

@@ -1,8 +1,5 @@
-"""What involves the job as a whole. Everything else goes through the trainer's role group."""
+"""No call involves several roles: there is one, and it is called through the trainer's role group.
 
-from core import Role, RoleGroup
-
-
-def end_job() -> None:
-    """Tell all ranks that no call will follow."""
-    RoleGroup(Role.ACTOR).call(end_job).result()
+A call of your own is a function here, `def name(...): return RoleGroup(Role.ACTOR).call(name, ...)`, and a method of a
+role that `@rpc(remote_call.name)` binds to it.
+"""

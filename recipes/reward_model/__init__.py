@@ -1,1 +1,1 @@
-"""Reward models: one trainer, and the ranks of one model that learns from pairs of answers."""
+"""Reward models: one trainer, and the ranks of one model that learns from pairs of responses."""

@@ -15,12 +15,12 @@ PAIR = 2
 
 
 def at_the_end(score_N: Tensor, batch: Batch) -> Tensor:
-    """[B] what is said after the last token of each sequence, which is its end token."""
+    """[B] the score after the last token of each sequence, which is its end token."""
     return score_N[batch.offsets[1:] - 1]
 
 
 def loss(model: nn.Module, micro: Batch, totals: Totals, with_margin: bool = False) -> LossOutput:
-    """How unlikely it is that the chosen answers win, on average over the pairs of the optimizer step."""
+    """Bradley-Terry: -log of the probability that the chosen responses win, on average over the optimizer step."""
     score_P2 = at_the_end(state_values(model, micro), micro).view(-1, PAIR)
     margin_P = micro["margin"][::PAIR] if with_margin else None
     return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / PAIR, margin_P)

@@ -5,8 +5,9 @@
     POST /get_reward {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards", "scores", "extra_logs"}
     GET  /health     GET /metrics (Prometheus)
 
-A query is a prompt with its answer. 401: no or another token; 413: the request is too large; 422: it is no such object,
-with the reason; 503 with Retry-After: too many texts wait. Ctrl-C or SIGTERM answers what was asked, and ends.
+A query is a prompt with its response. 401: no or another token; 413: the request is too large; 422: it is no such
+object, with the reason; 503 with Retry-After: too many texts wait. Ctrl-C or SIGTERM ends it, once requests under way
+are answered.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class ServeConfig:
     normalize_reward: bool = False
     """Shift and scale scores by the mean and std in the model's config.json."""
     max_len: int | None = None
-    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted and said. Default:
+    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted. Default:
     2048, or the model's positions where these are fewer."""
     batch_size: int = 0
     """Texts in one pass, at most; 0 sets no limit."""
@@ -267,15 +268,12 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         OSError: somebody else has the address, or there is none.
     """
-    listener = None
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind((host, port))
     except OSError as error:
-        if listener is not None:
-            listener.close()
+        listener.close()
         raise OSError(f"host={host} port={port} cannot be taken ({error.strerror}); set another") from error
     return listener
 
@@ -294,7 +292,7 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
         backlog=BACKLOG,
         timeout_graceful_shutdown=config.grace_s,
     )
-    # uvicorn answers what is under way, and then raises the signal again, to whoever handled it before: nobody.
+    # uvicorn answers requests under way, and then raises the signal again, for the handler before it: none.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]

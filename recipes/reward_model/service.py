@@ -21,7 +21,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Scored:
-    """What is said of one text."""
+    """The score of one text."""
 
     reward: float
     truncated: bool
@@ -56,13 +56,7 @@ class ScoringService:
     """One model, one pass at a time. Used in one event loop."""
 
     def __init__(
-        self,
-        model: RewardModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        max_tokens: int,
-        queue_size: int,
+        self, model: RewardModel, tokenizer: PreTrainedTokenizerBase, *, max_len: int, max_tokens: int, queue_size: int
     ) -> None:
         """
         Args:
@@ -88,7 +82,7 @@ class ScoringService:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End, once nobody waits any more."""
+        """End, once no text waits."""
         assert self._passes is not None
         self._passes.cancel()
         self._scorer.shutdown()
@@ -100,7 +94,7 @@ class ScoringService:
         return self._passes is not None and not self._passes.done()
 
     async def score(self, texts: Sequence[str]) -> list[Scored]:
-        """Score texts, each a prompt with its answer.
+        """Score texts, each a prompt with its response.
 
         Raises:
             QueueFull: there is no room for all of them now.
@@ -116,7 +110,7 @@ class ScoringService:
         self._arrived.set()
         try:
             scores = await asyncio.gather(*(one.score for one in waiting))
-        except asyncio.CancelledError:  # nobody waits for them any more
+        except asyncio.CancelledError:  # their caller has gone
             self._queue = deque(one for one in self._queue if not one.score.cancelled())
             raise
         self.metrics.truncated.inc(sum(one.truncated for one in waiting))
@@ -148,7 +142,7 @@ class ScoringService:
             batch = Batch.from_rows({"tokens": [one.tokens for one in together]})
             try:
                 scores = (await loop.run_in_executor(self._scorer, self._model.score, batch)).tolist()
-            except Exception as error:  # noqa: BLE001 - whoever waits for this pass is told, and the next one is made
+            except Exception as error:  # noqa: BLE001 - it is raised for the callers of this pass, and the next pass is made
                 for one in together:
                     if not one.score.done():
                         one.score.set_exception(error)

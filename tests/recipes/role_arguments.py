@@ -133,8 +133,8 @@ def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
     state, answers = str(folder / "state"), pairs().only("tokens", "loss_mask")
     kept = [("save_state", (state,)), ("load_state", (state,))]
     if recipe == "reward_model":
-        calls = [("load", (model, 1, 0)), ("train_step", (pairs(),)), ("score", (answers.only("tokens"),)), *kept]
-        return {"Reward": [*calls, ("save", (str(folder / "saved"), 0.0, 1.0))]}
+        calls = [("load", (model, 1)), ("train_step", (pairs(),)), ("score", (answers.only("tokens"),)), *kept]
+        return {"Reward": [*calls, ("save", (str(folder / "saved"),))]}
     reference = [("load_reference", (model,)), ("reference_logprobs", (answers,)), ("drop_reference", ())]
     calls = [*reference, ("load", (model, 1)), ("train_step", (pairs(),))]
     return {"Actor": [*calls, ("logprobs", (answers,)), *kept, ("save", (str(folder / "saved"),))]}

@@ -26,7 +26,7 @@ from components.engines.causal import load_policy
 from components.engines.config import SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.rl.aggregation import Totals
-from recipes.dpo.algorithm import loss, preference_loss
+from recipes.dpo.algorithm import loss, preference_loss, response_logprobs
 from recipes.dpo.config import DPOConfig
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
@@ -131,9 +131,7 @@ def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> N
 
 
 def _sums(x_N: Tensor, batch: Batch) -> Tensor:
-    from recipes.dpo.algorithm import answer_logprobs
-
-    return answer_logprobs(x_N, batch)
+    return response_logprobs(x_N, batch)
 
 
 # --- runs

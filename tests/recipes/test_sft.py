@@ -23,11 +23,13 @@ OPTIONS = ["pretrain=new:sort", "train_batch_size=32", "eval_samples=8", "learni
 
 
 def test_a_run_leaves_its_metrics_a_checkpoint_and_a_model(tmp_path: Path) -> None:
-    options = [*OPTIONS, f"dataset={write_rows(tmp_path)}", "max_samples=104", "zero_stage=0"]
+    options = [*OPTIONS, f"dataset={write_rows(tmp_path)}", "max_samples=104", "zero_stage=0", "eval_steps=2"]
     run = run_here("sft", tmp_path / "run", *options, f"save_path={tmp_path}/model")
     assert run.code == 0, run.err
     assert (run.summary["status"], run.summary["steps"], run.summary["error"]) == ("finished", 3, None)
     assert [line["step"] for line in run.metrics if "sft/loss" in line or "actor/loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in run.metrics if "eval/loss" in line] == [0, 2, 3]
+    assert run.summary["score"] is None
     for name in ("config.yaml", "environment.json", "plan.json", "events.jsonl", "checkpoints/latest"):
         assert (run.run_dir / name).is_file(), name
     saved = (tmp_path / "model/model.safetensors").read_bytes()
@@ -65,6 +67,16 @@ def test_the_whole_configuration_is_printed_and_nothing_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_openrlhfs_names_are_taken() -> None:
+    from recipes.sft.main import read_config
+
+    old = """--pretrain m --dataset d --max_len 9 --train_batch_size 64 --learning_rate 1e-5 --packing_samples
+        --use_wandb true"""
+    new = """--model.model_name_or_path m --data.dataset d --data.max_len 9 --train.batch_size 64 --adam.lr 1e-5
+        --ds.packing_samples --logger.wandb.key true --optim adam"""
+    assert read_config(["run_dir=x", *old.split()]) == read_config(["run_dir=x", *new.split()])
+
+
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
@@ -72,6 +84,8 @@ def test_the_whole_configuration_is_printed_and_nothing_starts(
         (["pretrain=new:sport", "dataset=task:sort"], ["sport"]),
         (["learning_rte=1"], ["learning_rte", "learning_rate"]),
         (["pretrain=nobody/has-this", "dataset=task:sort"], ["pretrain=nobody/has-this"]),
+        (["eval_samples=0", "eval_steps=5"], ["eval_steps=5", "eval_samples"]),
+        (["--dataset_probs", "0.5,0.5", "--use_ms"], ["dataset_probs:", "use_ms:"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

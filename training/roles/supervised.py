@@ -1,0 +1,45 @@
+"""The model of a supervised recipe."""
+
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from components.batch import Batch
+from components.engines.causal import load_policy
+from components.engines.opening import open_engine
+from components.rl.aggregation import LossOutput, Totals
+from core import trainer_invocation
+from training.roles.trained_model import TrainedModel
+from training.supervised_options import SupervisedOptions
+
+C = TypeVar("C", bound=SupervisedOptions)
+
+
+class SupervisedModel(TrainedModel, Generic[C]):
+    """One rank of the model. A recipe's subclass says its options, its `loss`, and what it evaluates."""
+
+    config: C
+
+    def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
+        raise NotImplementedError
+
+    def load_model(self, path: str) -> nn.Module:
+        """The model to train; here a causal one."""
+        return load_policy(
+            path,
+            gradient_checkpointing=self.config.gradient_checkpointing,
+            attn_implementation=self.config.attn_implementation,
+            packing=self.config.packing_samples,
+        )
+
+    @trainer_invocation
+    def load(self, model_path: str, steps: int) -> None:
+        """Load the model and put it under the training engine; `steps` set the length of its schedule."""
+        self.engine = open_engine(self.load_model(model_path), self.config.engine(steps, torch.cuda.is_available()))
+
+    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    def train_step(self, minibatch: Batch) -> dict[str, float]:
+        """One optimizer step, of which every rank takes its share; send the mini-batch with `replicate`."""
+        return self.engine.train_step(minibatch, self.loss, group_size=self.config.GROUP_SIZE)
