@@ -14,7 +14,7 @@ from recipes.grpo import main as recipe
 from recipes.grpo import single_file
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.single_file import Settings, train
-from tests.test_architecture import imports_of
+from tests.architecture import imports_of
 
 FILE = Path(single_file.__file__)
 ROOT = FILE.parents[2]
