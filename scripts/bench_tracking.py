@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
 from core import Role  # noqa: E402
-from recipes.openrlhf_ppo import remote_call  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.openrlhf_ppo.data import check_inputs  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
@@ -98,32 +97,52 @@ class SwitchedTracker(Tracker):
             self.seconds += time.perf_counter() - began
 
 
+class TimedSaves:
+    """`RunCheckpoints.save_when_due` in the blocks that have tracking, and the seconds that it takes."""
+
+    def __init__(self, save: Callable[[bool], None], tracker: SwitchedTracker) -> None:
+        self._save = save
+        self._tracker = tracker
+        self.seconds = 0.0
+
+    def __call__(self, is_best: bool = False) -> None:
+        if self._tracker.on:
+            began = time.perf_counter()
+            self._save(is_best)
+            self.seconds += time.perf_counter() - began
+
+
 class BenchTrainer(PPOTrainer):
     """Trains in blocks, and leaves what they took in the run folder. The first block is not among them."""
 
     def fit(self) -> None:
-        self.tracker = tracker = SwitchedTracker(self.tracker)
+        training = self.training
+        tracker = SwitchedTracker(training.tracker)
+        saves = TimedSaves(training.checkpoints.save_when_due, tracker)
+        training.tracker = tracker
+        training.checkpoints.save_when_due = saves
         blocks: list[Block] = []
-        saving, start, clock = 0.0, time.time(), time.perf_counter()
-        for samples in self.stream:
-            experience = self.make_experience(samples)
-            metrics = self.train(experience)
-            is_best = self.record(experience, metrics)
-            if tracker.on:
-                began = time.perf_counter()
-                self.checkpoints.save_when_due(is_best)
-                saving += time.perf_counter() - began
-            if self.stream.step % self.config.save_steps == 0:
-                now = time.perf_counter()
-                blocks.append(Block(tracker.on, start, now - clock, saving, tracker.seconds))
-                saving, tracker.seconds, start, clock = 0.0, 0.0, time.time(), now
-                tracker.on = not tracker.on
-            if len(self.stream) == 1:
-                break  # the last step of a run has an evaluation, which no other has
+        all_rollouts = training.rollouts
+
+        def timed(*given: Any, **named: Any) -> Iterator[Batch]:
+            start = time.time()
+            clock = time.perf_counter()
+            for rollouts in all_rollouts(*given, **named):
+                yield rollouts  # what follows is done once the step is over
+                if training.step % self.config.save_steps == 0:
+                    now = time.perf_counter()
+                    blocks.append(Block(tracker.on, start, now - clock, saves.seconds, tracker.seconds))
+                    saves.seconds = tracker.seconds = 0.0
+                    start = time.time()
+                    clock = now
+                    tracker.on = not tracker.on
+                if training.steps - training.step == 1:
+                    break  # the last step of a run has an evaluation, which no other has
+
+        training.rollouts = timed
+        super().fit()
         text = json.dumps([asdict(block) for block in blocks[1:]])
         Path(self.config.run_dir, BLOCKS_FILE).write_text(text, encoding="utf-8")
-        tracker.close()
-        remote_call.end_job()
 
 
 class TimedEvents:

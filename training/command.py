@@ -54,6 +54,10 @@ class Command(ABC, Generic[C]):
         """The configuration that the job is given; makes a demonstration's model where one is asked for."""
         return config
 
+    def renamed(self, text: str) -> str:
+        """A sentence that names options, with the names that they have in this recipe."""
+        return text
+
     # --- what all have in common
 
     def presets(self, arguments: list[str]) -> list[Path]:
@@ -88,7 +92,7 @@ class Command(ABC, Generic[C]):
             config = plan.config
             run_dir = open_run(config.run_dir, config.resume, self.checkpoints(config), plan.json())
         except (ValueError, OSError) as error:
-            print(f"{self.folder.name}: {error}", file=sys.stderr)
+            print(f"{self.folder.name}: {self.renamed(str(error))}", file=sys.stderr)
             return 2
         plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         return plan.run(run_dir, began, warm_start=time.time() - began)

@@ -25,6 +25,7 @@ from training.run import Run, RunSettings
 from training.weight_check import COLD, check_greedy, greedy_prompts
 
 if TYPE_CHECKING:
+    from components.data.prompts import PromptSource
     from core import BaseTrainer
     from training.progress import Stateful
     from training.rl_options import RLOptions
@@ -92,6 +93,10 @@ class PolicyRun(Run[Batch]):
     def version(self) -> int:
         """Of the weights that the engines sample from: the step that made them."""
         return self.progress.version
+
+    def renamed(self, text: str) -> str:
+        """A sentence that names options, with the names that they have in this recipe."""
+        return text
 
     # --- the loop
 
@@ -257,9 +262,7 @@ class PolicyRun(Run[Batch]):
     def _read_data(self) -> None:
         config = self.config
         self.tokenizer = config.model.tokenizer()
-        self.prompts = read_prompts(
-            config.data, config.data.rows(config.seed), self.tokenizer, config.seed, say=self.say
-        )
+        self.prompts = self._open_prompts(config.data.rows(config.seed))
         self.say(self.prompts.describe_first())
         if self.prompts.too_long:  # fewer than the plan has counted
             self.say(config.arithmetic(len(self.prompts)))
@@ -295,20 +298,26 @@ class PolicyRun(Run[Batch]):
         resumed = self.open(stream, {"heldout": self.evaluation, **parts}, self._write_checkpoint, self._steps_left)
         self.calls.load(self._count_steps())  # of the whole run, also where it was resumed
         if resumed is not None:
-            for line in self.calls.load_state(resumed):
-                self.say(f"not exactly as before: {line}")
-            if self.version:
-                self.calls.sync_weights(self.version)
+            self._restore(resumed)
         self.note_setup()
+
+    def _restore(self, folder: Path) -> None:
+        """Let the roles resume from a step's checkpoint, and bring the policy to the engines."""
+        for line in self.calls.load_state(folder):
+            self.say(f"not exactly as before: {line}")
+        if self.config.asynchronous.ahead:
+            # Each step has a version of its own; the run before may have trained a critic alone, with none.
+            self.progress.version = self.step
+        if self.version:
+            self.calls.sync_weights(self.version)
 
     def _count_steps(self) -> int:
         """Steps that the prompts fill, once the long ones are left out."""
         steps = self.config.steps(len(self.prompts) * self.config.data.passes)
         if steps < 1:
-            raise ValueError(
-                f"{len(self.prompts)} prompts are left, fewer than prompts_per_step={self.config.prompts_per_step}; "
-                "raise data.max_prompt_tokens, or lower prompts_per_step"
-            )
+            least = f"prompts_per_step={self.config.prompts_per_step}"
+            remedy = "raise data.max_prompt_tokens, or lower prompts_per_step"
+            raise ValueError(self.renamed(f"{len(self.prompts)} prompts are left, fewer than {least}; {remedy}"))
         return steps
 
     def _steps_left(self) -> int:
@@ -322,8 +331,16 @@ class PolicyRun(Run[Batch]):
         rows = config.evaluation.rows(config.data)
         if not rows:
             return None
-        source = read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=True, say=self.say)
+        source = self._open_prompts(rows, heldout=True)
         return source.take(len(source))
+
+    def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
+        """Rows as token ids."""
+        option = self.renamed("data.max_prompt_tokens")
+        config = self.config
+        return read_prompts(
+            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, say=self.say
+        )
 
     def _open_filter(self) -> PromptFilter | None:
         """Dynamic sampling, where it is asked for."""
@@ -332,7 +349,7 @@ class PolicyRun(Run[Batch]):
         return PromptFilter(
             self.prompts,
             *self.config.filter_range,
-            option="algorithm.filter_range",
+            option=self.renamed("algorithm.filter_range"),
             passes=self.config.data.passes,
             fewest=self.config.placement.actor_ranks or 1,
             stopped=lambda: self.trainer.stop_requested,

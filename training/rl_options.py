@@ -80,6 +80,10 @@ class RLOptions(RunOptions):
     """What a recipe calls them in messages."""
     KL_IN_REWARD: ClassVar[bool] = False
     """The KL is taken off the reward of each token, and not a part of the loss."""
+    APART: ClassVar[str] = "placement.collocate=false"
+    """What a user sets so that generation and training do not share devices."""
+    CORRECT: ClassVar[str] = "algorithm.correction=tis"
+    """What a user sets so that older responses are weighed by how likely they have become."""
 
     prompts_per_step: int = 64
     """Prompts of a training step."""
@@ -110,15 +114,16 @@ class RLOptions(RunOptions):
                 raise ConfigError(f"{name} is empty; set {name}=..., or run without options for the demonstration")
         self._check_sizes()
         if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
-            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set the path too")
-        self.asynchronous.check(
-            self.placement.collocate, self.backend, self.prompts_per_step, "placement.collocate=false"
-        )
+            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set that too")
+        self.asynchronous.check(self.placement.collocate, self.backend, self.prompts_per_step, self.APART)
+        self._check_reward_source()
+        self.algorithm.check()
+
+    def _check_reward_source(self) -> None:
         if self.reward_source is None:
             check_agent(str(self.agent.func_path))
         else:
             check_reward(self.reward_source)
-        self.algorithm.check()
 
     def _check_sizes(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "minibatches", "epochs"):
@@ -195,6 +200,16 @@ class RLOptions(RunOptions):
         """Of models that are not trained."""
         return "bfloat16" if self.train.precision == "bf16" else "float32"
 
+    @property
+    def forward_limits(self) -> tuple[int, int]:
+        """Tokens and responses of a pass without gradients, at most; 0 responses: any number."""
+        return self.train.forward_max_tokens or self.train.max_tokens, 0
+
+    @property
+    def micro_batch_size(self) -> str:
+        """Of a micro-batch at most, with its unit."""
+        return f"{self.train.max_tokens} tokens"
+
     def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
         """Optimizer steps into which `count` responses are cut, in each epoch."""
         return self.minibatches
@@ -215,7 +230,7 @@ class RLOptions(RunOptions):
             f"{at_most}{steps} steps of {self.prompts_per_step} prompts x {self.samples_per_prompt} {self.ROLLOUTS} = "
             f"{self.step_size}; in each {self.minibatches * self.epochs} optimizer steps of "
             f"{self.step_size // self.minibatches} {self.ROLLOUTS}, in micro-batches of at most "
-            f"{self.train.max_tokens} tokens{left_over}"
+            f"{self.micro_batch_size}{left_over}"
         )
 
     def notes(self, given: Collection[str]) -> list[str]:
@@ -230,7 +245,7 @@ class RLOptions(RunOptions):
         found += self.rollout.notes(given)
         found += self.agent.notes(given, self.rollout.engine)
         corrects = self.algorithm.correction != "none"
-        return found + self.asynchronous.notes(given, "algorithm.correction=tis", corrects)
+        return found + self.asynchronous.notes(given, self.CORRECT, corrects)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the responses of a step are drawn; evaluations name a temperature of their own."""

@@ -1,7 +1,7 @@
 """What makes the algorithm: what a reward becomes, who gets the credit for it, and the two losses.
 
 Change a line here in a copy of the folder, and it is another algorithm. `B` sequences, `N` all tokens end to end;
-entry t of a per-token column speaks about token t.
+entry t of a per-token column is about token t.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ COMPARISONS = {
     "gpg": advantages.gpg,
     "grpo_passk": advantages.grpo_passk,
 }
-"""What becomes of the rewards of one prompt's answers. `opo` looks at their lengths too; the others leave them."""
+"""What becomes of the rewards of one prompt's responses. `opo` reads their lengths too; other estimators keep them."""
 
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are whitened over the whole step."""
 
 COVARIANCE_SHARE = 2e-4
 """Of the tokens, how many clip_cov drops and kl_cov holds back."""
-CLIP_COV_RANGE = (1.0, 5.0)
+CLIP_COV = {"share": COVARIANCE_SHARE, "low": 1.0, "high": 5.0}
 """Between which covariances clip_cov looks for them."""
 KL_COV_COEF = 1.0
 """Loss per nat that a token which kl_cov holds back moves."""
@@ -115,28 +115,28 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
 
 def surrogate(logprob_N: Tensor, micro: Batch, config: PPOConfig) -> TokenLoss:
     """What each token costs, as `policy_loss_type` says."""
-    kind, (low, high) = config.policy_loss_type, config.clip_low_high
+    low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
     clip = {"clip_low": low, "clip_high": high}
     columns = (logprob_N, micro[config.old_policy], micro["advantage"], micro["action_mask"])
-    if kind == "gspo":
-        return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
-    if kind == "geo_mean":
-        return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
-    if kind == "cispo":
-        return policy_losses.cispo_loss(*columns, **clip)
-    if kind == "sapo":
-        return policy_losses.sapo_loss(*columns)
-    if kind == "dppo_tv":
-        return policy_losses.dppo_loss(*columns, divergence="tv", **clip)
-    if kind == "dppo_kl":
-        return policy_losses.dppo_loss(*columns, divergence="kl", **clip)
-    if kind == "clip_cov":
-        return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
-    if kind == "kl_cov":
-        return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=KL_COV_COEF)
-    if kind == "reinforce":
-        return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
-    return policy_losses.ppo_loss(*columns, **clip, dual_clip=config.dual_clip)
+    match config.policy_loss_type:
+        case "ppo":
+            return policy_losses.ppo_loss(*columns, **clip, dual_clip=config.dual_clip)
+        case "gspo":
+            return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
+        case "geo_mean":
+            return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
+        case "cispo":
+            return policy_losses.cispo_loss(*columns, **clip)
+        case "sapo":
+            return policy_losses.sapo_loss(*columns)
+        case "dppo_tv" | "dppo_kl" as kind:
+            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip)
+        case "clip_cov":
+            return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
+        case "kl_cov":
+            return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=KL_COV_COEF)
+        case "reinforce":
+            return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
 
 
 def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> Batch:
@@ -152,10 +152,7 @@ def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> B
         marked_N = policy_losses.kl_cov_tokens(covariance_N, mask_N, share=COVARIANCE_SHARE)
     else:
         uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
-        low, high = CLIP_COV_RANGE
-        marked_N = policy_losses.clip_cov_tokens(
-            covariance_N, mask_N, uniform_N, share=COVARIANCE_SHARE, low=low, high=high
-        )
+        marked_N = policy_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **CLIP_COV)
     return minibatch.with_tokens(marked=marked_N)
 
 
@@ -174,32 +171,19 @@ class AdaptedKL:
         self.coef = config.init_kl_coef
 
     def adapt(self, experience: Batch) -> None:
-        """Look at the answers that a step was trained on."""
-        target, horizon, samples = self._config.kl_target, self._config.kl_horizon, len(experience)
-        if target is not None:
-            kl = kl_to_reference(experience)
-            self.coef = adapted_kl_coef(self.coef, kl, target=target, horizon=horizon, samples=samples)
+        """Adapt it to the responses that a step was trained on."""
+        own = self._config
+        if own.kl_target is not None:
+            kl_N = experience["logprob"] - experience["reference_logprob"]
+            kl = float(kl_N[experience["action_mask"]].mean())
+            count = len(experience)
+            self.coef = adapted_kl_coef(self.coef, kl, target=own.kl_target, horizon=own.kl_horizon, samples=count)
 
     def state_dict(self) -> dict[str, float]:
         """Give what `load_state_dict` needs."""
         return {"coef": self.coef, "init_kl_coef": self._config.init_kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
+        """Continue with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
         if self._config.kl_target is not None and state["init_kl_coef"] == self._config.init_kl_coef:
             self.coef = state["coef"]
-
-
-def kl_to_reference(experience: Batch) -> float:
-    """Mean over the action tokens, in nats."""
-    return float((experience["logprob"] - experience["reference_logprob"])[experience["action_mask"]].mean())
-
-
-def minibatches(experience: Batch, config: PPOConfig, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of one rollout step, in order: epochs shuffled by (seed, step, epoch)."""
-    order: list[Tensor] = []
-    for epoch in range(config.max_epochs):
-        shuffled = np.random.default_rng([config.seed, step, epoch]).permutation(len(experience))
-        # All of train_batch_size, but at the end of filtered data, where a step of a few answers would move as far.
-        order += torch.from_numpy(shuffled).tensor_split(max(round(len(experience) / config.train_batch_size), 1))
-    return order

@@ -8,18 +8,20 @@ import yaml
 
 from training.config import Refused
 
-_KINDS: Mapping[str, Any] = {
-    "switch": bool,
-    "int": int,
-    "float": float,
-    "text": str,
-    "pair": tuple[float, float],
-    "list": list[str],
-}
+_PAIR = tuple[float, float]
+_KINDS: Any = {"switch": bool, "int": int, "float": float, "text": str, "pair": _PAIR, "list": list[str]}
 _TABLE = yaml.safe_load((Path(__file__).parent / "flags.yaml").read_text(encoding="utf-8"))
 
 ALIASES: Mapping[str, str] = _TABLE["aliases"]
 """OpenRLHF's name since 0.10 -> the name here."""
+
+GROUPS: Mapping[str, Mapping[str, str]] = _TABLE["groups"]
+"""Of each group of options that recipes share: the name there -> the name here."""
+
+RENAMED: Mapping[str, str] = _TABLE["renamed"] | {
+    f"{group}.{there}": here for group, names in GROUPS.items() for there, here in names.items()
+}
+"""Option of a group, as messages name it -> the name here."""
 
 OURS: list[str] = _TABLE["ours"]
 """Options that OpenRLHF does not have."""

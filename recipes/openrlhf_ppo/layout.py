@@ -14,6 +14,7 @@ from training.config import ConfigError
 from training.plan import Estimate
 
 from .config import PPOConfig
+from .options import shared_options
 
 
 def resolved(config: PPOConfig) -> PPOConfig:
@@ -25,15 +26,10 @@ def resolved(config: PPOConfig) -> PPOConfig:
     gpus = detect_devices()
     engine, devices = engine_of(config).partition(" ")[0], config.vllm_tensor_parallel_size
     if gpus and devices > 1 and config.colocate_all_models:
-        raise ConfigError(
-            f"vllm_tensor_parallel_size={devices}: an engine of several devices shares none with other roles yet; "
-            "unset colocate_all_models"
-        )
+        raise ConfigError(f"vllm_tensor_parallel_size={devices} shares no devices yet; unset colocate_all_models")
     if engine == "vllm" and config.vllm_enable_sleep and config.agent_func_path:
-        raise ConfigError(
-            f"vllm_enable_sleep with agent_func_path={config.agent_func_path}: vllm does not sleep between episodes; "
-            "leave vllm_enable_sleep out"
-        )
+        agent = f"agent_func_path={config.agent_func_path}"
+        raise ConfigError(f"vllm does not sleep between episodes of {agent}; leave vllm_enable_sleep out")
     ranks = _workers_per_node(config, gpus)
     if not gpus:
         _check_cores(ranks)
@@ -55,28 +51,23 @@ def resolved(config: PPOConfig) -> PPOConfig:
 
 def engine_of(config: PPOConfig) -> str:
     """Who generates, and why, in a line that begins with its name."""
-    try:
-        return config.rollout.chosen(detect_devices(), config.pretrain, config.eval_temperature)[1]
-    except ValueError as error:
-        raise ConfigError(config.renamed(str(error))) from error
+    return shared_options(config).rollout.chosen(detect_devices(), config.pretrain, config.eval_temperature)[1]
 
 
 def memory_needs(config: PPOConfig, job: Job) -> dict[str, Need]:
     """What a process of each role takes that holds a model."""
-    policy, dtype, passes = config.pretrain, config.dtype, config.forward_limits
-    estimate = Estimate(job, policy, config.prompt_max_len, config.generate_max_len, config.agent)
-    engine, batch, sleeps = config.engine(0.0, 1), config.train_batch_size, config.deepspeed_enable_sleep
-    averaged, answers = (
-        config.engine(0.0, 1, config.enable_ema),
-        config.rollout_batch_size * config.n_samples_per_prompt,
-    )
-    judges = [estimate.judged(path, dtype, passes, has_head=False) for path in config.reward_models]
+    shared = shared_options(config)
+    policy, dtype, passes = config.pretrain, shared.dtype, shared.forward_limits
+    batch, sleeps = config.train_batch_size, config.deepspeed_enable_sleep
+    actor, critic = shared.train_engine(1), shared.critic_engine(1)
+    estimate = Estimate(job, policy, config.prompt_max_len, config.generate_max_len, shared.agent)
+    rewards = [estimate.judged(path, dtype, passes, has_head=False) for path in config.reward_models]
     return {
-        Role.ACTOR: estimate.trained(Role.ACTOR, policy, averaged, batch, publishes=True, sleeps=sleeps),
-        Role.CRITIC: estimate.trained(Role.CRITIC, config.critic_start, engine, batch, has_head=False, sleeps=sleeps),
-        Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.engine_config(), answers),
+        Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),
+        Role.CRITIC: estimate.trained(Role.CRITIC, config.critic_start, critic, batch, has_head=False, sleeps=sleeps),
+        Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, shared.rollout_engine(), shared.step_size),
         Role.REFERENCE: estimate.judged(policy, dtype, passes),
-        Role.REWARD: together(Need(), *judges),
+        Role.REWARD: together(Need(), *rewards),
     }
 
 

@@ -1,33 +1,18 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from core import Job, RLJobBuilder, Role
-from training.config import changed_options, describe_options, given_options, load_config
-from training.launch import STOP_GRACE_S, open_run
+from training.command import Command
+from training.launch import STOP_GRACE_S
 from training.plan import Plan, steps_text
 from training.warm_start import resolve_model
 
 from .config import RECIPE, PPOConfig
 from .data import check_inputs
 from .layout import engine_of, memory_needs, resolved
-
-PRESET = Path(__file__).parent / "tiny.yaml"
-
-
-def presets(arguments: list[str]) -> list[Path]:
-    """What a run starts from: without a model or a configuration file of the user's own the tiny preset."""
-    return [] if given_options(PPOConfig, arguments) & {"pretrain", "config"} else [PRESET]
-
-
-def read_config(arguments: list[str]) -> PPOConfig:
-    """What the user asks for."""
-    config = load_config(PPOConfig, arguments, files=presets(arguments))
-    config.check_given(given_options(PPOConfig, arguments))
-    return config
+from .options import renamed, shared_options
 
 
 def build_job(config: PPOConfig) -> Job:
@@ -48,9 +33,9 @@ def build_job(config: PPOConfig) -> Job:
     builder.reward(f"{roles}.reward:Reward").total(rewards).resource(accelerator=1 if config.reward_models else 0)
     builder.max_restarts(config.max_restarts)
     if config.needs_reference:
-        builder.reference(f"{roles}.reference:Reference").total(
-            config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
-        ).resource(accelerator=1).max_restarts(config.max_restarts)
+        references = config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
+        builder.reference(f"{roles}.reference:Reference").total(references).resource(accelerator=1)
+        builder.max_restarts(config.max_restarts)
     if config.colocate_all_models:
         builder.with_collocation_all(*(() if config.reward_models else (Role.REWARD,)))
     if config.colocate_actor_ref:
@@ -60,48 +45,54 @@ def build_job(config: PPOConfig) -> Job:
     return builder.build()
 
 
-def make_plan(asked: PPOConfig, arguments: list[str]) -> Plan:
-    """What the run will use, and why."""
-    config = resolved(asked)
-    job = build_job(config)
-    precision = f"{'bf16' if config.bf16 else 'fp32'}, attention {config.attn_implementation or 'auto'}"
-    return Plan(
-        recipe=RECIPE,
-        job=job,
-        config=config,
-        changed=changed_options(PPOConfig, arguments, presets(arguments)),
-        needs=memory_needs(config, job),
-        steps=steps_text(config.arithmetic, config.prompt_data, config.max_samples, config.prompt_data_probs),
-        choices=[f"deepspeed zero_stage={config.engine(0.0, 1).stage} {precision}", engine_of(asked)],
-        notes=replace(asked, rollout_engine=config.rollout_engine).notes(given_options(PPOConfig, arguments)),
-        overlaps=config.async_train,
-    )
+class PPOCommand(Command[PPOConfig]):
+    """The command line, whose options are flat."""
+
+    models = frozenset({"pretrain", "config"})
+
+    def read(self, arguments: list[str]) -> PPOConfig:
+        """What the user asks for."""
+        config = super().read(arguments)
+        config.check_given(self.given(arguments))
+        return config
+
+    def renamed(self, text: str) -> str:
+        """See `Command.renamed`."""
+        return renamed(text)
+
+    def plan(self, asked: PPOConfig, arguments: list[str]) -> Plan:
+        """See `Command.plan`."""
+        config = resolved(asked)
+        job, shared = build_job(config), shared_options(config)
+        precision = f"{shared.train.precision}, attention {config.attn_implementation or 'auto'}"
+        return Plan(
+            recipe=RECIPE,
+            job=job,
+            config=config,
+            changed=self.changed(arguments),
+            needs=memory_needs(config, job),
+            steps=steps_text(shared.arithmetic, config.prompt_data, config.max_samples, config.prompt_data_probs),
+            choices=[f"deepspeed zero_stage={shared.train.stage} {precision}", engine_of(asked)],
+            notes=replace(asked, rollout_engine=config.rollout_engine).notes(self.given(arguments)),
+            overlaps=config.async_train,
+        )
+
+    def check(self, plan: Plan) -> None:
+        """See that models, data and reward can be there, and count the prompts."""
+        plan.steps = shared_options(plan.config).arithmetic(check_inputs(plan.config))
+
+    def checkpoints(self, config: PPOConfig) -> str | None:
+        """See `Command.checkpoints`."""
+        return config.ckpt_path
+
+    def ready(self, config: PPOConfig) -> PPOConfig:
+        """With the path of the demonstration's model, which is made where it is not there yet."""
+        return replace(config, pretrain=resolve_model(config.pretrain))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
-    began = time.time()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(arguments):
-        print(describe_options(PPOConfig))
-        return 0
-    try:
-        asked = read_config(arguments)
-        plan = make_plan(asked, arguments)
-        if plan.is_all(asked, given_options(PPOConfig, arguments)):
-            return 0
-        config = plan.config
-        plan.steps = config.arithmetic(check_inputs(config))
-        run_dir = open_run(config.run_dir, config.resume, config.ckpt_path, plan.json())
-    except (ValueError, OSError) as error:
-        print(f"{RECIPE}: {error}", file=sys.stderr)
-        return 2
-    plan.job.config = replace(config, run_dir=str(run_dir), pretrain=resolve_model(config.pretrain))
-    return plan.run(run_dir, began, warm_start=time.time() - began)
-
+COMMAND = PPOCommand(PPOConfig, Path(__file__).parent)
+read_config = COMMAND.read
+main = COMMAND.main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # before there was anything to stop
-        sys.exit(130)
+    COMMAND.run()

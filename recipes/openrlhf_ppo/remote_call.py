@@ -1,8 +1,11 @@
-"""Every call that crosses processes in this recipe, typed. What a call does is in the role that binds it.
+"""Every call that crosses processes in this recipe, typed. What a call does is in the role that binds it; those of the
+weights, and of their sync, are in training/remote_call.py.
 
 `B` sequences, `N` all their tokens end to end. A call that returns a Future or a FutureSequence has only been sent:
 the trainer sends several, then waits.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
     from agents.player import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
-    from components.engines.weight_sync import WeightHandle
 
 # --- set-up: every rank loads its model
 
@@ -29,7 +31,7 @@ def critic_init(model_path: str, steps: int) -> Future[list[None]]:
 
 
 def reward_init(tokenizer_path: str) -> Future[list[None]]:
-    """Load the reward models, or reward code and the tokenizer that turns answers into text."""
+    """Load the reward models, or reward code and the tokenizer that turns responses into text."""
     return RoleGroup(Role.REWARD).call(reward_init, tokenizer_path)
 
 
@@ -46,44 +48,43 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 # --- experience: the batch is split over the workers of the role
 
 
-def generate_samples(
-    prompts: "list[Batch]", sampling: "SamplingConfig", alone: bool = False
-) -> FutureSequence["Batch"]:
-    """One answer per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per answer. With
-    an agent one episode, which may be several sequences; `alone` without it. The list has an item for each engine that
-    is to answer, and so has the result.
+def generate_samples(prompts: list[Batch], sampling: SamplingConfig, alone: bool = False) -> FutureSequence[Batch]:
+    """One response per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per response.
+    With an agent one episode, which may be several sequences; `alone` without it. The list has an item for each engine
+    that is to generate, and so has the result.
     """
     return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling, alone)
 
 
-def begin_samples(prompts: "list[Batch | None]", sampling: "SamplingConfig") -> FutureSequence[None]:
-    """Begin answers that `collect_samples` brings; the list has an item for every engine."""
+def begin_samples(prompts: list[Batch | None], sampling: SamplingConfig) -> FutureSequence[None]:
+    """Begin responses that `collect_samples` brings; the list has an item for every engine."""
     return RoleGroup(Role.ROLLOUT).call_batch(begin_samples, len(prompts), prompts, sampling)
 
 
-def collect_samples(seconds: float) -> "Future[list[Collected]]":
+def collect_samples(seconds: float) -> Future[list[Collected]]:
     """From every engine what has finished, in whole groups, after at most so many seconds."""
     return RoleGroup(Role.ROLLOUT).call(collect_samples, seconds)
 
 
-def reward_forward(samples: "Batch", heldout: bool = False) -> FutureSequence["Batch"]:
+def reward_forward(samples: Batch, heldout: bool = False) -> FutureSequence[Batch]:
     """`reward` (what is trained on), `score` (how right it was) and `reward_failed` (1 where there was none to be
-    had and the other two are 0), one of each per answer; of held-out ones as `eval_scorer` says, where there is one.
+    had and the other two are 0), one of each per response; of held-out ones as `eval_scorer` says, where there is one.
     """
-    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), samples, heldout)
+    read = samples.only("tokens", "prompt_length", "prompt", "label")
+    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), read, heldout)
 
 
-def actor_forward(samples: "Batch", temperature: float) -> FutureSequence["Batch"]:
+def actor_forward(samples: Batch, temperature: float) -> FutureSequence[Batch]:
     """`logprob` per token, in nats, under the policy as it is now, at a temperature."""
     return RoleGroup(Role.ACTOR).call_batch(actor_forward, len(samples), samples, temperature)
 
 
-def critic_forward(samples: "Batch") -> FutureSequence["Batch"]:
+def critic_forward(samples: Batch) -> FutureSequence[Batch]:
     """`value` per token: of the state before it, in units of reward."""
     return RoleGroup(Role.CRITIC).call_batch(critic_forward, len(samples), samples)
 
 
-def reference_forward(samples: "Batch") -> FutureSequence["Batch"]:
+def reference_forward(samples: Batch) -> FutureSequence[Batch]:
     """`reference_logprob` per token, in nats, under the frozen policy."""
     return RoleGroup(Role.REFERENCE).call_batch(reference_forward, len(samples), samples)
 
@@ -91,12 +92,11 @@ def reference_forward(samples: "Batch") -> FutureSequence["Batch"]:
 # --- training
 
 
-def append_experience(experience: "Batch") -> None:
+def append_experience(experience: Batch) -> None:
     """Give actor and critic the step's batch, whole: every rank then takes its share of each optimizer step, so the
     number of ranks changes nothing. The object store holds the batch once.
     """
-    roles = (Role.ACTOR, Role.CRITIC)
-    wait_all([RoleGroup(role, optional=True).call(append_experience, experience) for role in roles])
+    wait_all([RoleGroup(role).call(append_experience, experience) for role in learners()])
 
 
 def actor_update(step: int, kl_coef: float) -> Future[list[dict[str, float]]]:
@@ -110,22 +110,6 @@ def critic_update(step: int) -> Future[list[dict[str, float]]]:
 
 
 # --- what involves several roles
-
-
-def sync_weights(version: int) -> None:
-    """Bring the policy as it is now to every rollout engine; their samples carry `version` from here on."""
-    handle = next(handle for handle in publish_weights(version).result() if handle is not None)
-    receive_weights(handle).result()
-
-
-def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
-    """Write the policy's weights where the engines can read them. All ranks take part; rank 0 holds the handle."""
-    return RoleGroup(Role.ACTOR).call(publish_weights, version)
-
-
-def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
-    """Load published weights into every engine."""
-    return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 
 
 def sleep_rollout() -> Future[list[int]]:
@@ -157,11 +141,25 @@ def save_state(path: str) -> None:
     """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic.
 
     Raises:
-        OSError: one of them could not; by then neither writes any more.
+        OSError: one of them could not.
     """
-    saving = [RoleGroup(role, optional=True).call(save_state, path) for role in (Role.ACTOR, Role.CRITIC)]
+    wait_all([RoleGroup(role).call(save_state, path) for role in learners()])
+
+
+def load_state(path: str) -> list[Future[list[list[str]]]]:
+    """Resume exactly where `save_state` was called; what cannot be exact is returned in words."""
+    return [RoleGroup(role).call(load_state, path) for role in learners()]
+
+
+def save_model(role: Role, path: str) -> None:
+    """Write actor or critic as a folder that transformers loads, the critic as a classifier. All ranks take part."""
+    RoleGroup(role).call("save", path).result()
+
+
+def wait_all(futures: Iterable[Future[list[None]]]) -> None:
+    """Wait for calls that were sent in parallel; where files could not be read or written, for all of them first."""
     failed: list[OSError] = []
-    for future in saving:
+    for future in futures:
         try:
             future.result()
         except OSError as error:
@@ -170,28 +168,6 @@ def save_state(path: str) -> None:
         raise failed[0]
 
 
-def load_state(path: str) -> list[Future[list[list[str]]]]:
-    """Go on exactly where `save_state` was called; what cannot be exact is returned in words."""
-    return [RoleGroup(role).call(load_state, path) for role in learners()]
-
-
-def save_model(path: str) -> None:
-    """Write the policy as a folder that `from_pretrained` loads. All ranks take part."""
-    RoleGroup(Role.ACTOR).call(save_model, path).result()
-
-
-def save_value_model(path: str) -> None:
-    """Write the critic as a folder that transformers loads as a sequence classifier. All ranks take part."""
-    RoleGroup(Role.CRITIC).call(save_value_model, path).result()
-
-
-def wait_all(futures: Iterable[Future[list[None]]]) -> None:
-    """Wait for calls that were sent in parallel."""
-    for future in futures:
-        future.result()
-
-
 def end_job() -> None:
-    """Tell every role that no call will follow."""
-    roles = (Role.ROLLOUT, Role.REFERENCE, Role.REWARD, Role.ACTOR, Role.CRITIC)
-    wait_all([RoleGroup(role, optional=True).call(end_job) for role in roles])
+    """Tell the roles that hold something outside of their process that no call will follow."""
+    wait_all([RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.REWARD, Role.ACTOR)])

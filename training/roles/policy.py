@@ -5,7 +5,6 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from components.batch import Batch
-from components.data.samples import shuffled_minibatches
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
@@ -50,11 +49,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
     @trainer_invocation(post_func=lambda metrics: metrics[0])
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Train on all of a step's responses; send them with `replicate`. Returns metrics, the same on every rank."""
-        config, count = self.config, len(experience)
-        minibatches = shuffled_minibatches(
-            count, config.optimizer_steps(count), config.epochs, seed=config.seed, step=step
-        )
-        return self.train(experience, step, minibatches, self.loss)
+        return self.train_epochs(experience, step, self.loss)
 
     @rpc(remote_call.publish_weights)
     def publish(self, version: int) -> WeightHandle | None:

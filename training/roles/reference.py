@@ -30,12 +30,14 @@ class ReferenceWorker(BaseWorkload):
     @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:
         """`reference_logprob` per token, in nats, at the sampling temperature; split over the instances."""
-        options, temperature = self.config.train, self.config.rollout.temperature
+        temperature = self.config.rollout.temperature
+        max_tokens, max_sequences = self.config.forward_limits
         logprob_N = evaluate(
             tokens,
-            options.forward_max_tokens or options.max_tokens,
+            max_tokens,
             self.device,
             lambda micro: token_logprobs(self.model, micro, temperature).logprob_N,
-            packing=options.packing,
+            max_sequences,
+            self.config.train.packing,
         )
         return Batch(tokens.lengths, {"reference_logprob": logprob_N})

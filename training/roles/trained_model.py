@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from components.batch import Batch
+from components.data.samples import shuffled_minibatches
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import BaseWorkload, trainer_invocation
@@ -64,6 +65,16 @@ class TrainedModel(BaseWorkload):
                 where = keep_failed(self.config.run_dir, step, self.state_name, minibatch, self.rank)
                 raise FloatingPointError(f"step {step}: {error}; {where}") from error
         return over_updates(history)
+
+    def train_epochs(
+        self, experience: Batch, step: int, loss: LossFunction, prepare: Prepare | None = None
+    ) -> dict[str, float]:
+        """Train on all of a step's responses, in as many mini-batches and epochs as the options say; see `train`."""
+        config = self.config
+        count = len(experience)
+        parts = config.optimizer_steps(count)
+        minibatches = shuffled_minibatches(count, parts, config.epochs, seed=config.seed, step=step)
+        return self.train(experience, step, minibatches, loss, prepare)
 
     def open_publisher(self, nodes: int) -> None:
         """Let rank 0 hand weights to rollout engines, which may be on other machines."""

@@ -1,4 +1,4 @@
-"""What an answer is worth."""
+"""What a response is worth."""
 
 import torch
 from torch import Tensor
@@ -8,64 +8,63 @@ from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
 from components.engines.reward_model import RewardModel
-from core import BaseWorkload, rpc
+from core import rpc
 
 from .. import remote_call
-from ..config import PPOConfig
-from ..data import model_options
+from ..options import FlatRole, SharedOptions
 
 
-class Reward(BaseWorkload):
+class Reward(FlatRole):
     """One instance of reward models, of reward code, or of a reward server's client."""
 
-    config: PPOConfig
+    config: SharedOptions
 
     @rpc(remote_call.reward_init, idempotent=True, replay="last")
     def init_model(self, tokenizer_path: str) -> None:
         """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
-        config = self.config
-        max_tokens, max_sequences = config.forward_limits
+        options = self.config.flat
+        max_tokens, max_sequences = self.config.forward_limits
         self.models = [
             RewardModel(
                 path,
-                dtype=config.dtype,
-                normalize=config.normalize_reward,
-                value_head_prefix=config.value_head_prefix,
-                attn_implementation=config.attn_implementation,
+                dtype=self.config.dtype,
+                normalize=options.normalize_reward,
+                value_head_prefix=options.value_head_prefix,
+                attn_implementation=options.attn_implementation,
                 max_tokens=max_tokens,
                 max_sequences=max_sequences,
             )
-            for path in config.reward_models
+            for path in options.reward_models
         ]
-        if config.reward_code is not None or config.eval_scorer is not None:
-            self.tokenizer = model_options(config).tokenizer(tokenizer_path)
-        self.source, self.eval_source = self.opened(config.reward_code), self.opened(config.eval_scorer)
+        if options.reward_code is not None or options.eval_scorer is not None:
+            self.tokenizer = self.config.model.tokenizer(tokenizer_path)
+        self.source = self.opened(options.reward_code)
+        self.eval_source = self.opened(options.eval_scorer)
 
     def opened(self, spec: str | None) -> RewardSource | None:
         """Reward code or servers, where they are asked for."""
-        return None if spec is None else open_reward(spec, self.config.reward_settings())
+        return None if spec is None else open_reward(spec, self.config.reward.settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
     def forward(self, samples: Batch, heldout: bool = False) -> Batch:
-        """`reward`, `score` and `reward_failed` per answer, and whatever else is logged."""
+        """`reward`, `score` and `reward_failed` per response, and whatever else is logged."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source)
         if heldout and self.eval_source is not None:
             logged = {name: column for name, column in columns.items() if name.startswith("log_")}
-            judged = self.by_code(samples, self.eval_source)
-            columns = logged | judged | {"log_reward": columns["reward"]}
+            columns = logged | self.by_code(samples, self.eval_source) | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
         """The weighted sum of the reward models' scores."""
         tokens = samples.only("tokens")
         rewards = [model.score(tokens) for model in self.models]
-        weights = self.config.reward_weights or [1.0] * len(rewards)
+        weights = self.config.flat.reward_weights or [1.0] * len(rewards)
         total_B = torch.stack([weight * reward_B for weight, reward_B in zip(weights, rewards, strict=True)]).sum(0)
         each = {f"log_model_{i}": reward_B for i, reward_B in enumerate(rewards, 1)} if len(rewards) > 1 else {}
         return {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B), **each}
 
     def by_code(self, samples: Batch, source: RewardSource) -> dict[str, Tensor]:
-        """What reward code says about the text of the answers."""
+        """What reward code says about the text of the responses."""
         scored = add_rewards(samples, source, self.tokenizer, self.say)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 

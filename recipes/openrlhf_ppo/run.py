@@ -1,0 +1,138 @@
+"""How this recipe's run differs from others: a role rewards, and roles are reached by stubs, and may sleep."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agents.player import Collected
+from components.batch import Batch
+from components.data.samples import with_status
+from components.engines.config import SamplingConfig
+from core import Role
+from training.policy_calls import PolicyCalls
+from training.policy_run import PolicyRun
+
+from . import remote_call
+from .options import renamed
+
+
+class PPORun(PolicyRun):
+    """See `PolicyRun`. Rewards are asked for together with log-probs, unless they say which prompts stay."""
+
+    def renamed(self, text: str) -> str:
+        """See `PolicyRun.renamed`."""
+        return renamed(text)
+
+    def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Add `reward`, `score` and whatever else the reward role says of each, unless an agent's environment has."""
+        if self.config.agent.func_path:
+            return super().add_rewards(rollouts)
+        found: Batch = remote_call.reward_forward(rollouts, heldout).result()
+        return rollouts.with_sequences(**found.per_sequence)
+
+    def add_heldout_rewards(self, rollouts: Batch) -> Batch:
+        """The same in evaluations."""
+        return self.add_rewards(rollouts, heldout=True)
+
+    def put_back(self) -> None:
+        """Let the rollouts at hand, whose rewards have failed, wait for the next start of the run, which ends now."""
+        self.stream.put_back()
+        self.checkpoints.save_unfinished()
+
+    def _scored(self, rollouts: Batch) -> Batch:
+        is_later = self.prompt_filter is None and self.config.agent.func_path is None
+        return with_status(rollouts) if is_later else super()._scored(rollouts)
+
+    def _evaluate_and_log(self, experience: Batch, metrics: dict[str, float]) -> bool:
+        is_best = super()._evaluate_and_log(experience, metrics)
+        if is_best and self.evaluation.best and self.config.evaluation.every > 0:
+            name, value = self.evaluation.best
+            self.say(f"step {self.step} is the best so far: {name} {value:.3f}")
+        return is_best
+
+
+class PPOCalls(PolicyCalls):
+    """What a run asks of the roles, by the stubs of remote_call.py."""
+
+    told: frozenset[str] = frozenset()
+    """Whose freed memory was said."""
+
+    def load(self, steps: int) -> None:
+        """Load every model, in parallel; `steps` set the length of schedules."""
+        path = self.config.model.path
+        options = self.trainer.config
+        loading = [remote_call.rollout_init(path)]
+        if options.rollout_engine == "vllm" and options.colocate_all_models:
+            loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
+        loading += [remote_call.reward_init(path), remote_call.actor_init(path, steps)]
+        if options.needs_critic:
+            loading.append(remote_call.critic_init(options.critic_start, steps))
+        if options.needs_reference:
+            loading.append(remote_call.reference_init(path))
+        remote_call.wait_all(loading)
+
+    def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
+        """One response to each prompt, or one episode; `alone` without the agent."""
+        self.turn_to(Role.ROLLOUT)
+        parts = prompts.split(min(self.engines, len(prompts)))
+        rollouts = Batch.concat(remote_call.generate_samples(parts, sampling, alone).result())
+        self.turn_to(Role.ACTOR)
+        return rollouts
+
+    def generate_plain(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One response to each prompt, without the agent."""
+        return self.generate(prompts, sampling, alone=True)
+
+    def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
+        """See `PolicyCalls.begin`."""
+        remote_call.begin_samples(prompts, sampling).result()
+
+    def collect(self, seconds: float) -> Sequence[Collected]:
+        """See `PolicyCalls.collect`."""
+        return remote_call.collect_samples(seconds).result()
+
+    def logprobs(self, tokens: Batch, temperatures: Sequence[float]) -> list[Batch]:
+        """See `PolicyCalls.logprobs`."""
+        asked = [remote_call.actor_forward(tokens, temperature) for temperature in temperatures]
+        return [future.result() for future in asked]
+
+    def sync_weights(self, version: int) -> None:
+        """Bring the policy to every engine, and wake those that sleep."""
+        if self.trainer.config.vllm_enable_sleep:
+            remote_call.wake_rollout(for_weights=True).result()
+        super().sync_weights(version)
+
+    def save_state(self, folder: Path) -> None:
+        """Write what training resumes from, and the critic where that is asked for."""
+        remote_call.save_state(str(folder / "state"))
+        if self.trainer.config.save_value_network:
+            remote_call.save_model(Role.CRITIC, str(folder / "critic"))
+
+    def load_state(self, folder: Path) -> list[str]:
+        """See `PolicyCalls.load_state`."""
+        return [line for future in remote_call.load_state(str(folder / "state")) for line in future.result()[0]]
+
+    def save(self, folder: Path) -> None:
+        """See `PolicyCalls.save`."""
+        remote_call.save_model(Role.ACTOR, str(folder))
+
+    def end(self) -> None:
+        """See `PolicyCalls.end`."""
+        remote_call.end_job()
+
+    def turn_to(self, role: Role) -> None:
+        """Free what the other roles hold on shared accelerators, and take up what this one needs: ROLLOUT or ACTOR."""
+        engines_sleep = self.trainer.config.vllm_enable_sleep
+        learners_sleep = self.trainer.config.deepspeed_enable_sleep
+        freed: dict[str, int] = {}
+        if role == Role.ROLLOUT and learners_sleep:
+            freed["actor and critic"] = sum(sum(future.result()) for future in remote_call.sleep_learners())
+        if role == Role.ROLLOUT and engines_sleep:
+            remote_call.wake_rollout(for_weights=False).result()
+        if role == Role.ACTOR and engines_sleep:
+            freed["engines"] = sum(remote_call.sleep_rollout().result())
+        if role == Role.ACTOR and learners_sleep:
+            remote_call.wake_learners()
+        for name in freed.keys() - self.told:
+            found = f"{freed[name] / 1e9:.1f} GB are freed" if freed[name] else "nothing is freed, as always on a CPU"
+            self.trainer.say(f"{name} sleep: {found}")
+        self.told |= freed.keys()
