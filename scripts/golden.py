@@ -145,8 +145,8 @@ def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]
     class Damped(VerlPPOConfig):
         """verl has no key for Adam's epsilon."""
 
-        def _engine(self, part: str, steps: int) -> TrainConfig:
-            return replace(super()._engine(part, steps), eps=EPS)
+        def engine(self, part: str, steps: int) -> TrainConfig:
+            return replace(super().engine(part, steps), eps=EPS)
 
     options = f"""actor_rollout_ref.model.path={model} data.train_files=task:sort run_dir={stage.folder}
         data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length=8

@@ -58,6 +58,10 @@ class Command(ABC, Generic[C]):
         """A sentence that names options, with the names that they have in this recipe."""
         return text
 
+    def words(self, arguments: list[str]) -> list[str]:
+        """The command line as `load_config` reads it, of one that is written in another way."""
+        return arguments
+
     # --- what all have in common
 
     def presets(self, arguments: list[str]) -> list[Path]:
@@ -84,6 +88,7 @@ class Command(ABC, Generic[C]):
             print(describe_options(self.schema))
             return 0
         try:
+            arguments = self.words(arguments)
             asked = self.read(arguments)
             plan = self.plan(asked, arguments)
             if plan.is_all(asked, self.given(arguments)):

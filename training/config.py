@@ -13,6 +13,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import operator
 import textwrap
 import types
 import typing
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -49,6 +51,26 @@ class Refused:
         text = " ".join(value) if isinstance(value, list) else str(value)
         off = self.kind is bool and text.lower() in ("false", "no", "off", "0")
         return off or (self.harmless != "" and _as_number(text.lower()) == _as_number(self.harmless.lower()))
+
+
+def where(default: T, **others: Any) -> T:
+    """The default of an option that has an effect only where others of its group have these values: True is any that
+    is set, False none, and a tuple any of its items. For `idle_options`.
+    """
+    return dataclasses.field(default=default, metadata=others)
+
+
+def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `where` says."""
+    for field in dataclasses.fields(config):
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        for other, wanted in field.metadata.items():
+            found = operator.attrgetter(other)(config)
+            is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
+            if not is_wanted:
+                yield name, f"{prefix}{other}={found}"
+        if dataclasses.is_dataclass(value):
+            yield from idle_options(value, f"{name}.")
 
 
 def _as_number(text: str) -> float | str:
@@ -104,6 +126,13 @@ def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
     pairs = parse_arguments(schema, arguments)
     files = [_file_pairs(schema, Path(value)) for key, value in pairs if key == "config"]
     return {key for found in (pairs, *files) for key, _ in found}
+
+
+def refused_options(schema: Any, arguments: Sequence[str]) -> set[str]:
+    """What a user has named, there or there, of the options that the schema refuses: those that were let through."""
+    pairs = _written(schema, arguments)
+    files = [_leaves(_read_yaml(Path(value)), _known(schema)) for key, value in pairs if key == "config"]
+    return {key for found in (pairs, *files) for key, _ in found if key in schema.REFUSED}
 
 
 class Option(NamedTuple):
@@ -165,6 +194,11 @@ def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, A
         ConfigError: an argument is no option, has too few values, or is one that the schema refuses; all of these last
             are named at once.
     """
+    return _translated(schema, _written(schema, arguments))
+
+
+def _written(schema: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """The same under the names that the user has written, with what is refused."""
     known = _known(schema) | {"config": str}
     pairs: list[tuple[str, Any]] = []
     rest = list(arguments)
@@ -174,10 +208,10 @@ def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, A
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if not equals and not word.startswith("--"):
             raise ConfigError(f"cannot read {word!r} on the command line; write key=value or --key value")
-        if key not in known and not _is_group(key, known):
+        if _holder(key, known) is None and not _is_group(key, known):
             raise ConfigError(f"unknown option {word.split('=')[0]!r}{_nearest(key, known)}")
         pairs.append((key, value if equals else _take_values(word, known.get(key, str), rest)))
-    return _translated(schema, pairs)
+    return pairs
 
 
 def _known(schema: Any) -> dict[str, Any]:
@@ -191,12 +225,25 @@ def _translated(schema: Any, pairs: Iterable[tuple[str, Any]], where: str = "") 
     """The same under the fields' own names, without what is refused."""
     aliases: Mapping[str, str] = getattr(schema, "ALIASES", {})
     refused: Mapping[str, Refused] = getattr(schema, "REFUSED", {})
-    faults = [
-        f"{key}: {refused[key].why}" for key, value in pairs if key in refused and not refused[key].lets_through(value)
-    ]
+    known = _known(schema)
+    faults, found = [], []
+    for key, value in pairs:
+        name = _holder(key, known) or key
+        if name not in refused:
+            found.append((aliases.get(name, name) + key.removeprefix(name), value))
+        elif not refused[name].lets_through(value):
+            faults.append(f"{name}: {refused[name].why}")
     if faults:
         raise ConfigError(f"{where}not available here: {'; '.join(dict.fromkeys(faults))}")
-    return [(aliases.get(key, key), value) for key, value in pairs if key not in refused]
+    return found
+
+
+def _holder(key: str, known: Mapping[str, Any]) -> str | None:
+    """The name that a key is, or of whose mapping it names an entry."""
+    if key in known:
+        return key
+    mappings = (name for name, kind in known.items() if get_origin(_without_none(kind)) is dict)
+    return next((name for name in mappings if key.startswith(f"{name}.")), None)
 
 
 def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
@@ -252,9 +299,12 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 def _merge(base: Any, pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], source: str) -> Any:
     given: dict[str, Any] = {}
     for key, value in pairs:
-        if key not in known and not _is_group(key, known):
+        if _holder(key, known) is None and not _is_group(key, known):
             raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, known)}")
-        _put(given, key, _typed(value, _without_none(known.get(key))))
+        try:
+            _put(given, key, _typed(value, _without_none(known.get(key))))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{source}: {key}={value} is no YAML: {_first_line(error)}") from error
     try:
         return OmegaConf.merge(base, OmegaConf.create(given))
     except OmegaConfBaseException as error:

@@ -25,7 +25,10 @@ from training.run import Run, RunSettings
 from training.weight_check import COLD, check_greedy, greedy_prompts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from components.data.prompts import PromptSource
+    from components.data.rewards import RewardSource
     from core import BaseTrainer
     from training.progress import Stateful
     from training.rl_options import RLOptions
@@ -112,7 +115,7 @@ class PolicyRun(Run[Batch]):
         self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
         if not self.trainer.stop_requested:
-            self.evaluation.start(self.step)
+            self._evaluate_start()
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self._evaluate_and_log)
             for rollouts in self.stream:
@@ -152,13 +155,19 @@ class PolicyRun(Run[Batch]):
         found = dict(metrics or {})
         for role, own in by_role.items():
             found |= {f"{role}/{name}": value for name, value in own.items()}
-        found |= self.count(experience)
-        found |= self.describe(experience)
-        found |= self.checkpoints.metrics
-        found |= self.stream.metrics
+        found = self.rename(found | self.measure(experience))
         with self.checkpoints.kept_if_rewards_fail():
             is_best = self.checkpoints.record(self._evaluate_and_log, experience, found)
         self.checkpoints.save_when_due(is_best)
+
+    def measure(self, experience: Batch) -> dict[str, float]:
+        """Metrics of a step beside those of the updates: its speed, its rollouts, the last checkpoint and the queue."""
+        found = self.count(experience) | self.describe(experience)
+        return found | self.checkpoints.metrics | self.stream.metrics
+
+    def rename(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of a step under the names that they are logged with."""
+        return metrics
 
     def describe(self, experience: Batch) -> dict[str, float]:
         """Metrics of a step's rollouts."""
@@ -200,9 +209,13 @@ class PolicyRun(Run[Batch]):
 
     def _respond(self, step: int, count: int) -> Batch:
         """`samples_per_prompt` scored rollouts of each of the next `count` prompts."""
-        prompts = for_samples(self.prompts.take(count), self.config.samples_per_prompt)
+        return self._respond_to(self.prompts.take(count), step)
+
+    def _respond_to(self, prompts: Batch, step: int) -> Batch:
+        """`samples_per_prompt` scored rollouts of each prompt."""
         with self.phase("generate"):
-            rollouts = self.generate(prompts, self.config.sampling(step))
+            samples = for_samples(prompts, self.config.samples_per_prompt)
+            rollouts = self.generate(samples, self.config.sampling(step))
         return self._scored(rollouts)
 
     def _scored(self, rollouts: Batch) -> Batch:
@@ -232,10 +245,22 @@ class PolicyRun(Run[Batch]):
 
     # --- evaluation
 
+    def _evaluate_start(self) -> None:
+        """Evaluate the policy before the first step."""
+        self.evaluation.start(self.step)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate the policy after a step; returns metrics."""
+        return self.evaluation.at_step(self.is_last_step)
+
+    def describe_heldout(self, rollouts: Batch) -> Mapping[str, float]:  # noqa: ARG002 - for a recipe's own
+        """Metrics of an evaluation's rollouts beside those that every run has."""
+        return {}
+
     def _evaluate_and_log(self, experience: Batch, metrics: dict[str, float]) -> bool:
         """Evaluate when it is due, and log the step; returns whether the policy is the best so far."""
         if self.config.evaluation.is_due(self.step, self.is_last_step):
-            metrics |= self.evaluation.at_step(self.is_last_step)
+            metrics |= self._evaluate()
         record_step(self.tracker, self.step, self.steps, metrics, experience, self.tokenizer)
         self.note_first_step()
         return self.evaluation.is_best(metrics)
@@ -261,13 +286,12 @@ class PolicyRun(Run[Batch]):
 
     def _read_data(self) -> None:
         config = self.config
-        self.tokenizer = config.model.tokenizer()
-        self.prompts = self._open_prompts(config.data.rows(config.seed))
+        self.tokenizer = self._load_tokenizer()
+        self.prompts = self._open_prompts(self._read_rows())
         self.say(self.prompts.describe_first())
         if self.prompts.too_long:  # fewer than the plan has counted
             self.say(config.arithmetic(len(self.prompts)))
-        source = config.reward_source
-        self.reward = None if source is None else open_reward(source, config.reward.settings())
+        self.reward = self._open_reward()
         self.prompt_filter = self._open_filter()
         self.in_flight = self._open_in_flight()
         self.evaluation = Evaluation(
@@ -277,7 +301,26 @@ class PolicyRun(Run[Batch]):
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
             say=self.say,
+            further=self.describe_heldout,
         )
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.config.model.tokenizer()
+
+    def _read_rows(self, heldout: bool = False) -> list[dict[str, Any]]:
+        """The rows of the prompts to train on, or of the held-out ones, of which there may be none."""
+        data = self.config.data
+        return self.config.evaluation.rows(data) if heldout else data.rows(self.config.seed)
+
+    def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
+        """Rows as token ids."""
+        config = self.config
+        return read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=heldout, say=self.say)
+
+    def _open_reward(self) -> RewardSource | None:
+        """What gives rewards; None: the agent's environment does."""
+        source = self.config.reward_source
+        return None if source is None else open_reward(source, self.config.reward.settings())
 
     def _open(self, parts: Mapping[str, Stateful]) -> None:
         """Open the queue of rollouts, resume, and let every role load its model."""
@@ -327,8 +370,7 @@ class PolicyRun(Run[Batch]):
 
     def _heldout_prompts(self) -> Batch | None:
         """All held-out prompts as one batch, or None."""
-        config = self.config
-        rows = config.evaluation.rows(config.data)
+        rows = self._read_rows(heldout=True)
         if not rows:
             return None
         source = self._open_prompts(rows, heldout=True)
@@ -349,7 +391,7 @@ class PolicyRun(Run[Batch]):
         return PromptFilter(
             self.prompts,
             *self.config.filter_range,
-            option=self.renamed("algorithm.filter_range"),
+            option=self.renamed(self.config.FILTER_OPTION),
             passes=self.config.data.passes,
             fewest=self.config.placement.actor_ranks or 1,
             stopped=lambda: self.trainer.stop_requested,

@@ -84,6 +84,8 @@ class RLOptions(RunOptions):
     """What a user sets so that generation and training do not share devices."""
     CORRECT: ClassVar[str] = "algorithm.correction=tis"
     """What a user sets so that older responses are weighed by how likely they have become."""
+    FILTER_OPTION: ClassVar[str] = "algorithm.filter_range"
+    """What sets `filter_range`."""
 
     prompts_per_step: int = 64
     """Prompts of a training step."""
@@ -176,8 +178,10 @@ class RLOptions(RunOptions):
         return self.minibatches * self.epochs > 1 or self.algorithm.correction != "none"
 
     @property
-    def filter_range(self) -> tuple[float, float] | None:
-        """Dynamic sampling: prompts whose mean score is not between the two are replaced. None: none are."""
+    def filter_range(self) -> tuple[float, float] | tuple[None, None] | None:
+        """Dynamic sampling: prompts whose mean score is not between the two are replaced; with two None those whose
+        scores are all the same. None: none are.
+        """
         return None
 
     @property

@@ -4,7 +4,7 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column speaks about token t.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.samples import compare_samples, main_branches
+from components.data.samples import compare_samples, main_branches, shuffled_minibatches
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
@@ -137,7 +137,7 @@ def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
     """The surrogate, less the entropy's reward, and with the KL to the reference where it is part of the loss."""
     own, mask_N = config.actor_rollout_ref.actor, micro["action_mask"]
-    output = token_logprobs(model, micro, config.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.actor_rollout_ref.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     mean = partial(
         reduce_loss,
@@ -145,7 +145,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         lengths_B=micro.lengths,
         totals=totals,
         aggregation=own.loss_agg_mode,
-        max_length=own.loss_scale_factor or config.max_response,
+        max_length=own.loss_scale_factor or config.data.max_response_length,
     )
     weight_N = micro["correction"] if config.algorithm.rollout_correction.rollout_is else None
     policy = mean(surrogate(output.logprob_N, micro, config), weight_N=weight_N)
@@ -158,7 +158,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         kl = mean(TokenLoss(kl_N, {}))
         loss = loss + own.kl_loss_coef * kl.loss
         metrics["kl_loss"] = kl.loss.detach()
-    if config.bypasses:  # else another pass has told
+    if config.algorithm.rollout_correction.bypass_mode:  # else another pass has told
         gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
         metrics["engine_gap"] = token_mean(gap_N, mask_N, totals.tokens)
     return LossOutput(loss=loss, metrics=metrics)
@@ -167,40 +167,31 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
 def surrogate(logprob_N: Tensor, micro: Batch, config: VerlPPOConfig) -> TokenLoss:
     """What each token costs, as `policy_loss.loss_mode` says."""
     own = config.actor_rollout_ref.actor
-    mode = own.policy_loss.loss_mode
     clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
     columns = (logprob_N, micro[old_logprob(config)], micro["advantage"], micro["action_mask"])
-    match mode:
-        case "vanilla":
-            return policy_losses.ppo_loss(*columns, **clip, dual_clip=own.clip_ratio_c)
-        case "gspo":
-            return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
-        case "geo_mean":
-            return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
-        case "cispo":
-            return policy_losses.cispo_loss(*columns, **clip)
-        case "sapo":
-            return policy_losses.sapo_loss(*columns, tau_positive=own.tau_pos, tau_negative=own.tau_neg)
-        case "dppo_tv" | "dppo_kl":
-            return policy_losses.dppo_loss(*columns, divergence="tv" if mode == "dppo_tv" else "kl", **clip)
-        case "clip_cov":
-            return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
-        case "kl_cov":
-            return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=own.policy_loss.ppo_kl_coef)
-        case "gpg":
-            return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
-        case _:
-            raise AssertionError(mode)
+    losses: dict[str, Callable[[], TokenLoss]] = {
+        "vanilla": lambda: policy_losses.ppo_loss(*columns, **clip, dual_clip=own.clip_ratio_c),
+        "gspo": lambda: policy_losses.gspo_loss(*columns, micro.lengths, **clip),
+        "geo_mean": lambda: policy_losses.geo_mean_loss(*columns, micro.lengths, **clip),
+        "cispo": lambda: policy_losses.cispo_loss(*columns, **clip),
+        "sapo": lambda: policy_losses.sapo_loss(*columns, tau_positive=own.tau_pos, tau_negative=own.tau_neg),
+        "dppo_tv": lambda: policy_losses.dppo_loss(*columns, divergence="tv", **clip),
+        "dppo_kl": lambda: policy_losses.dppo_loss(*columns, divergence="kl", **clip),
+        "clip_cov": lambda: policy_losses.clip_cov_loss(*columns, micro["marked"], **clip),
+        "kl_cov": lambda: policy_losses.kl_cov_loss(*columns, micro["marked"], coef=own.policy_loss.ppo_kl_coef),
+        "gpg": lambda: policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"]),
+    }
+    return losses[own.policy_loss.loss_mode]()
 
 
 def old_logprob(config: VerlPPOConfig) -> str:
     """The column with the log-probabilities that the ratio is taken to: of the policy before the step, or, in bypass
     mode, of the engine that sampled.
     """
-    return "rollout_logprob" if config.bypasses else "logprob"
+    return "rollout_logprob" if config.algorithm.rollout_correction.bypass_mode else "logprob"
 
 
-def mark_tokens(minibatch: Batch, config: VerlPPOConfig, step: int, index: int) -> Batch:
+def mark_tokens(minibatch: Batch, index: int, config: VerlPPOConfig, step: int) -> Batch:
     """Add what a loss has to know of the whole optimizer step: clip_cov and kl_cov, the tokens that they treat apart.
 
     `index` counts the optimizer steps of the rollout step `step`.
@@ -222,7 +213,7 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOCo
     own, mask_N = config.critic, micro["action_mask"]
     values = (token_values(model, micro), micro["value"], micro["return"], mask_N)
     tokens = clipped_value_loss(*values, clip=own.cliprange_value)
-    return reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_agg_mode, config.max_response)
+    return reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_agg_mode, config.data.max_response_length)
 
 
 class KLController:
@@ -256,21 +247,18 @@ class KLController:
             self.coef = state["coef"]
 
 
-def learnable(experience: Batch, config: VerlPPOConfig, part: str, step: int) -> Iterator[tuple[int, Batch]]:
-    """The batch of each optimizer step, and its number from 0; those of which all tokens were rejected are left out."""
-    for index, chosen_B in enumerate(minibatches(len(experience), config, part, step)):
-        minibatch = experience.select(chosen_B)
-        if bool(minibatch["action_mask"].any()):
-            yield index, minibatch
+def learnable(experience: Batch, config: VerlPPOConfig, part: str, step: int) -> list[Tensor]:
+    """The `minibatches` of "actor" or "critic", without those of which all tokens were rejected."""
+    acts_B = experience.sum_tokens(experience["action_mask"]) > 0
+    return [chosen_B for chosen_B in minibatches(len(experience), config, part, step) if bool(acts_B[chosen_B].any())]
 
 
 def minibatches(count: int, config: VerlPPOConfig, part: str, step: int) -> list[Tensor]:
     """Indices of each optimizer step of one rollout step, in order; shuffled by (seed, step, epoch) where asked for."""
-    own = config.actor_rollout_ref.actor if part == "actor" else config.critic
-    size, order = config.minibatch_sequences(part), list[Tensor]()
-    for epoch in range(own.ppo_epochs):
-        drawn = np.random.default_rng([own.data_loader_seed or config.seed, step, epoch])
-        index_B = torch.from_numpy(drawn.permutation(count)) if own.shuffle else torch.arange(count)
-        # All of the same size, but at the end of filtered data, where a step of a few answers would move as far.
-        order += index_B.tensor_split(max(round(count / size), 1))
-    return order
+    own = config.trained(part)
+    # All of the same size, but at the end of filtered data, where a step of a few responses would move as far.
+    parts = max(round(count / config.minibatch_sequences(part)), 1)
+    if own.shuffle:
+        seed = own.data_loader_seed or config.seed
+        return shuffled_minibatches(count, parts, own.ppo_epochs, seed=seed, step=step)
+    return [chosen_B for _ in range(own.ppo_epochs) for chosen_B in torch.arange(count).tensor_split(parts)]

@@ -4,35 +4,28 @@ The engines' configurations are mapped from these keys below; other names of the
 in keys.yaml.
 """
 
-import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from agents.options import AgentOptions
 from components.data.text import load_tokenizer
 from components.engines.choice import ROLLOUT_ENGINES
-from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, VLLMRolloutConfig
-from training.config import ConfigError, Refused
+from components.engines.config import RolloutConfig, TrainConfig, VLLMRolloutConfig
+from training.config import ConfigError, Refused, idle_options, refused_options, where
 from training.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
-from training.tracking import WandbConfig
 
+from .keys import KEYS, refuse, renamed
 from .resource_pool import ResourcePoolManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECIPE = Path(__file__).parent.name
-KEYS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text(encoding="utf-8"))
-"""What is to be known of verl's keys beside the schema: other names, and those that are not taken."""
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Compared = Literal["grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"]
@@ -42,6 +35,8 @@ GROUPED = (*get_args(Compared), "opo", "gpg", "gdpo")
 RatioLoss = Literal["vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"]
 PolicyLoss = Literal[RatioLoss, "sapo", "kl_cov", "gpg"]
 """Policy losses: those of RatioLoss have a clip range."""
+RATIO = {"policy_loss.loss_mode": get_args(RatioLoss)}
+"""Where there is one, as `where` is told."""
 CHOICES = {
     "algorithm.adv_estimator": get_args(Estimator),
     "actor_rollout_ref.actor.policy_loss.loss_mode": get_args(PolicyLoss),
@@ -88,7 +83,7 @@ class DataKeys:
     """Tokens of an answer, at most."""
     train_max_samples: int = -1
     """Use at most this many training prompts; -1: all, of a generated task, which has no end, 10,000."""
-    val_max_samples: int = -1
+    val_max_samples: int = where(-1, val_files=True)
     """The same of those that validate; -1: all, of a generated task 2,048."""
     shuffle: bool = True
     """Go through the prompts in another order in each epoch."""
@@ -96,7 +91,7 @@ class DataKeys:
     """Of that order. Default: `seed`."""
     filter_overlong_prompts: bool = False
     """Leave prompts out that are longer than max_prompt_length; they are counted."""
-    truncation: Literal["error", "left", "right", "middle"] = "error"
+    truncation: Literal["error", "left", "right", "middle"] = where("error", filter_overlong_prompts=False)
     """What else becomes of them: an error, or the part that is cut out."""
 
     def __post_init__(self) -> None:
@@ -129,9 +124,9 @@ class ModelKeys:
     """Lay the sequences of a micro-batch end to end instead of padding them. Changes no results but for rounding."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank (peft) instead of the weights. 0: train all."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = where(16.0, lora_rank=True)
     """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: Any = "all-linear"
+    target_modules: Any = where("all-linear", lora_rank=True)  # noqa: RUF009
     """Layers that get an adapter: their names or endings, or all-linear."""
 
 
@@ -221,25 +216,25 @@ class ActorKeys:
     """fsdp or fsdp2, which are the same here; as critic.strategy."""
     ppo_mini_batch_size: int = 256
     """Prompts of an optimizer step, over all ranks; times rollout.n sequences."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = where(None, use_dynamic_bsz=False)
     """Sequences in a forward and backward pass on one rank. Changes memory and speed, never the result."""
     use_dynamic_bsz: bool = False
     """Cut micro-batches by tokens instead."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: int = where(16384, use_dynamic_bsz=True)
     """Tokens in such a micro-batch, padding included. A longer sequence stands alone."""
     ppo_epochs: int = 1
     """Passes over each step's sequences."""
     shuffle: bool = False
     """In each pass in another order."""
-    data_loader_seed: int = 42
+    data_loader_seed: int = where(42, shuffle=True)
     """Of that order."""
     grad_clip: float = 1.0
     """Gradients are scaled down to this norm."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = where(0.2, **RATIO)
     """The policy ratio is clipped to 1 +- this."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = where(None, **RATIO)
     """To 1 minus this instead."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = where(None, **RATIO)
     """To 1 plus this instead."""
     clip_ratio_c: float = 3.0
     """vanilla: a token with a negative advantage costs at most this many times it."""
@@ -257,9 +252,9 @@ class ActorKeys:
     """Weight of the entropy that the loss rewards. It is logged in any case."""
     use_kl_loss: bool = False
     """Add the KL to the starting policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = where(0.001, use_kl_loss=True)
     """Its weight."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = where("low_var_kl", use_kl_loss=True)
     """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3); with a + its gradient is that of mse, the unbiased
     one."""
     optim: OptimKeys = field(default_factory=OptimKeys)
@@ -296,7 +291,7 @@ class ValKeys:
 
     do_sample: bool = False
     """Sample; else the likeliest tokens are taken."""
-    temperature: float = 0.0
+    temperature: float = where(0.0, do_sample=True)
     """Of these samples."""
     n: int = 1
     """Answers per prompt."""
@@ -326,14 +321,14 @@ class RolloutKeys(RefKeys):
     """vllm: GiB of an engine's key-value cache on a CPU."""
     max_num_seqs: int = 256
     """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
-    max_model_len: int | None = None
+    max_model_len: int | None = where(None, name=("auto", "vllm"))
     """vllm: tokens of prompt and answer together, at most. Default: data.max_prompt_length +
     data.max_response_length; with an agent agent.max_tokens."""
     enforce_eager: bool = False
     """vllm: no CUDA graphs, which are slower to start and faster to run."""
     enable_prefix_caching: bool = True
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
-    free_cache_engine: bool = True
+    free_cache_engine: bool = where(True, name=("auto", "vllm"))
     """vllm on GPUs that it shares: give its memory back between generations."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
@@ -388,11 +383,11 @@ class CriticKeys:
     """Sequences in a pass without gradients. Default: ppo_micro_batch_size_per_gpu."""
     forward_max_token_len_per_gpu: int | None = None
     """Tokens in such a pass. Default: ppo_max_token_len_per_gpu."""
-    ppo_epochs: int = 0
+    ppo_epochs: Any = None
     """Passes over each step's sequences. Default: the actor's."""
     shuffle: bool | None = None
     """Default: as the actor."""
-    data_loader_seed: int = 42
+    data_loader_seed: int = where(42, shuffle=True)
     """Of the order in which it takes them."""
     grad_clip: float = 1.0
     """Gradients are scaled down to this norm."""
@@ -423,7 +418,7 @@ class RewardModelKeys:
     """Cut by tokens instead. Default: as the critic."""
     forward_max_token_len_per_gpu: int | None = None
     """Tokens in such a pass. Default: the critic's."""
-    function_weight: float = 0.0
+    function_weight: float = where(0.0, enable=True)
     """With a reward model: times which the reward function's score is added. 0: the model alone."""
     reward_manager: str = "naive"
     """naive gives the function one answer at a time; batch gives it lists; dapo is naive, and answers lose reward over
@@ -460,9 +455,9 @@ class KLCtrlKeys:
     """adaptive: it follows target_kl."""
     kl_coef: float = 0.001
     """At the start."""
-    horizon: int = 10000
+    horizon: int = where(10000, type=("adaptive",))
     """adaptive: answers over which it may change by a fifth."""
-    target_kl: float = 0.1
+    target_kl: float = where(0.1, type=("adaptive",))
     """adaptive: mean KL per token, in nats."""
 
 
@@ -475,14 +470,14 @@ class RolloutCorrectionKeys:
     and the last two also with _token_tis or _seq_tis behind; keys that are set beside it change it."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's loss by the policy's probability over the engine's, of the token or of its sequence."""
-    rollout_is_threshold: str | None = "2.0"
+    rollout_is_threshold: str | None = where("2.0", rollout_is=True)
     """Largest weight (TIS); or `low_high`: weights outside are 0 (IcePop). null: 2.0."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = where(False, rollout_is=True)
     """Divide the weights by their mean over the step."""
     rollout_rs: str | None = None
     """Leave tokens or sequences out that the two judge too differently: token_, seq_sum_ or seq_mean_ with k1, k2 or k3
     behind it; several with commas between."""
-    rollout_rs_threshold: str | None = None
+    rollout_rs_threshold: str | None = where(None, rollout_rs=True)
     """Bounds of these, one for all or one each: k1 `low_high` of the ratio, or `high`, whose inverse is low; k2 and k3
     the largest estimate, in nats."""
     bypass_mode: bool = False
@@ -526,9 +521,9 @@ class AlgorithmKeys:
     """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the answers
     to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo; _vectorized behind grpo or
     rloo changes nothing."""
-    gamma: float = 1.0
+    gamma: float = where(1.0, adv_estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token, of gae and reinforce_plus_plus."""
-    lam: float = 1.0
+    lam: float = where(1.0, adv_estimator=("gae",))
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the deviation of a prompt's rewards. Dr. GRPO does not."""
@@ -540,9 +535,9 @@ class AlgorithmKeys:
     """gdpo: their weights. Default: 1 each."""
     use_kl_in_reward: bool = False
     """Take the KL to the starting policy off the reward."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = where("kl", use_kl_in_reward=True)
     """Its estimator, as actor.kl_loss_type."""
-    kl_ctrl: KLCtrlKeys = field(default_factory=KLCtrlKeys)
+    kl_ctrl: KLCtrlKeys = field(default_factory=KLCtrlKeys, metadata={"use_kl_in_reward": True})
     rollout_correction: RolloutCorrectionKeys = field(default_factory=RolloutCorrectionKeys)
     filter_groups: FilterGroupsKeys = field(default_factory=FilterGroupsKeys)
 
@@ -561,7 +556,7 @@ class TrainerKeys:
     """Give all ranks about the same work in the passes before the update. Changes no results."""
     nnodes: int = 1
     """Machines. With resource_pool_spec: as many as its longest pool has, unless its pools are on more."""
-    n_gpus_per_node: int | None = None
+    n_gpus_per_node: int | None = where(None, resource_pool_spec=False)
     """Processes of the pool on each, without resource_pool_spec. Default: its GPUs; 1 without."""
     resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
     """Pools: processes on each of its nodes. Default: global_pool with n_gpus_per_node on each of nnodes."""
@@ -598,6 +593,7 @@ class TrainerKeys:
         self.logger = as_list(self.logger)
         refuse({"logger": not set(self.logger) <= set(LOGGERS)}, names=self.logger, known=", ".join(LOGGERS))
         self.save_freq = self.save_freq if self.save_freq > 0 else -1
+        self.test_freq = self.test_freq if self.test_freq > 0 else -1
         if self.max_actor_ckpt_to_keep is None:
             self.max_actor_ckpt_to_keep = UNLIMITED
         if spec := self.resource_pool_spec.values():
@@ -612,7 +608,7 @@ class VerlPPOConfig(RunOptions):
 
     ALIASES: ClassVar[Mapping[str, str]] = KEYS["aliases"]
     REFUSED: ClassVar[Mapping[str, Refused]] = {
-        key: kind(entry["why"], Any, str(entry.get("harmless", "")))
+        key: kind(entry["why"], dict[str, Any], str(entry.get("harmless", "")))
         for kind, section in ((Idle, "idle"), (Refused, "refused"))
         for entry in KEYS[section]
         for key in entry["keys"]
@@ -632,16 +628,16 @@ class VerlPPOConfig(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        actor, critic = self.actor_rollout_ref.actor, self.critic
-        for model in (self.actor_rollout_ref.model, critic.model, self.reward_model.model):
-            if model.path:
-                model.path = at_home(model.path)
-        critic.ppo_mini_batch_size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-        critic.ppo_micro_batch_size_per_gpu = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
-        critic.ppo_epochs = critic.ppo_epochs or actor.ppo_epochs
-        critic.use_dynamic_bsz = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
-        critic.shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
-        critic.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
+        for key, source in KEYS["defaults"].items():
+            group, _, name = key.rpartition(".")
+            if attrgetter(key)(self) is None:
+                setattr(attrgetter(group)(self), name, attrgetter(source)(self))
+        models: list[Any] = [self.actor_rollout_ref.model, self.critic.model, self.reward_model.model]
+        for model in models:
+            model.path = model.path and at_home(model.path)
+        if self.resume == "auto":
+            by_mode = {"auto": "auto", "disable": "none", "resume_path": self.trainer.resume_from_path or ""}
+            self.resume = by_mode[self.trainer.resume_mode]
         for key, known in CHOICES.items():
             value = str(attrgetter(key)(self))
             instead = KEYS["elsewhere"].get(value, "")
@@ -650,30 +646,32 @@ class VerlPPOConfig(RunOptions):
             self._check_batches()
             self._check_algorithm()
             self._check_roles()
-            for engine in (self.actor_engine, self.critic_engine):
-                engine(1)
+            for part in ("actor", "critic"):
+                self.engine(part, 1)
             apart = "actor_rollout_ref.hybrid_engine=false, and a pool of its own for rollout in trainer.role_mapping"
             self.asynchronous.check(self.shares_devices, self.backend, self.prompts_per_step, apart)
         except ValueError as error:
             raise ConfigError(renamed(str(error))) from error
 
     def _check_batches(self) -> None:
-        own, prompts = self.actor_rollout_ref, self.data.train_batch_size
         for least, keys in KEYS["at_least"].items():
             for key in keys:
                 value: Any = attrgetter(key)(self)
                 fits = value is None or (isinstance(value, int | float) and value >= least)
                 refuse({"least": not fits}, key=key, value=value, least=least)
-        refuse({"no_model": not own.model.path, "no_data": not self.data.train_files})
-        for part, key in (("actor", "actor_rollout_ref.actor"), ("critic", "critic"))[: 1 + self.needs_critic]:
-            keys = own.actor if part == "actor" else self.critic
-            ranks = self.pools.workers(self.policy_role if part == "actor" else "critic")
+        refuse({"no_model": not self.actor_rollout_ref.model.path, "no_data": not self.data.train_files})
+        trained = {"actor": (self.policy_role, "actor_rollout_ref.actor")}
+        if self.needs_critic:
+            trained["critic"] = ("critic", "critic")
+        for part, (role, key) in trained.items():
+            own = self.trained(part)
+            ranks = self.pools.workers(role)
             faults = {
-                "minibatch": prompts % keys.ppo_mini_batch_size,
-                "micro_batch": not keys.use_dynamic_bsz and keys.ppo_micro_batch_size_per_gpu is None,
+                "minibatch": self.prompts_per_step % own.ppo_mini_batch_size,
+                "micro_batch": not own.use_dynamic_bsz and own.ppo_micro_batch_size_per_gpu is None,
                 "ranks": self.minibatch_sequences(part) < ranks,
             }
-            refuse(faults, c=self, key=key, keys=keys, ranks=ranks)
+            refuse(faults, c=self, key=key, keys=own, ranks=ranks)
 
     def _check_algorithm(self) -> None:
         own, actor, val = self.algorithm, self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout.val_kwargs
@@ -709,8 +707,8 @@ class VerlPPOConfig(RunOptions):
             "hybrid": not own.hybrid_engine and self.policy_role == self.rollout_role,
             "tensor_parallel": engines % devices or (devices > 1 and self.shares_devices),
             "few_answers": self.sampling_ranks > self.fewest_answers,
-            "no_reward_model": self.needs_reward_model and not self.reward_model.model.path,
-            "two_rewards": self.needs_reward_model and self.agent.func_path,
+            "no_reward_model": self.reward_model.enable and not self.reward_model.model.path,
+            "two_rewards": self.reward_model.enable and self.agent.func_path,
             "resume": trainer.resume_mode == "resume_path" and not trainer.resume_from_path,
             "val_only": trainer.val_only and not self.data.val_files,
         }
@@ -733,11 +731,6 @@ class VerlPPOConfig(RunOptions):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
-    def needs_reward_model(self) -> bool:
-        """Whether a model scores the answers."""
-        return self.reward_model.enable
-
-    @property
     def pools(self) -> ResourcePoolManager:
         """Which processes each role has."""
         own = self.trainer
@@ -745,15 +738,15 @@ class VerlPPOConfig(RunOptions):
         first = next(iter(spec))
         policy = ("actor_rollout",) if self.actor_rollout_ref.hybrid_engine else ("actor", "rollout")
         mapping = dict[str, str](own.role_mapping) or dict.fromkeys(policy, first)
-        needed = {"critic": self.needs_critic, "ref": self.needs_reference, "rm": self.needs_reward_model}
+        needed = {"critic": self.needs_critic, "ref": self.needs_reference, "rm": self.reward_model.enable}
         if "actor_rollout_ref" in mapping and "ref" not in mapping:
             needed["ref"] = False
         for role, is_needed in needed.items():
             refuse({"no_pool": is_needed and role not in mapping and own.role_mapping}, role=role, pool=first)
             if is_needed:
                 mapping.setdefault(role, first)
-            elif role in mapping:
-                del mapping[role]
+            else:
+                mapping.pop(role, None)
         return ResourcePoolManager(spec, mapping)
 
     @property
@@ -767,9 +760,10 @@ class VerlPPOConfig(RunOptions):
         return self.pools.holder("rollout")
 
     @property
-    def reference_role(self) -> str:
-        """The role that computes the log-probabilities of the starting policy."""
-        return self.pools.holder("ref")
+    def shares_devices(self) -> bool:
+        """Whether the engines share their devices with other roles."""
+        pools = self.pools
+        return self.policy_role == self.rollout_role or len(pools.roles_of(pools.mapping[self.rollout_role])) > 1
 
     # --- how much
 
@@ -780,13 +774,8 @@ class VerlPPOConfig(RunOptions):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Answers to each."""
+        """Responses to each."""
         return self.actor_rollout_ref.rollout.n
-
-    @property
-    def max_response(self) -> int:
-        """Tokens of an answer, at most."""
-        return self.data.max_response_length
 
     @property
     def sampling_ranks(self) -> int:
@@ -795,19 +784,22 @@ class VerlPPOConfig(RunOptions):
 
     @property
     def fewest_answers(self) -> int:
-        """Answers that are asked for at a time in training, at the least."""
+        """Responses that are asked for at a time in training, at the least."""
         own = self.algorithm
         prompts = 1 if own.filter_groups.enable else self.prompts_per_step
         return prompts * (1 if own.adv_estimator == "remax" else self.samples_per_prompt)
 
+    def trained(self, part: str) -> Any:
+        """The keys of "actor" (ActorKeys) or "critic" (CriticKeys)."""
+        return self.actor_rollout_ref.actor if part == "actor" else self.critic
+
     def minibatch_sequences(self, part: str) -> int:
         """Sequences of one optimizer step of "actor" or "critic"."""
-        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
-        return own.ppo_mini_batch_size * self.samples_per_prompt
+        return self.trained(part).ppo_mini_batch_size * self.samples_per_prompt
 
     def optimizer_steps(self, part: str, steps: int) -> int:
         """Optimizer steps of "actor" or "critic" in so many steps of the run."""
-        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
+        own = self.trained(part)
         return steps * own.ppo_epochs * (self.prompts_per_step // own.ppo_mini_batch_size)
 
     def steps(self, num_prompts: int) -> int:
@@ -824,7 +816,7 @@ class VerlPPOConfig(RunOptions):
         return steps if most is None else min(steps, max(most - done, 0))
 
     def arithmetic(self, num_prompts: int) -> str:
-        """How much of what a run does, in a sentence."""
+        """How much of what a run does, in a sentence; refuses what fills no step."""
         own, n, prompts = self.actor_rollout_ref.actor, self.samples_per_prompt, self.prompts_per_step
         steps, total = self.steps(num_prompts), num_prompts * self.trainer.total_epochs
         unused, (tokens, sequences) = max(total - steps * prompts, 0), self._micro_batch("actor")
@@ -841,7 +833,7 @@ class VerlPPOConfig(RunOptions):
     # --- the engines
 
     def _micro_batch(self, part: str) -> tuple[int, int]:
-        own = self.actor_rollout_ref.actor if part == "actor" else self.critic
+        own = self.trained(part)
         if own.use_dynamic_bsz:
             return own.ppo_max_token_len_per_gpu, 0
         return UNLIMITED, own.ppo_micro_batch_size_per_gpu or self.minibatch_sequences(part)
@@ -850,114 +842,74 @@ class VerlPPOConfig(RunOptions):
         """Tokens and sequences of a pass without gradients of "actor", "ref", "critic" or "rm"; 0 sequences set no
         limit.
         """
-        whole, critic, reward = self.actor_rollout_ref, self.critic, self.reward_model
-        own = whole.actor if part in ("actor", "ref") else critic
-        dynamic, tokens, sequences = None, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
-        if part in ("actor", "ref"):
-            keys = whole.rollout if part == "actor" else whole.ref
-            dynamic, tokens = keys.log_prob_use_dynamic_bsz, keys.log_prob_max_token_len_per_gpu
-            sequences = keys.log_prob_micro_batch_size_per_gpu
-        elif part == "rm":
-            dynamic, tokens = reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu or tokens
-            sequences = reward.micro_batch_size_per_gpu or sequences
-        if own.use_dynamic_bsz if dynamic is None else dynamic:
-            return tokens or own.ppo_max_token_len_per_gpu, 0
-        return UNLIMITED, sequences or own.ppo_micro_batch_size_per_gpu or 1
+        is_dynamic, tokens, sequences = (attrgetter(key)(self) for key in KEYS["forward"][part])
+        return (tokens, 0) if is_dynamic else (UNLIMITED, sequences or 1)
 
-    def _engine(self, part: str, steps: int) -> TrainConfig:
-        whole, actor = self.actor_rollout_ref.model, self.actor_rollout_ref.actor
-        own, model = (actor, actor) if part == "actor" else (self.critic, self.critic.model)
-        shards, optim, total = model.fsdp_config, own.optim, self.optimizer_steps(part, steps)
+    def engine(self, part: str, steps: int) -> TrainConfig:
+        """The training engine of "actor" or "critic", in a run of so many steps."""
+        own, lora = self.trained(part), dict[str, Any]()
+        model: Any = self.critic.model
+        shards: FSDPKeys = model.fsdp_config if part == "critic" else own.fsdp_config
+        if part == "actor":
+            model = self.actor_rollout_ref.model
+            layers = ",".join(as_list(model.target_modules))
+            lora = {"lora_rank": model.lora_rank, "lora_alpha": model.lora_alpha, "lora_target_modules": layers}
+        total, warmup = self.optimizer_steps(part, steps), own.optim.lr_warmup_steps_ratio
+        if own.optim.lr_warmup_steps is not None and own.optim.lr_warmup_steps >= 0:
+            # verl counts steps of the run; half a step less, so that no rounding adds one.
+            warmed = max(self.optimizer_steps(part, own.optim.lr_warmup_steps) - 0.5, 0)
+            warmup = min(warmed / max(total, 1), 1.0)
         tokens, sequences = self._micro_batch(part)
         forward_tokens, forward_sequences = self.forward_limits(part)
-        # verl counts steps of the run; half a step less, so that no rounding adds one.
-        steps = -1 if optim.lr_warmup_steps is None else optim.lr_warmup_steps
-        warm = max(self.optimizer_steps(part, steps) - 0.5, 0) / max(total, 1)
-        lora = {
-            "lora_rank": whole.lora_rank,
-            "lora_alpha": whole.lora_alpha,
-            "lora_target_modules": ",".join(as_list(whole.target_modules)),
-        }
         return TrainConfig(
             engine="fsdp",
             zero_stage=3 if shards.reshard_after_forward else 2,
             precision=shards.precision,
-            learning_rate=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
+            learning_rate=own.optim.lr,
+            betas=own.optim.betas,
+            weight_decay=own.optim.weight_decay,
             max_norm=own.grad_clip,
-            lr_scheduler="constant" if optim.lr_scheduler_type == "constant" else "cosine_with_min_lr",
-            lr_warmup_ratio=min(warm, 1.0) if steps >= 0 else optim.lr_warmup_steps_ratio,
-            min_lr_ratio=optim.min_lr_ratio or 0.0,
+            lr_scheduler="constant" if own.optim.lr_scheduler_type == "constant" else "cosine_with_min_lr",
+            lr_warmup_ratio=warmup,
+            min_lr_ratio=own.optim.min_lr_ratio or 0.0,
             total_steps=total,
             max_tokens=tokens,
             max_sequences=sequences,
             forward_max_tokens=forward_tokens,
             forward_max_sequences=forward_sequences or UNLIMITED,  # 0 would be: as in training
-            packing=whole.use_remove_padding if part == "actor" else self.critic.model.use_remove_padding,
-            gradient_checkpointing=(whole if part == "actor" else self.critic.model).enable_gradient_checkpointing,
+            packing=model.use_remove_padding,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
             adam_offload=shards.param_offload or shards.optimizer_offload or shards.offload_policy,
             seed=self.seed,
-            **(lora if part == "actor" else {}),
+            **lora,
         )
-
-    def actor_engine(self, steps: int) -> TrainConfig:
-        """The engine of the policy, in a run of so many steps."""
-        return self._engine("actor", steps)
-
-    def critic_engine(self, steps: int) -> TrainConfig:
-        """The engine of the critic."""
-        return self._engine("critic", steps)
 
     @property
     def dtype(self) -> str:
         """Of models that are not trained."""
         return "float32" if self.actor_rollout_ref.actor.fsdp_config.precision == "fp32" else "bfloat16"
 
-    @property
-    def packing(self) -> bool:
-        """Whether the policy's sequences are laid end to end."""
-        return self.actor_rollout_ref.model.use_remove_padding
-
-    @property
-    def attn_implementation(self) -> str | None:
-        """Attention kernels; None: what suits the model."""
-        return self.actor_rollout_ref.model.override_config.attn_implementation
-
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The policy's, with the chat template that was given. One that has no token for padding pads with its end
         token.
         """
         own = self.actor_rollout_ref.model
-        path, template = own.tokenizer_path or own.path, own.custom_chat_template
-        return load_tokenizer(path, chat_template=template, pad_with_end=True)
+        return load_tokenizer(own.tokenizer_path or own.path, chat_template=own.custom_chat_template, pad_with_end=True)
 
-    # --- sampling
+    def shared(self, group: str) -> dict[str, Any]:
+        """Options of a group that recipes share, by their names there, as far as each is a key of verl's."""
+        keys = {tuple(option.rpartition(".")[::2]): key for option, key in KEYS["groups"].items()}
+        return {name: attrgetter(key)(self) for (owner, name), key in keys.items() if owner == group}
 
     @property
     def rollout(self) -> RolloutOptions:
-        """How answers are sampled, as the group of options that recipes share."""
+        """How responses are sampled, as the group of options that recipes share."""
         own = self.actor_rollout_ref.rollout
-        return RolloutOptions(
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=max(own.top_k, 0),
-            max_new_tokens=self.max_response,
-            max_rows=own.max_num_seqs,
-            engine=own.name,
-            tensor_parallel=1 if self.policy_role == self.rollout_role else own.tensor_model_parallel_size,
-            gpu_memory=own.gpu_memory_utilization,
-            cpu_cache_gb=own.cpu_cache_gb,
-            enforce_eager=own.enforce_eager,
-            prefix_caching=own.enable_prefix_caching,
-            verify_weight_sync=own.verify_weight_sync,
-        )
-
-    @property
-    def shares_devices(self) -> bool:
-        """Whether the engines share their devices with other roles."""
-        pools = self.pools
-        return self.policy_role == self.rollout_role or len(pools.roles_of(pools.mapping[self.rollout_role])) > 1
+        devices = 1 if self.policy_role == self.rollout_role else own.tensor_model_parallel_size
+        found = self.shared("rollout")
+        found["top_k"] = max(own.top_k, 0)
+        found["tensor_parallel"] = devices
+        return RolloutOptions(**found)
 
     @property
     def sleeps(self) -> bool:
@@ -967,61 +919,20 @@ class VerlPPOConfig(RunOptions):
 
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a process that samples."""
-        longest = self.agent.longest_prompt(self.data.max_prompt_length, self.max_response)
+        longest = self.agent.longest_prompt(self.data.max_prompt_length, self.data.max_response_length)
         config = self.rollout.engine_config(self.dtype, longest, self.shares_devices, self.sleeps)
         if not isinstance(config, VLLMRolloutConfig):
             return config
         length = self.actor_rollout_ref.rollout.max_model_len or config.max_model_len
         return replace(config, max_model_len=length, own_process=self.policy_role == self.rollout_role)
 
-    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
-        """How the answers of a step are drawn; those that validate name a temperature, and leave no token out."""
-        return self.rollout.sampling(self.seed, step, temperature)
-
-    @property
-    def temperature(self) -> float:
-        """Of the answers that are trained on."""
-        return self.actor_rollout_ref.rollout.temperature
-
     @property
     def val_temperature(self) -> float:
-        """Of the answers that validate."""
+        """Of the responses that validate."""
         own = self.actor_rollout_ref.rollout.val_kwargs
         return own.temperature if own.do_sample else 0.0
 
-    @property
-    def val_samples(self) -> int:
-        """Answers to each prompt that validates."""
-        return self.actor_rollout_ref.rollout.val_kwargs.n
-
-    @property
-    def bypasses(self) -> bool:
-        """Whether the engine's log-probabilities stand for those of the policy before the step."""
-        return self.algorithm.rollout_correction.bypass_mode
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether these are computed."""
-        return not self.bypasses
-
-    # --- what is kept
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where the step folders are."""
-        return Path(self.trainer.default_local_dir or f"{self.run_dir}/checkpoints").expanduser()
-
-    @property
-    def resume_from(self) -> str:
-        """`auto`, `none`, or a path to go on from."""
-        by_mode = {"auto": "auto", "disable": "none", "resume_path": self.trainer.resume_from_path or ""}
-        return by_mode[self.trainer.resume_mode] if self.resume == "auto" else self.resume
-
-    def tracker_sinks(self) -> dict[str, Any]:
-        """Who reads along, as `Tracker` is told of it."""
-        own = self.trainer
-        wandb = WandbConfig(project=own.project_name, run_name=own.experiment_name) if "wandb" in own.logger else None
-        return {"wandb": wandb, "tensorboard": "true" if "tensorboard" in own.logger else None}
+    # --- what a user should know
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""
@@ -1033,127 +944,58 @@ class VerlPPOConfig(RunOptions):
             found.append("tensor_model_parallel_size: each process of the hybrid engine samples on its own device")
         if self.algorithm.use_kl_in_reward and actor.use_kl_loss:
             found.append("the KL is both taken off the reward and added to the loss")
-        for is_idle, why, names in self._idle():
-            groups = tuple(name for name in names if name.endswith("."))
-            named = [name for name in sorted(given) if is_idle and (name in names or name.startswith(groups))]
-            found += [f"no effect of {', '.join(named)}: {why}"] * bool(named)
+        idle = [*self._idle_beside(), *idle_options(self)]
+        for option in sorted(given):
+            reasons = [why for name, why in idle if f"{option}.".startswith(f"{name}.")]
+            found += [f"no effect of {option}: {why}" for why in reasons[:1]]
         roles = [role for role in self.trainer.role_mapping if role not in self.pools.mapping]
         found += [f"no effect of {role} in trainer.role_mapping: nothing needs it" for role in roles]
         shared = [name for name, key in KEYS["groups"].items() if key in given]
         notes = [*self.rollout.notes(shared), *self.agent.notes(given, own.rollout.name)]
-        corrects = bool(self.algorithm.rollout_correction.rollout_is) or self.bypasses
+        fix = self.algorithm.rollout_correction
+        corrects = fix.rollout_is is not None or fix.bypass_mode
         notes += self.asynchronous.notes(given, "algorithm.rollout_correction.rollout_is=token", corrects)
         return found + [renamed(note) for note in notes]
 
-    def _idle(self) -> list[tuple[object, str, tuple[str, ...]]]:
-        """(whether, why, which) options, or groups with a dot behind them, have no effect beside the others."""
-        whole, own, critic = self.actor_rollout_ref, self.algorithm, self.critic
-        actor, rollout, fix, data = whole.actor, whole.rollout, own.rollout_correction, self.data
-        mode, name, hf = actor.policy_loss.loss_mode, own.adv_estimator, rollout.name == "hf"
-        a, r, f, k = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction", "kl_ctrl."
-        ratios = tuple(f"{a}.clip_ratio{which}" for which in ("", "_low", "_high"))
-        sides = None not in (actor.clip_ratio_low, actor.clip_ratio_high)
-        sampled = rollout.val_kwargs.do_sample
-        lora = ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.target_modules")
-        validates = ("trainer.test_freq", "trainer.val_before_train", "data.val_max_samples")
-        return [
-            (actor.use_dynamic_bsz, "use_dynamic_bsz cuts by tokens", (f"{a}.ppo_micro_batch_size_per_gpu",)),
-            (not actor.use_dynamic_bsz, "use_dynamic_bsz is off", (f"{a}.ppo_max_token_len_per_gpu",)),
-            (not actor.use_kl_loss, "use_kl_loss is off", (f"{a}.kl_loss_coef", f"{a}.kl_loss_type")),
-            (not actor.shuffle, "shuffle is off", (f"{a}.data_loader_seed",)),
-            (mode not in get_args(RatioLoss), f"{mode} has no clip range", ratios),
-            (sides and mode in get_args(RatioLoss), "clip_ratio_low and clip_ratio_high are set", ratios[:1]),
-            (not whole.model.lora_rank, "lora_rank is 0", lora),
-            (hf, "hf generates", (f"{r}.max_model_len", f"{r}.free_cache_engine")),
-            (data.val_files and not sampled, "val_kwargs.do_sample is off", (f"{r}.val_kwargs.temperature",)),
-            (not self.needs_critic, "there is no critic", ("critic.", "trainer.critic_warmup")),
-            (self.needs_critic and not critic.shuffle, "shuffle is off", ("critic.data_loader_seed",)),
-            (not self.needs_reward_model, "there is no reward model", ("reward_model.function_weight",)),
-            (name not in ("gae", "reinforce_plus_plus"), f"{name} discounts nothing", ("algorithm.gamma",)),
-            (name != "gae", f"{name} has no lambda", ("algorithm.lam",)),
-            (not own.use_kl_in_reward, "use_kl_in_reward is off", (f"algorithm.{k}", "algorithm.kl_penalty")),
-            (
-                own.use_kl_in_reward and own.kl_ctrl.type == "fixed",
-                "kl_ctrl.type=fixed",
-                (f"algorithm.{k}target_kl", f"algorithm.{k}horizon"),
-            ),
-            (
-                not fix.rollout_is,
-                "rollout_is is not set",
-                (f"{f}.rollout_is_threshold", f"{f}.rollout_is_batch_normalize"),
-            ),
-            (not fix.rollout_rs, "rollout_rs is not set", (f"{f}.rollout_rs_threshold",)),
-            (not data.val_files, "there are no data.val_files", (*validates, f"{r}.val_kwargs.")),
-            (data.filter_overlong_prompts, "filter_overlong_prompts leaves long ones out", ("data.truncation",)),
-            (self.trainer.resource_pool_spec, "resource_pool_spec says it", ("trainer.n_gpus_per_node",)),
-        ]
+    def _idle_beside(self) -> Iterator[tuple[str, str]]:
+        """As `idle_options`: options without effect beside those of other groups."""
+        actor = self.actor_rollout_ref.actor
+        if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+            yield "actor_rollout_ref.actor.clip_ratio", "clip_ratio_low and clip_ratio_high are set"
+        if not self.needs_critic:
+            yield from dict.fromkeys(("critic", "trainer.critic_warmup"), "there is no critic").items()
+        if not self.data.val_files:
+            names = ("trainer.test_freq", "trainer.val_before_train", "actor_rollout_ref.rollout.val_kwargs")
+            yield from dict.fromkeys(names, "there are no data.val_files").items()
 
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
-    """Hydra's way of writing as that of `load_config`: without + before a key, and `mapping.key=value` as a mapping.
+    """Hydra's way of writing as that of `load_config`: without + before a key, and with blanks in mappings.
 
     Raises:
-        ConfigError: something of Hydra's that is not here, or no YAML.
+        ConfigError: something of Hydra's that is not here.
     """
-    plain, inner, groups = list[str](), list[str](), KEYS["mappings"]
+    plain = list[str]()
     for word in arguments:
         hydra = word.startswith(("~", "--config-name", "--config-path", "--config-dir", "hydra."))
         refuse({"hydra": hydra}, word=word)
         key, equals, value = word.lstrip("+").partition("=")
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
             value = value[1:-1]  # quotes that the shell has left
-        if not equals or not f"{key}.".startswith(tuple(f"{group}." for group in groups)):
-            plain.append(f"{key}{equals}{value}")
-            continue
-        if not {"'", '"'} & set(value):  # Hydra takes {a:1} too
+        if value.startswith("{") and not {"'", '"'} & set(value):  # Hydra takes {a:1} too
             value = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", value)
-        inner.append(f"{key}={value}")
-    try:
-        tree = OmegaConf.from_dotlist(inner)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{' '.join(inner)}: {error}") from error
-    found = {group: OmegaConf.select(tree, group) for group in groups}
-    return plain + [f"{group}={json.dumps(OmegaConf.to_container(one))}" for group, one in found.items() if one]
+        plain.append(f"{key}{equals}{value}")
+    return plain
 
 
 def idle_notes(arguments: Sequence[str]) -> list[str]:
     """What keys of a command line, as `plain_arguments` gives it, and of its `--config FILE` have no effect."""
-    words = [word.removeprefix("--").partition("=") for word in arguments]
-    named = {key for key, _, _ in words}
-    for (key, equals, value), (following, *rest) in zip(words, [*words[1:], ("", "", "")], strict=True):
-        if key == "config":
-            named |= written(yaml.safe_load(Path(value if equals else "".join([following, *rest])).read_text("utf-8")))
-    return [
-        f"no effect of {', '.join(keys)}: {entry['why']}"
-        for entry in KEYS["idle"]
-        if (keys := [key for key in entry["keys"] if key in named])
-    ]
-
-
-def written(tree: Any, prefix: str = "") -> set[str]:
-    """The keys of a file, each with dots, and those of the groups."""
-    if not isinstance(tree, dict):
-        return set()
-    own = {f"{prefix}{key}": value for key, value in tree.items()}
-    return set(own).union(*(written(value, f"{key}.") for key, value in own.items()))
-
-
-def refuse(faults: Mapping[str, object], **values: Any) -> None:
-    """Say of the first thing that is wrong what keys.yaml has to say of it.
-
-    Raises:
-        ConfigError: something is.
-    """
-    for name, is_wrong in faults.items():
-        if is_wrong:
-            raise ConfigError(KEYS["faults"][name].format(**values))
-
-
-def renamed(text: str) -> str:
-    """A sentence about the shared groups, in verl's keys."""
-    for own, key in KEYS["groups"].items():
-        text = re.sub(rf"(?<![\w.]){re.escape(own)}", key, text)
-    return text
+    named = refused_options(VerlPPOConfig, arguments)
+    notes = list[str]()
+    for entry in KEYS["idle"]:
+        if keys := [key for key in entry["keys"] if key in named]:
+            notes.append(f"no effect of {', '.join(keys)}: {entry['why']}")
+    return notes
 
 
 def as_list(value: Any) -> list[str]:

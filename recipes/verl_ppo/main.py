@@ -2,25 +2,24 @@
 
 import copy
 import os
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from core import Job, JobBuilder
 from core.placement import detect_devices
-from training.config import ConfigError, changed_options, describe_options, given_options, load_config
-from training.launch import STOP_GRACE_S, open_run, threads_each
+from training.command import Command
+from training.config import ConfigError
+from training.launch import STOP_GRACE_S, threads_each
 from training.plan import Plan, steps_text
 from training.warm_start import resolve_model
 
-from .config import RECIPE, VerlPPOConfig, as_list, idle_notes, plain_arguments, renamed
+from .config import VerlPPOConfig, idle_notes, plain_arguments
 from .data import check_inputs
+from .keys import refuse, renamed
 from .layout import memory_needs
 from .resource_pool import POLICY_ROLES, Role
 
-PRESET = Path(__file__).parent / "tiny.yaml"
 LEARNERS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.Critic)
 """Roles whose processes enter collectives together."""
 
@@ -35,16 +34,6 @@ def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:  # noqa: AR
     }
 
 
-def presets(arguments: list[str]) -> list[Path]:
-    """What a run starts from: without a model of the user's own the tiny preset."""
-    return [] if "actor_rollout_ref.model.path" in given_options(VerlPPOConfig, arguments) else [PRESET]
-
-
-def asked_config(arguments: list[str]) -> VerlPPOConfig:
-    """What the user asks for."""
-    return load_config(VerlPPOConfig, arguments, files=presets(arguments))
-
-
 def resolved(asked: VerlPPOConfig) -> tuple[VerlPPOConfig, str]:
     """The same with everything filled in that was left to the machine; and who generates, and why, in a line."""
     gpus, config = detect_devices(), copy.deepcopy(asked)
@@ -53,18 +42,16 @@ def resolved(asked: VerlPPOConfig) -> tuple[VerlPPOConfig, str]:
         rollout, engine = asked.rollout.chosen(gpus, own.model.path, 0.0, 1.0, asked.val_temperature)
     except ValueError as error:
         raise ConfigError(renamed(str(error))) from error
-    own.rollout.name, own.rollout.free_cache_engine = rollout.engine, own.rollout.free_cache_engine and gpus > 0
+    own.rollout.name = rollout.engine
+    own.rollout.free_cache_engine = own.rollout.free_cache_engine and gpus > 0
     trainer.n_gpus_per_node = trainer.n_gpus_per_node or max(gpus, 1)
     for shards in (own.actor.fsdp_config, config.critic.model.fsdp_config):
         shards.choose(gpus)
     cores, pools = len(os.sched_getaffinity(0)), config.pools
     most = max(pools.workers(role) // pools.nodes(role) for role in pools.mapping)
     # On a cluster the machine at hand says nothing; Ray refuses there what does not fit.
-    if not gpus and most > cores and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            f"{most} processes of a role on this machine, which has no GPU and {cores} CPU cores, one for each; set "
-            f"trainer.n_gpus_per_node (or trainer.resource_pool_spec) to at most {cores}"
-        )
+    too_many = not gpus and most > cores and not os.environ.get("RAY_ADDRESS")
+    refuse({"cores": too_many}, most=most, cores=cores)
     return replace(config), engine
 
 
@@ -75,8 +62,7 @@ def build_job(config: VerlPPOConfig) -> Job:
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
     builder.role("trainer").run(f"{__package__}.trainer:VerlPPOTrainer")
     for role, pool in pools.mapping.items():
-        if role not in workers:
-            raise ConfigError(f"trainer.role_mapping has {role}, but role_worker_mapping of main.py does not; add it")
+        refuse({"no_worker": role not in workers}, role=role)
         builder.role(role)
         devices = config.rollout.tensor_parallel if role == config.rollout_role else 1
         count = pools.workers(role) // devices
@@ -84,7 +70,7 @@ def build_job(config: VerlPPOConfig) -> Job:
             builder.train(workers[role]).nnodes(pools.nodes(role)).nproc_per_node(count // pools.nodes(role))
         else:
             builder.run(workers[role]).total(count).max_restarts(config.max_restarts)
-        # Roles take turns, each with all cores, but where generation is ahead of training.
+        # Roles work one after the other, each with all cores, but where generation is ahead of training.
         threads = threads_each(pools.get_n_gpus() if config.asynchronous.ahead else count)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
         if trainer.share_processes:
@@ -96,50 +82,54 @@ def build_job(config: VerlPPOConfig) -> Job:
     return builder.build()
 
 
-def make_plan(asked: VerlPPOConfig, arguments: list[str]) -> Plan:
-    """What the run will use, and why."""
-    (config, engine), data = resolved(asked), asked.data
-    job = build_job(config)
-    return Plan(
-        recipe=RECIPE,
-        job=job,
-        config=config,
-        changed=changed_options(VerlPPOConfig, arguments, presets(arguments)),
-        needs=memory_needs(config, job),
-        steps=steps_text(
-            config.arithmetic, ",".join(as_list(data.train_files)), max(data.train_max_samples, 0) or None
-        ),
-        choices=[f"fsdp, {config.dtype}", engine],
-        notes=[*config.notes(given_options(VerlPPOConfig, arguments)), *idle_notes(arguments)],
-        overlaps=config.asynchronous.ahead > 0,
-    )
+class VerlCommand(Command[VerlPPOConfig]):
+    """See `Command`."""
 
+    models = frozenset({"actor_rollout_ref.model.path"})
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
-    began = time.time()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(arguments):
-        print(describe_options(VerlPPOConfig))
-        return 0
-    try:
-        arguments = plain_arguments(arguments)
-        asked = asked_config(arguments)
-        plan = make_plan(asked, arguments)
-        if plan.is_all(asked, given_options(VerlPPOConfig, arguments)):
-            return 0
+    def words(self, arguments: list[str]) -> list[str]:
+        """Hydra's way of writing as that of `load_config`."""
+        return plain_arguments(arguments)
+
+    def plan(self, asked: VerlPPOConfig, arguments: list[str]) -> Plan:
+        """See `Command.plan`."""
+        (config, engine), data = resolved(asked), asked.data
+        job = build_job(config)
+        return Plan(
+            recipe=self.folder.name,
+            job=job,
+            config=config,
+            changed=self.changed(arguments),
+            needs=memory_needs(config, job),
+            steps=steps_text(config.arithmetic, ",".join(data.train_files), max(data.train_max_samples, 0) or None),
+            choices=[f"fsdp, {config.dtype}", engine],
+            notes=[*config.notes(self.given(arguments)), *idle_notes(arguments)],
+            overlaps=config.asynchronous.ahead > 0,
+        )
+
+    def check(self, plan: Plan) -> None:
+        """See `Command.check`."""
         plan.steps = plan.config.arithmetic(check_inputs(plan.config))
-        run_dir = open_run(asked.run_dir, asked.resume_from, asked.trainer.default_local_dir, plan.json())
-    except (ValueError, OSError) as error:
-        print(f"{RECIPE}: {error}", file=sys.stderr)
-        return 2
-    plan.job.config = config = replace(plan.config, run_dir=str(run_dir))
-    config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path)
-    return plan.run(run_dir, began, warm_start=time.time() - began)
+
+    def checkpoints(self, config: VerlPPOConfig) -> str | None:
+        """See `Command.checkpoints`."""
+        return config.trainer.default_local_dir
+
+    def ready(self, config: VerlPPOConfig) -> VerlPPOConfig:
+        """See `Command.ready`."""
+        model = config.actor_rollout_ref.model
+        model.path = resolve_model(model.path)
+        return config
+
+
+COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent)
+main = COMMAND.main
+
+
+def read_config(arguments: list[str]) -> VerlPPOConfig:
+    """What a command line asks for, with everything filled in that was left to the machine."""
+    return resolved(COMMAND.read(COMMAND.words(arguments)))[0]
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # before there was anything to stop
-        sys.exit(130)
+    COMMAND.run()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,34 +14,19 @@ from torch import Tensor
 from components.batch import Batch
 from components.rl.masked import sequence_means
 from training.rollouts import rollout_metrics
+from training.tracking.metrics import METRICS
 from training.validation import validation_metrics
 
 if TYPE_CHECKING:
     from .config import VerlPPOConfig
 
-SHARED = {"grad_norm": "grad_norm", "learning_rate": "lr"}
-ENGINE_NAMES = {
-    "actor": SHARED
-    | {
-        "policy_loss": "pg_loss",
-        "clipped_share": "pg_clipfrac",
-        "dual_clipped_share": "pg_clipfrac_lower",
-        "approx_kl": "ppo_kl",
-    },
-    "critic": SHARED | {"loss": "vf_loss", "clipped_share": "vf_clipfrac", "value_mean": "vpred_mean"},
-}
-"""What the engines say of an update, and what verl calls it. Its ppo_kl is the mean log-ratio, and may be negative;
-ours is the k3 estimate of the same KL."""
-
-ROLLOUT_NAMES = {
-    "rollout/mismatch_kl": "rollout_corr/kl",
-    "rollout/mismatch_k3": "rollout_corr/k3_kl",
-    "rollout/chi_square_token": "rollout_corr/chi2_token",
-    "rollout/chi_square_sequence": "rollout_corr/chi2_seq",
-    "rollout/outside_share": "rollout_corr/rollout_is_oob_ratio",
-}
-"""What `rollout_metrics` says, and what verl calls it."""
-TOLD_BELOW = {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/turns_mean"}
+KEPT = ("timing_s/step", "rollout/truncated_share")
+"""Metrics that are logged under the name that all recipes give them, beside verl's."""
+NAMES = {metric.same_as: metric.name for metric in METRICS if metric.same_as and metric.same_as not in KEPT}
+"""Names that all recipes give, and verl's. Its ppo_kl is the mean log-ratio, and may be negative; ours is the k3
+estimate of the same KL.
+"""
+TOLD_BELOW = {"reward/reward", "reward/shaped", "rollout/response_length"}
 """What it says of which `experience_metrics` tells more, under verl's names."""
 
 ATTENTION = 1 / 24576
@@ -51,10 +36,9 @@ PER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time is told for each token, prompts included; that of `gen` for each token of the answers."""
 
 
-def renamed(metrics: Mapping[str, float], part: Literal["actor", "critic"]) -> dict[str, float]:
-    """Metrics of an update, as `over_updates` gives them, under verl's names."""
-    names = ENGINE_NAMES[part]
-    return {f"{part}/{names.get(name, name)}": value for name, value in metrics.items()}
+def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics under verl's names, where it has some."""
+    return {NAMES.get(name, name): value for name, value in metrics.items()}
 
 
 def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, float]:
@@ -79,8 +63,8 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, fl
     every = (
         experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
     )
-    told = rollout_metrics(every, *bounds).items()
-    metrics = {ROLLOUT_NAMES.get(name, name): value for name, value in told if name not in TOLD_BELOW}
+    told = renamed(rollout_metrics(every, *bounds))
+    metrics = {name: value for name, value in told.items() if name not in TOLD_BELOW}
     metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_length)
     if "num_turns" in experience:
         metrics |= _spread("num_turns", experience["num_turns"])
@@ -206,7 +190,7 @@ def heldout_metrics(answers: Batch) -> dict[str, float]:
 
 
 def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
-    """Reorder, so that each of the `ranks` parts that `Batch.split` cuts is about as much work.
+    """Reorder, so that each of the `ranks` parts that `Batch.split` cuts is about as much work; see `unbalanced`.
 
     Where samples have several sequences (`branch`), which have to stay side by side, nothing is moved.
 
@@ -215,6 +199,7 @@ def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
         `balanced_min` and `balanced_max` of them as they are now.
     """
     before = [part.num_tokens for part in experience.split(ranks)]
+    experience = experience.with_sequences(place=torch.arange(len(experience)))
     if "branch" not in experience or not bool(experience["branch"].any()):
         # Larger parts first, as `split` cuts them.
         shares = sorted(experience.balanced_shares(ranks, ATTENTION), key=len, reverse=True)
@@ -223,3 +208,8 @@ def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
     metrics = {"min": min(before), "max": max(before), "minmax_diff": max(before) - min(before)}
     metrics |= {"balanced_min": min(after), "balanced_max": max(after), "mean": sum(before) / ranks}
     return experience, {f"global_seqlen/{name}": float(value) for name, value in metrics.items()}
+
+
+def unbalanced(experience: Batch) -> Batch:
+    """In the order from before `balanced`: what a mini-batch has in it does not depend on the number of ranks."""
+    return experience.select(experience["place"].argsort()).without("place") if "place" in experience else experience

@@ -1,21 +1,91 @@
-"""What involves several worker groups, or the job as a whole. A single group is called through its own methods."""
+"""What involves several worker groups, or the whole job. A single group is called through its own methods."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.policy_calls import PolicyCalls
 
 if TYPE_CHECKING:
+    from agents.player import Collected
+    from components.batch import Batch
+    from components.engines.config import SamplingConfig
     from core import WorkerGroup
+    from training.rl_options import RLOptions
 
 
-def sync_weights(actor: "WorkerGroup", rollout: "WorkerGroup", version: int) -> None:
-    """Bring the policy as it is now to every engine that samples; their samples carry `version` from here on.
+class VerlCalls(PolicyCalls):
+    """See `PolicyCalls`; by worker groups. A worker that does several things is one group under several names."""
 
-    The two are one group where a worker trains and samples.
-    """
-    handle = next(handle for handle in actor.publish_weights(version) if handle is not None)
-    rollout.receive_weights(handle)
+    def __init__(self, trainer: Any, config: "RLOptions") -> None:
+        super().__init__(trainer, config)
+        self.keys = trainer.config
+        self.actor: WorkerGroup = trainer.actor_wg
+        self.rollout: WorkerGroup = trainer.rollout_wg
+        self.critic: WorkerGroup | None = trainer.critic_wg
+        self.reference: WorkerGroup | None = trainer.ref_wg
+        self.reward_model: WorkerGroup | None = trainer.rm_wg
+        self.learners = [group for group in (self.actor, self.critic) if group is not None]
 
+    @property
+    def engines(self) -> int:
+        """How many sample."""
+        return len(self.rollout)
 
-def end_job(*groups: "WorkerGroup") -> None:
-    """Tell all workers that no call will follow; a group that is there twice is told once."""
-    for ending in [group.call("end_job") for group in {id(group): group for group in groups}.values()]:
-        ending.result()
+    def load(self, steps: int) -> None:
+        """Load critic, reference and reward model in parallel; then the policy, whose engine takes of the memory what
+        is left.
+        """
+        path = self.config.model.path
+        policies = dict.fromkeys([self.actor, self.rollout])
+        loading = []
+        if self.critic is not None:
+            loading.append(self.critic.init_model(self.keys.critic.model.path or path, steps))
+        if self.reward_model is not None:
+            loading.append(self.reward_model.init_model(self.keys.reward_model.model.path))
+        if self.reference is not None and self.reference not in policies:
+            loading.append(self.reference.init_model(path, steps))
+        for future in loading:
+            future.result()
+        for group in policies:
+            group.init_model(path, steps).result()
+
+    def generate_plain(self, prompts: "Batch", sampling: "SamplingConfig") -> "Batch":
+        """One response to each prompt, without the agent."""
+        return self.rollout.generate_sequences(prompts, sampling, True)
+
+    def begin(self, prompts: "list[Batch | None]", sampling: "SamplingConfig") -> None:
+        """Begin responses that `collect` brings; the list has an item for every engine."""
+        self.rollout.begin(prompts, [sampling] * self.engines)
+
+    def collect(self, seconds: float) -> "Sequence[Collected]":
+        """From every engine what has finished, in whole groups, after at most so many seconds."""
+        return self.rollout.collect(seconds)
+
+    def logprobs(self, tokens: "Batch", temperatures: Sequence[float]) -> "list[Batch]":
+        """`logprob` per token under the policy, in nats, at each temperature."""
+        return [self.actor.compute_log_prob(tokens, temperature).result() for temperature in temperatures]
+
+    def sync_weights(self, version: int) -> None:
+        """Bring the policy as it is now to every engine; their responses carry `version` from here on."""
+        handle = next(handle for handle in self.actor.publish_weights(version) if handle is not None)
+        self.rollout.receive_weights(handle)
+
+    def save_state(self, folder: Path) -> None:
+        """Write what training resumes from into the folder of a step's checkpoint."""
+        for group in self.learners:
+            group.save_checkpoint(str(folder / "state"))
+
+    def load_state(self, folder: Path) -> list[str]:
+        """Resume from it; what cannot be exact is returned in words."""
+        return [line for group in self.learners for line in group.load_checkpoint(str(folder / "state"))[0]]
+
+    def save(self, folder: Path) -> None:
+        """Write the policy as a folder that `from_pretrained` loads."""
+        self.actor.save_model(str(folder))
+
+    def end(self) -> None:
+        """Tell all workers that no call will follow."""
+        groups = dict.fromkeys([*self.learners, self.rollout, self.reference, self.reward_model])
+        for ending in [group.call("end_job") for group in groups if group is not None]:
+            ending.result()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from training.config import ConfigError
+from .keys import refuse
 
 
 class Role(StrEnum):
@@ -39,28 +39,18 @@ class ResourcePoolManager:
         self.resource_pool_spec = dict(resource_pool_spec)
         self.mapping = {str(role): pool for role, pool in mapping.items()}
         for pool, counts in self.resource_pool_spec.items():
-            if not counts or min(counts) < 1 or len(set(counts)) > 1:
-                raise ConfigError(
-                    f"trainer.resource_pool_spec.{pool}={list(counts)}; set the processes on each of its nodes, the "
-                    "same number of at least 1 on all, as [4, 4]"
-                )
+            uneven = not counts or min(counts) < 1 or len(set(counts)) > 1
+            refuse({"pool_counts": uneven}, pool=pool, counts=list(counts))
         for role, pool in self.mapping.items():
-            if pool not in self.resource_pool_spec:
-                raise ConfigError(
-                    f"trainer.role_mapping puts {role} into the pool {pool}, but trainer.resource_pool_spec has "
-                    f"{', '.join(self.resource_pool_spec)}; add it there"
-                )
+            known = ", ".join(self.resource_pool_spec)
+            refuse({"pool": pool not in self.resource_pool_spec}, role=role, pool=pool, known=known)
         for part in ("actor", "rollout"):
             self.holder(part)
 
     def holder(self, part: str) -> str:
         """The one policy role with `part` ("actor", "rollout" or "ref") in its name."""
         found = [role for role in self.mapping if role in POLICY_ROLES and part in role.split("_")]
-        if len(found) != 1:
-            raise ConfigError(
-                f"trainer.role_mapping has {', '.join(found) or 'no role'} for the part {part} of the policy; name "
-                "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
-            )
+        refuse({"holder": len(found) != 1}, found=", ".join(found) or "no role", part=part)
         return found[0]
 
     def nodes(self, role: str) -> int:

@@ -11,6 +11,7 @@ from components.data.rewards import RewardSettings
 from components.data.score_functions import PREDICTION, ScoreCode, ScoreFunction, default_functions
 
 from .config import VerlPPOConfig
+from .keys import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,7 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
     kwargs = dict(own.reward_kwargs)
     if own.path is None:
         method = kwargs.pop("method", "strict")
-        if kwargs or method not in ("strict", "flexible"):
-            raise ValueError(
-                f"custom_reward_function.reward_kwargs={dict(own.reward_kwargs)}, but the built-in functions take only "
-                "method=strict or method=flexible (of openai/gsm8k); change that, or set custom_reward_function.path"
-            )
+        refuse({"function_kwargs": kwargs or method not in ("strict", "flexible")}, given=dict(own.reward_kwargs))
         if method == "flexible":
             functions["openai/gsm8k"] = functions["gsm8k_flexible"]
     return ScoreCode(
@@ -44,7 +41,7 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
         kwargs=kwargs,
         lists=config.reward_model.reward_manager == "batch",
         functions=functions,
-        optional=config.needs_reward_model and not config.reward_model.function_weight,
+        optional=config.reward_model.enable and not config.reward_model.function_weight,
     )
 
 
@@ -55,22 +52,14 @@ def overlong_buffer(config: VerlPPOConfig) -> tuple[int, int, float] | None:
     own = config.reward_model
     given: dict[str, Any] = dict(own.reward_kwargs)
     buffer: Mapping[str, Any] = given.pop("overlong_buffer_cfg", None) or {}
-    longest = given.pop("max_resp_len", None) or config.max_response
+    longest = given.pop("max_resp_len", None) or config.data.max_response_length
     unknown = [*given, *({*buffer} - {"enable", "len", "penalty_factor", "log"})]
-    if unknown or (own.reward_kwargs and own.reward_manager != "dapo"):
-        raise ValueError(
-            f"reward_model.reward_kwargs={dict(own.reward_kwargs)} with reward_model.reward_manager="
-            f"{own.reward_manager}; only dapo takes some: overlong_buffer_cfg.enable, .len, .penalty_factor, .log, and "
-            "max_resp_len (for arguments of the function set custom_reward_function.reward_kwargs)"
-        )
+    takes_none = own.reward_manager != "dapo" and own.reward_kwargs
+    refuse({"manager_kwargs": unknown or takes_none}, given=dict(own.reward_kwargs), manager=own.reward_manager)
     if not buffer.get("enable"):
         return None
     tokens, factor = buffer.get("len", 0), buffer.get("penalty_factor", 1.0)
-    if not 1 <= tokens <= longest or factor < 0:
-        raise ValueError(
-            f"reward_model.reward_kwargs.overlong_buffer_cfg={dict(buffer)}; set len to 1 to {longest} tokens, and "
-            "penalty_factor to 0 or more"
-        )
+    refuse({"buffer": not 1 <= tokens <= longest or factor < 0}, given=dict(buffer), longest=longest)
     return longest, tokens, factor
 
 
@@ -88,14 +77,8 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
 
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
     """ValueError where there is no function for a data source that needs one."""
-    unknown = [] if code.optional else code.unknown(sources)
-    if unknown:
-        raise ValueError(
-            f"there is no reward function for the data source {', '.join(map(repr, unknown))}; set "
-            "custom_reward_function.path to a Python file with compute_score(data_source, solution_str, ground_truth, "
-            "extra_info=None), data.reward_fn_key to the column with the data source, or score with a reward model "
-            f"(reward_model.enable); there are functions for {', '.join(sorted(code.functions))}"
-        )
+    unknown = ", ".join(map(repr, code.unknown(sources)))
+    refuse({"no_function": unknown and not code.optional}, unknown=unknown, known=", ".join(sorted(code.functions)))
 
 
 class RewardManager:

@@ -178,8 +178,7 @@ def verl_config(model: str, folder: Path) -> Any:
         reward_model.enable=true actor_rollout_ref.hybrid_engine=false async_train=true partial_rollout=true""".split()
     apart = ["trainer.resource_pool_spec={train: [1], sample: [1]}"]
     apart += ["trainer.role_mapping={actor: train, ref: train, critic: train, rm: train, rollout: sample}"]
-    main = import_module("recipes.verl_ppo.main")
-    return main.resolved(main.asked_config(import_module("recipes.verl_ppo.config").plain_arguments(given + apart)))[0]
+    return import_module("recipes.verl_ppo.main").read_config(given + apart)
 
 
 VERL_WORKERS = {

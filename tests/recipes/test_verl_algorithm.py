@@ -11,7 +11,7 @@ from components.batch import Batch
 from components.rl.aggregation import Totals
 from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, policy_loss, surrogate
 from recipes.verl_ppo.config import VerlPPOConfig
-from recipes.verl_ppo.main import asked_config, resolved
+from recipes.verl_ppo.main import read_config
 from tests.messages import says
 
 OWN = ["actor_rollout_ref.model.path=x", "data.train_files=task:sort", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
@@ -19,7 +19,7 @@ SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size
 
 
 def config(*options: str) -> VerlPPOConfig:
-    return resolved(asked_config([*OWN, *SIZES, *options]))[0]
+    return read_config([*OWN, *SIZES, *options])
 
 
 def answers(**columns: torch.Tensor) -> Batch:

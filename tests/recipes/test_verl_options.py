@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from recipes.verl_ppo.config import KEYS, VerlPPOConfig, idle_notes, plain_arguments
+from recipes.verl_ppo.config import VerlPPOConfig, idle_notes, plain_arguments
+from recipes.verl_ppo.keys import KEYS
 from recipes.verl_ppo.main import main
 from recipes.verl_ppo.resource_pool import ResourcePoolManager, Role
+from recipes.verl_ppo.run import shared_options
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
 from training.config import ConfigError, given_options, load_config, options_of
@@ -34,39 +36,39 @@ def small(*arguments: str) -> VerlPPOConfig:
 def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     arguments = plain_arguments(shlex.split(GRPO_ON_GSM8K))
     config = read(*arguments)
-    assert (config.needs_critic, config.needs_reference, config.needs_reward_model) == (False, True, False)
-    assert (config.prompts_per_step, config.samples_per_prompt, config.max_response) == (1024, 5, 1024)
+    assert (config.needs_critic, config.needs_reference, config.reward_model.enable) == (False, True, False)
+    assert (config.prompts_per_step, config.samples_per_prompt, config.rollout.max_new_tokens) == (1024, 5, 1024)
     assert config.minibatch_sequences("actor") == 256 * 5
-    engine = config.actor_engine(steps=105)
+    engine = config.engine("actor", steps=105)
     # 1024 / 256 optimizer steps in each of 105 steps, 32 sequences at a time; 16 and 8 without gradients.
     assert (engine.total_steps, engine.max_sequences, engine.forward_max_sequences) == (420, 32, 16)
     assert (engine.learning_rate, engine.weight_decay, engine.betas) == (1e-6, 0.01, (0.9, 0.999))
     assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
     assert config.forward_limits("ref")[1] == 8
     assert config.steps(7473) == 15 * 7473 // 1024 == 109
-    sinks = config.tracker_sinks()
+    sinks = shared_options(config).log.sinks()
     assert (sinks["wandb"].project, sinks["wandb"].run_name) == ("verl_grpo_example_gsm8k", "qwen3_8b_function_rm")
     assert config.data.train_files == ["data/gsm8k/train.parquet"]
     notes = [*config.notes(given_options(VerlPPOConfig, arguments)), *idle_notes(arguments)]
     assert [note.split(": ")[0] for note in notes] == [
         "tensor_model_parallel_size",
-        "no effect of trainer.critic_warmup",
         "no effect of data.truncation",
+        "no effect of trainer.critic_warmup",
         "no effect of actor_rollout_ref.ref.fsdp_config.param_offload",
     ]
 
 
 def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> None:
     config = read(*shlex.split(PPO_ON_GSM8K_AND_MATH))
-    assert (config.needs_critic, config.needs_reference, config.needs_reward_model) == (True, False, True)
+    assert (config.needs_critic, config.needs_reference, config.reward_model.enable) == (True, False, True)
     assert config.data.train_files == ["a/gsm8k.parquet", "a/math.parquet"]
-    assert config.attn_implementation == "sdpa"
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
     assert config.trainer.val_before_train is False
     assert config.reward_model.reward_kwargs == {
         "overlong_buffer_cfg": {"enable": True, "len": 128},
         "max_resp_len": 512,
     }
-    actor, critic = config.actor_engine(10), config.critic_engine(10)
+    actor, critic = config.engine("actor", 10), config.engine("critic", 10)
     assert (actor.max_tokens, actor.max_sequences, actor.learning_rate) == (24000, 0, 1e-6)
     assert (critic.max_tokens, critic.forward_max_tokens, critic.learning_rate) == (98304, 98304, 1e-5)
     assert (critic.total_steps, critic.adam_offload, critic.lr_warmup_ratio) == (80, True, 0.05)
@@ -88,9 +90,10 @@ def test_what_is_not_set_is_as_in_verl() -> None:
         "token-mean",
     )
     assert (config.algorithm.gamma, config.algorithm.lam, config.algorithm.adv_estimator) == (1.0, 1.0, "gae")
-    assert (own.rollout.temperature, config.val_temperature, config.val_samples) == (1.0, 0.0, 1)
+    assert (own.rollout.temperature, config.val_temperature, own.rollout.val_kwargs.n) == (1.0, 0.0, 1)
     assert (config.trainer.total_epochs, config.trainer.save_freq, config.trainer.balance_batch) == (30, -1, True)
-    assert (config.policy_role, config.rollout_role, config.looks_back) == ("actor_rollout", "actor_rollout", True)
+    assert (config.policy_role, config.rollout_role) == ("actor_rollout", "actor_rollout")
+    assert config.algorithm.rollout_correction.bypass_mode is False
 
 
 def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
@@ -102,9 +105,9 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     facts += ["at most 4 sequences", "1 processes", "last 2", "450 prompts"]
     assert re.search(says(*facts), config.arithmetic(150))
     assert (config.minibatch_sequences("actor"), config.minibatch_sequences("critic")) == (128, 256)
-    assert (config.actor_engine(6).total_steps, config.critic_engine(6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
+    assert (config.engine("actor", 6).total_steps, config.engine("critic", 6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
     # The warm-up counts steps of the run: 3 of 8 optimizer steps.
-    engine = config.actor_engine(6)
+    engine = config.engine("actor", 6)
     assert engine.learning_rate_at(0) == pytest.approx(1e-6 / 24)
     assert engine.learning_rate_at(22) < engine.learning_rate_at(23) == engine.learning_rate_at(24) == 1e-6
     limited = small(*epochs, "trainer.total_training_steps=5")
@@ -129,15 +132,15 @@ def test_rejection_bounds_are_of_the_policys_probability_over_the_engines() -> N
         (0.0, 3.0, "clamp"),
     )
     assert preset.rollout_correction.rejections == [("seq_sum", "k1", 0.5, 2.0)]
-    assert small(f"{prefix}.preset=bypass_ppo_clip").looks_back is False
+    assert small(f"{prefix}.preset=bypass_ppo_clip").algorithm.rollout_correction.bypass_mode is True
 
 
 def test_a_run_goes_on_as_resume_mode_says_unless_resume_does() -> None:
-    assert small().resume_from == "auto"
-    assert small("trainer.resume_mode=disable").resume_from == "none"
+    assert small().resume == "auto"
+    assert small("trainer.resume_mode=disable").resume == "none"
     path = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a/step_3"]
-    assert small(*path).resume_from == "a/step_3"
-    assert small(*path, "resume=none").resume_from == "none"
+    assert small(*path).resume == "a/step_3"
+    assert small(*path, "resume=none").resume == "none"
 
 
 def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path) -> None:
@@ -155,13 +158,13 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
         "actor_rollout_ref.model.use_rmpad=false",
     )
     assert (config.trainer.max_actor_ckpt_to_keep, config.critic.ppo_mini_batch_size) == (2**62, 16)
-    assert config.actor_engine(10).lr_warmup_ratio == 0.5
+    assert config.engine("actor", 10).lr_warmup_ratio == 0.5
     assert config.algorithm.rollout_correction.weight_bounds == (0.0, 2.0, "clamp")
     assert (config.trainer.experiment_name, config.trainer.project_name) == ("abc", "'a','b'")
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
     assert config.custom_reward_function.reward_kwargs == {"scale": 2}
     assert config.reward_model.reward_kwargs == {"max_resp_len": 9}
-    assert not config.packing
+    assert not config.engine("actor", 1).packing
     (tmp_path / "c.yaml").write_text("trainer: {device: cuda}\nray_init.num_cpus: 8\n")
     for form in ([f"--config={tmp_path}/c.yaml"], ["--config", f"{tmp_path}/c.yaml"]):
         assert re.search(says("trainer.device", "ray_init.num_cpus"), idle_notes(form)[0])
@@ -183,7 +186,7 @@ def test_fp32_is_float32_weights_whose_products_are_in_bfloat16_on_gpus(
     for gpus, precision in ((0, on_cpus), (8, on_gpus)):
         config = small(*(f"{A}.fsdp_config.{option}" for option in options))
         config.actor_rollout_ref.actor.fsdp_config.choose(gpus)
-        assert config.actor_engine(1).precision == precision
+        assert config.engine("actor", 1).precision == precision
         assert config.dtype == ("float32" if precision == "fp32" else "bfloat16")
 
 

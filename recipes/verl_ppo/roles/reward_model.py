@@ -21,7 +21,7 @@ class RewardModelWorker(BaseWorkload):
         self.model = RewardModel(
             model_path,
             dtype=self.config.dtype,
-            attn_implementation=self.config.attn_implementation,
+            attn_implementation=self.config.actor_rollout_ref.model.override_config.attn_implementation,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
         )
