@@ -276,9 +276,8 @@ class PolicyRun(Run[Batch]):
         if self.settings.export_path:
             self.export(Path(self.settings.export_path).expanduser())
         score = self.evaluation.finish(self.step)
-        if self.evaluation.is_best(
-            self.evaluation.scores.get("end", {})
-        ):  # it was not known that this step is the last
+        # It may not have been known that this step is the last.
+        if self.evaluation.is_best(self.evaluation.scores.get("end", {})):
             self.checkpoints.store.mark_best(self.step)
         self.note_end("policy", score=score)
 
@@ -314,8 +313,11 @@ class PolicyRun(Run[Batch]):
 
     def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
         """Rows as token ids."""
+        option = self.renamed("data.max_prompt_tokens")
         config = self.config
-        return read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=heldout, say=self.say)
+        return read_prompts(
+            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, say=self.say
+        )
 
     def _open_reward(self) -> RewardSource | None:
         """What gives rewards; None: the agent's environment does."""
@@ -375,14 +377,6 @@ class PolicyRun(Run[Batch]):
             return None
         source = self._open_prompts(rows, heldout=True)
         return source.take(len(source))
-
-    def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
-        """Rows as token ids."""
-        option = self.renamed("data.max_prompt_tokens")
-        config = self.config
-        return read_prompts(
-            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, say=self.say
-        )
 
     def _open_filter(self) -> PromptFilter | None:
         """Dynamic sampling, where it is asked for."""

@@ -67,11 +67,11 @@ def main(run_dir: str, seconds: str) -> int:
     builder = JobBuilder().device_type("CPU").config(float(seconds)).recovery(stop_grace=600.0)
     builder.role("trainer").run(f"{__name__}:Watched")
     builder.role("sleeper").run(f"{__name__}:Sleeper").total(2)
-    job = Noisy(builder.build())
+    job: Any = Noisy(builder.build())
     return run_job(job, recipe="demo", run_dir=Path(run_dir), seed=1, backend="ray", began=time.time())
 
 
 if __name__ == "__main__":
-    from tests.components import terminal_roles  # under the name that its workers import it by
+    from tests.training import terminal_roles  # under the name that its workers import it by
 
     sys.exit(terminal_roles.main(*sys.argv[1:]))
