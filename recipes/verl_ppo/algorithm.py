@@ -1,7 +1,7 @@
 """What makes the algorithm: what a reward becomes, who gets the credit for it, and the two losses, each by verl's name.
 
 Change a line here in a copy of the folder, and it is another algorithm. `B` sequences, `N` all tokens end to end;
-entry t of a per-token column speaks about token t.
+entry t of a per-token column is about token t.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,14 @@ EPSILON = 1e-6
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Estimators that have two names, and their other ones."""
 LEVELS: dict[str, correction.Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
-"""Of what rollout_rs judges."""
+"""Over what rollout_rs measures."""
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose advantages are whitened over the whole step."""
 
 
 def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> Batch:
     """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
-    step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask`, when their answers have been
+    step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask`, when their responses have been
     rewarded and compared; `sampled_mask` is what it was.
     """
     own, mask_N, lengths_B = config.algorithm, experience["action_mask"], experience.lengths
@@ -60,7 +60,7 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
 
 
 def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tensor:
-    """[B] what rewards are worth beside those of the same prompt's other answers."""
+    """[B] what rewards are worth beside those of the same prompt's other responses."""
     own = config.algorithm
     name = own.adv_estimator.removesuffix("_vectorized")
     mains = main_branches(experience)
@@ -158,7 +158,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         kl = mean(TokenLoss(kl_N, {}))
         loss = loss + own.kl_loss_coef * kl.loss
         metrics["kl_loss"] = kl.loss.detach()
-    if config.algorithm.rollout_correction.bypass_mode:  # else another pass has told
+    if config.algorithm.rollout_correction.bypass_mode:  # else another pass has measured it
         gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
         metrics["engine_gap"] = token_mean(gap_N, mask_N, totals.tokens)
     return LossOutput(loss=loss, metrics=metrics)
@@ -224,7 +224,7 @@ class KLController:
         self.coef = config.algorithm.kl_ctrl.kl_coef
 
     def adapt(self, experience: Batch) -> dict[str, float]:
-        """Look at the answers of a step; returns the metrics of verl's trainer."""
+        """Adapt the weight to the KL of a step; returns metrics."""
         own = self._config.algorithm.kl_ctrl
         if not self._config.algorithm.use_kl_in_reward:
             return {}
@@ -241,7 +241,7 @@ class KLController:
         return {"coef": self.coef, "kl_coef": self._config.algorithm.kl_ctrl.kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it; one that is fixed, or is to start elsewhere than before, is what the options say."""
+        """Resume with it; one that is fixed, or has another start than before, is what the options say."""
         own = self._config.algorithm.kl_ctrl
         if own.type == "adaptive" and state["kl_coef"] == own.kl_coef:
             self.coef = state["coef"]

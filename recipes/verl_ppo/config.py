@@ -31,7 +31,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 Compared = Literal["grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"]
 Estimator = Literal[Compared, "opo", "gpg", "gdpo", "gae", "reinforce_plus_plus", "remax"]
 GROUPED = (*get_args(Compared), "opo", "gpg", "gdpo")
-"""Estimators that compare the answers to one prompt with each other."""
+"""Estimators that compare the responses to one prompt with each other."""
 RatioLoss = Literal["vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"]
 PolicyLoss = Literal[RatioLoss, "sapo", "kl_cov", "gpg"]
 """Policy losses: those of RatioLoss have a clip range."""
@@ -80,7 +80,7 @@ class DataKeys:
     max_prompt_length: int = 512
     """Tokens of a prompt, at most; see `truncation`."""
     max_response_length: int = 512
-    """Tokens of an answer, at most."""
+    """Tokens of a response, at most."""
     train_max_samples: int = -1
     """Use at most this many training prompts; -1: all, of a generated task, which has no end, 10,000."""
     val_max_samples: int = where(-1, val_files=True)
@@ -287,25 +287,25 @@ class RefKeys:
 
 @dataclass(kw_only=True)
 class ValKeys:
-    """How answers are drawn that validate."""
+    """How responses are drawn that validate."""
 
     do_sample: bool = False
     """Sample; else the likeliest tokens are taken."""
     temperature: float = where(0.0, do_sample=True)
     """Of these samples."""
     n: int = 1
-    """Answers per prompt."""
+    """Responses per prompt."""
 
 
 @dataclass(kw_only=True)
 class RolloutKeys(RefKeys):
-    """How answers are drawn."""
+    """How responses are drawn."""
 
     name: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model."""
     n: int = 1
-    """Answers per prompt."""
+    """Responses per prompt."""
     temperature: float = 1.0
     """Log-probabilities are taken at the same temperature."""
     top_p: float = 1.0
@@ -320,9 +320,9 @@ class RolloutKeys(RefKeys):
     cpu_cache_gb: float = 1.0
     """vllm: GiB of an engine's key-value cache on a CPU."""
     max_num_seqs: int = 256
-    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+    """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
     max_model_len: int | None = where(None, name=("auto", "vllm"))
-    """vllm: tokens of prompt and answer together, at most. Default: data.max_prompt_length +
+    """vllm: tokens of prompt and response together, at most. Default: data.max_prompt_length +
     data.max_response_length; with an agent agent.max_tokens."""
     enforce_eager: bool = False
     """vllm: no CUDA graphs, which are slower to start and faster to run."""
@@ -331,7 +331,7 @@ class RolloutKeys(RefKeys):
     free_cache_engine: bool = where(True, name=("auto", "vllm"))
     """vllm on GPUs that it shares: give its memory back between generations."""
     verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
     engines. Costs about a step's time."""
     val_kwargs: ValKeys = field(default_factory=ValKeys)
 
@@ -407,10 +407,10 @@ class RewardModelModelKeys:
 
 @dataclass(kw_only=True)
 class RewardModelKeys:
-    """What an answer is worth."""
+    """What a response is worth."""
 
     enable: bool = False
-    """Score answers with a reward model."""
+    """Score responses with a reward model."""
     model: RewardModelModelKeys = field(default_factory=RewardModelModelKeys)
     micro_batch_size_per_gpu: int | None = None
     """Sequences in a pass of the reward model. Default: as the critic's without gradients."""
@@ -421,17 +421,17 @@ class RewardModelKeys:
     function_weight: float = where(0.0, enable=True)
     """With a reward model: times which the reward function's score is added. 0: the model alone."""
     reward_manager: str = "naive"
-    """naive gives the function one answer at a time; batch gives it lists; dapo is naive, and answers lose reward over
-    the last tokens before data.max_response_length (reward_kwargs.overlong_buffer_cfg)."""
+    """naive gives the function one response at a time; batch gives it lists; dapo is naive, and responses lose reward
+    over the last tokens before data.max_response_length (reward_kwargs.overlong_buffer_cfg)."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Of the manager: `overlong_buffer_cfg: {enable, len, penalty_factor}` and `max_resp_len` of dapo."""
     num_workers: int = 1
     """Processes that run the reward function."""
     timeout_s: float = 60.0
-    """Seconds that it may take over one answer, before that is counted as failed; with batch over a batch so many times
-    its answers."""
+    """Seconds that it may take over one response, before that is counted as failed; with batch over a batch so many
+    times its responses."""
     max_failed_share: float = 0.1
-    """Share of a batch's answers that may fail (or two, if that is more and not all); above it the run stops."""
+    """Share of a batch's responses that may fail (or two, if that is more and not all); above it the run stops."""
 
 
 @dataclass(kw_only=True)
@@ -456,7 +456,7 @@ class KLCtrlKeys:
     kl_coef: float = 0.001
     """At the start."""
     horizon: int = where(10000, type=("adaptive",))
-    """adaptive: answers over which it may change by a fifth."""
+    """adaptive: responses over which it may change by a fifth."""
     target_kl: float = where(0.1, type=("adaptive",))
     """adaptive: mean KL per token, in nats."""
 
@@ -475,8 +475,8 @@ class RolloutCorrectionKeys:
     rollout_is_batch_normalize: bool = where(False, rollout_is=True)
     """Divide the weights by their mean over the step."""
     rollout_rs: str | None = None
-    """Leave tokens or sequences out that the two judge too differently: token_, seq_sum_ or seq_mean_ with k1, k2 or k3
-    behind it; several with commas between."""
+    """Leave tokens or sequences out whose probabilities differ too much: token_, seq_sum_ or seq_mean_ with k1, k2 or
+    k3 behind it; several with commas between."""
     rollout_rs_threshold: str | None = where(None, rollout_rs=True)
     """Bounds of these, one for all or one each: k1 `low_high` of the ratio, or `high`, whose inverse is low; k2 and k3
     the largest estimate, in nats."""
@@ -510,17 +510,17 @@ class FilterGroupsKeys:
     """Dynamic sampling (DAPO)."""
 
     enable: bool = False
-    """Replace prompts whose answers all have the same score, until the step is full or the data at its end."""
+    """Replace prompts whose responses all have the same score, until the step is full or the data at its end."""
 
 
 @dataclass(kw_only=True)
 class AlgorithmKeys:
-    """What makes an answer good; docs/algorithms.md has the formulas."""
+    """What makes a response good; docs/algorithms.md has the formulas."""
 
     adv_estimator: str = "gae"
-    """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the answers
-    to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo; _vectorized behind grpo or
-    rloo changes nothing."""
+    """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the
+    responses to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo; _vectorized behind
+    grpo or rloo changes nothing."""
     gamma: float = where(1.0, adv_estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token, of gae and reinforce_plus_plus."""
     lam: float = where(1.0, adv_estimator=("gae",))
@@ -578,7 +578,7 @@ class TrainerKeys:
     default_local_dir: str | None = None
     """Folder of the checkpoints. Default: run_dir/checkpoints."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto goes on from the latest checkpoint if there is one; disable begins anew; resume_path goes on from
+    """auto resumes from the latest checkpoint if there is one; disable begins anew; resume_path resumes from
     resume_from_path. `resume` says the same, and wins."""
     resume_from_path: str | None = None
     """A step's folder, a run's, or one of checkpoints."""
@@ -683,7 +683,7 @@ class VerlPPOConfig(RunOptions):
         for estimator in (own.kl_penalty, actor.kl_loss_type):
             refuse({"estimator": estimator.removesuffix("+") not in KL_NAMES}, name=estimator)
         faults = {
-            "one_answer": compares and self.samples_per_prompt < 2,
+            "one_response": compares and self.samples_per_prompt < 2,
             "gdpo": name == "gdpo" and (not keys or len(own.gdpo_reward_weights or keys) != len(keys)),
             "gae": name == "gae" and not self.needs_critic,
             "bypass": fix.bypass_mode and (fix.rollout_is or fix.rollout_rs),
@@ -706,7 +706,7 @@ class VerlPPOConfig(RunOptions):
             "strategies": own.actor.strategy != self.critic.strategy and self.needs_critic,
             "hybrid": not own.hybrid_engine and self.policy_role == self.rollout_role,
             "tensor_parallel": engines % devices or (devices > 1 and self.shares_devices),
-            "few_answers": self.sampling_ranks > self.fewest_answers,
+            "few_responses": self.sampling_ranks > self.fewest_responses,
             "no_reward_model": self.reward_model.enable and not self.reward_model.model.path,
             "two_rewards": self.reward_model.enable and self.agent.func_path,
             "resume": trainer.resume_mode == "resume_path" and not trainer.resume_from_path,
@@ -783,7 +783,7 @@ class VerlPPOConfig(RunOptions):
         return self.pools.workers(self.policy_role) if self.policy_role == self.rollout_role else 1
 
     @property
-    def fewest_answers(self) -> int:
+    def fewest_responses(self) -> int:
         """Responses that are asked for at a time in training, at the least."""
         own = self.algorithm
         prompts = 1 if own.filter_groups.enable else self.prompts_per_step
@@ -824,7 +824,7 @@ class VerlPPOConfig(RunOptions):
         at_most = "at most " * self.algorithm.filter_groups.enable
         left = f"; the last {unused} of all {total} prompts are not used" if unused else ""
         return (
-            f"{at_most}{steps} steps of {prompts} prompts x {n} answers = {prompts * n} sequences; "
+            f"{at_most}{steps} steps of {prompts} prompts x {n} responses = {prompts * n} sequences; "
             f"in each {self.optimizer_steps('actor', 1)} optimizer steps of {own.ppo_mini_batch_size} prompts = "
             f"{self.minibatch_sequences('actor')} sequences, in micro-batches of at most {micro} on each of "
             f"{self.pools.workers(self.policy_role)} processes{left}"
@@ -939,7 +939,7 @@ class VerlPPOConfig(RunOptions):
         own, actor = self.actor_rollout_ref, self.actor_rollout_ref.actor
         found, mode = list[str](), actor.policy_loss.loss_mode
         if mode in ("gspo", "sapo", "geo_mean") and actor.loss_agg_mode == "token-mean":
-            found.append(f"{mode} is a mean over answers in its paper; set loss_agg_mode=seq-mean-token-mean for that")
+            found.append(f"{mode} is a mean over responses in its paper; that is loss_agg_mode=seq-mean-token-mean")
         if self.policy_role == self.rollout_role and own.rollout.tensor_model_parallel_size > 1:
             found.append("tensor_model_parallel_size: each process of the hybrid engine samples on its own device")
         if self.algorithm.use_kl_in_reward and actor.use_kl_loss:

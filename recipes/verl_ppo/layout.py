@@ -10,20 +10,20 @@ from .config import VerlPPOConfig
 def memory_needs(config: VerlPPOConfig, job: Job) -> dict[str, Need]:
     """What a process of each role takes: the parts of the policy that its name says, or a model of its own."""
     policy, dtype, batch = config.actor_rollout_ref.model.path, config.dtype, config.minibatch_sequences
-    critic, judge = config.critic.model.path or policy, config.reward_model.model.path or ""
+    critic, reward = config.critic.model.path or policy, config.reward_model.model.path or ""
     estimate = Estimate(job, policy, config.data.max_prompt_length, config.data.max_response_length, config.agent)
-    answers, needs = config.prompts_per_step * config.samples_per_prompt, dict[str, Need]()
+    responses, needs = config.prompts_per_step * config.samples_per_prompt, dict[str, Need]()
     for role in job.placement.processes:
         held, parts = list[Need](), role.lower().split("_")
         if "actor" in parts:
             held.append(estimate.trained(role, policy, config.engine("actor", 1), batch("actor"), publishes=True))
         if "rollout" in parts:
-            held.append(estimate.sampled(role, policy, config.rollout_engine(), answers))
+            held.append(estimate.sampled(role, policy, config.rollout_engine(), responses))
         if "ref" in parts and config.needs_reference:
             held.append(estimate.judged(policy, dtype, config.forward_limits("ref")))
         if "critic" in parts:
             held.append(estimate.trained(role, critic, config.engine("critic", 1), batch("critic"), has_head=False))
         if "rm" in parts:
-            held.append(estimate.judged(judge, dtype, config.forward_limits("rm"), has_head=False))
+            held.append(estimate.judged(reward, dtype, config.forward_limits("rm"), has_head=False))
         needs[role] = together(Need(), *held)
     return needs

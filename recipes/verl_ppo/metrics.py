@@ -1,4 +1,4 @@
-"""What a step is described by, under the names that people know from verl; and the balancing of its answers.
+"""Metrics of a step, under the names that people know from verl; and the balancing of its responses.
 
 `B` sequences, `N` all tokens end to end. What verl has no name for keeps the one that all recipes here give it.
 """
@@ -27,22 +27,22 @@ NAMES = {metric.same_as: metric.name for metric in METRICS if metric.same_as and
 estimate of the same KL.
 """
 TOLD_BELOW = {"reward/reward", "reward/shaped", "rollout/response_length"}
-"""What it says of which `experience_metrics` tells more, under verl's names."""
+"""Metrics of `rollout_metrics` of which `experience_metrics` gives more, under verl's names."""
 
 ATTENTION = 1 / 24576
 """What each token of a sequence adds to the work of another, as verl has it for a model of 7B."""
 
 PER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
-"""Phases whose time is told for each token, prompts included; that of `gen` for each token of the answers."""
+"""Phases whose time is logged for each token, prompts included; that of `gen` for each token of the responses."""
 
 
 def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under verl's names, where it has some."""
+    """Metrics under verl's names, where it has one."""
     return {NAMES.get(name, name): value for name, value in metrics.items()}
 
 
 def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, float]:
-    """What one step's answers are like.
+    """What one step's responses are like.
 
     Args:
         experience: as it is trained on, and as `rollout_metrics` reads it. Where tokens were rejected, `sampled_mask`
@@ -51,12 +51,12 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, fl
         config: of the run.
 
     Returns:
-        critic/: `{score,rewards}/{mean,max,min}` over the answers that are not empty, `{advantages,returns,values}/...`
-        over the tokens that are trained on, `vf_explained_var`. `response_length/...` and, without the empty answers,
-        `response_length_non_aborted/...`, in tokens, those of an agent's world included; their `clip_ratio` counts
-        those that were cut off. `prompt_length/...`, whose `clip_ratio` counts those of data.max_prompt_length tokens.
-        `num_turns/...` of episodes. Where the trainer computed log-probabilities of its own, `training/...` and
-        `rollout_corr/...`. And what is left of `rollout_metrics`.
+        critic/: `{score,rewards}/{mean,max,min}` over the responses that are not empty,
+        `{advantages,returns,values}/...` over the tokens that are trained on, `vf_explained_var`. `response_length/...`
+        and, without the empty responses, `response_length_non_aborted/...`, in tokens, those of an agent's environment
+        included; their `clip_ratio` counts those that were cut off. `prompt_length/...`, whose `clip_ratio` counts
+        those of data.max_prompt_length tokens. `num_turns/...` of episodes. Where the trainer computed
+        log-probabilities of its own, `training/...` and `rollout_corr/...`. And what is left of `rollout_metrics`.
     """
     own = config.algorithm.rollout_correction
     bounds = own.weight_bounds[:2] if own.rollout_is == "token" else ()
@@ -84,10 +84,10 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 
 
 def _learning(experience: Batch) -> dict[str, float]:
-    mask_N, answered_B = experience["action_mask"], experience.lengths > experience["prompt_length"]
-    answered_B = answered_B if bool(answered_B.any()) else ~answered_B  # all of them, where all are empty
-    metrics = _spread("critic/score", experience["reward"][answered_B])
-    metrics |= _spread("critic/rewards", experience["shaped_reward"][answered_B])
+    mask_N, nonempty_B = experience["action_mask"], experience.lengths > experience["prompt_length"]
+    nonempty_B = nonempty_B if bool(nonempty_B.any()) else ~nonempty_B  # all of them, where all are empty
+    metrics = _spread("critic/score", experience["reward"][nonempty_B])
+    metrics |= _spread("critic/rewards", experience["shaped_reward"][nonempty_B])
     return_N = experience["return"][mask_N]
     metrics |= _spread("critic/advantages", experience["advantage"][mask_N]) | _spread("critic/returns", return_N)
     if "value" in experience:
@@ -100,13 +100,13 @@ def _learning(experience: Batch) -> dict[str, float]:
 
 def _lengths(experience: Batch, most_prompt: int) -> dict[str, float]:
     prompt_B = experience["prompt_length"]
-    answer_B, cut_B = experience.lengths - prompt_B, experience["truncated"].float()
-    metrics = _spread("response_length", answer_B) | {"response_length/clip_ratio": float(cut_B.mean())}
-    answered_B = answer_B > 0
-    metrics["response/aborted_ratio"] = 1.0 - float(answered_B.float().mean())
-    if bool(answered_B.any()):
-        metrics |= _spread("response_length_non_aborted", answer_B[answered_B])
-        metrics["response_length_non_aborted/clip_ratio"] = float(cut_B[answered_B].mean())
+    response_B, cut_B = experience.lengths - prompt_B, experience["truncated"].float()
+    metrics = _spread("response_length", response_B) | {"response_length/clip_ratio": float(cut_B.mean())}
+    nonempty_B = response_B > 0
+    metrics["response/aborted_ratio"] = 1.0 - float(nonempty_B.float().mean())
+    if bool(nonempty_B.any()):
+        metrics |= _spread("response_length_non_aborted", response_B[nonempty_B])
+        metrics["response_length_non_aborted/clip_ratio"] = float(cut_B[nonempty_B].mean())
     full = {"prompt_length/clip_ratio": float((prompt_B >= most_prompt).float().mean())}
     return metrics | _spread("prompt_length", prompt_B) | full
 
@@ -127,7 +127,7 @@ def _probabilities(samples: Batch) -> dict[str, float]:
 
 
 def _perplexities(samples: Batch) -> dict[str, float]:
-    """Of the answers, to trainer and engine; `log_ppl_diff` is the trainer's less the engine's, in nats."""
+    """Of the responses, to trainer and engine; `log_ppl_diff` is the trainer's less the engine's, in nats."""
     mask_N, lengths_B = samples["action_mask"], samples.lengths
     acts_B = samples.sum_tokens(mask_N) > 0
     own_B, engine_B = (
@@ -165,8 +165,8 @@ def performance(experience: Batch, took: Mapping[str, float], ranks: int) -> dic
         second and rank; `timing_per_token_ms/<phase>` in milliseconds.
     """
     seconds, every = took["timing_s/step"], experience.num_tokens
-    answers = every - int(experience["prompt_length"].sum())
-    tokens = {"gen": answers} | dict.fromkeys(PER_ALL_TOKENS, every)
+    responses = every - int(experience["prompt_length"].sum())
+    tokens = {"gen": responses} | dict.fromkeys(PER_ALL_TOKENS, every)
     metrics = {
         f"timing_per_token_ms/{name}": 1000 * took[f"timing_s/{name}"] / max(count, 1)
         for name, count in tokens.items()
@@ -176,17 +176,17 @@ def performance(experience: Batch, took: Mapping[str, float], ranks: int) -> dic
     return metrics | {"perf/total_num_tokens": float(every), "perf/time_per_step": seconds, "perf/throughput": speed}
 
 
-def heldout_metrics(answers: Batch) -> dict[str, float]:
-    """Metrics of validation, of scored answers; `info_pred`, where a reward function says it, is what votes."""
-    logged = {name.removeprefix("log_"): answers[name] for name in answers.names if name.startswith("log_")}
+def heldout_metrics(responses: Batch) -> dict[str, float]:
+    """Metrics of validation, of scored responses; `info_pred`, where a reward function gives it, is what votes."""
+    logged = {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")}
     metrics = validation_metrics(
-        answers["reward"],
-        answers["prompt_id"],
-        answers["datasource"],
-        {"score": answers["score"], **logged},
-        answers.objects.get("info_pred"),
+        responses["reward"],
+        responses["prompt_id"],
+        responses["datasource"],
+        {"score": responses["score"], **logged},
+        responses.objects.get("info_pred"),
     )
-    return metrics | (_spread("val-aux/num_turns", answers["num_turns"]) if "num_turns" in answers else {})
+    return metrics | (_spread("val-aux/num_turns", responses["num_turns"]) if "num_turns" in responses else {})
 
 
 def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:

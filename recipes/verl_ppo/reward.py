@@ -1,5 +1,5 @@
-"""What answers are worth: a function by the data source of the prompt or of the user's own, a reward model, or both.
-B answers. Nothing here imports torch before there are some.
+"""Rewards: a function by the data source of the prompt or of the user's own, a reward model, or both.
+B responses. Nothing here imports torch before there are responses.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 CODE_SOURCES = ("apps", "codecontests", "codeforces", "taco")
-"""Data sources whose answers are programs; their ground truths are tests."""
+"""Data sources whose responses are programs; their ground truths are tests."""
 OWN_FUNCTIONS: dict[str, ScoreFunction] = dict.fromkeys(CODE_SOURCES, code_score)
 """Reward functions by data source, beside `default_functions`. Put yours here, from the top level of a module; a `*` at
 the end of a name stands for any end.
@@ -46,7 +46,7 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
 
 
 def overlong_buffer(config: VerlPPOConfig) -> tuple[int, int, float] | None:
-    """Of the manager dapo: the tokens of the longest answer, those of its buffer, and what it loses at most; None
+    """Of the manager dapo: the tokens of the longest response, those of its buffer, and what it loses at most; None
     without a buffer.
     """
     own = config.reward_model
@@ -82,15 +82,15 @@ def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
 
 
 class RewardManager:
-    """Rewards answers, in verl's three ways: naive, batch and dapo. It holds processes until it is closed."""
+    """Rewards responses, in verl's three ways: naive, batch and dapo. It holds processes until it is closed."""
 
     def __init__(self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", say: Callable[[str], None]) -> None:
-        """Start the function's processes, unless an agent's world rewards.
+        """Start the function's processes, unless an agent's environment gives the rewards.
 
         Args:
             config: of the run.
             tokenizer: of the policy.
-            say: told which answers have no reward, the first few by name.
+            say: told which responses have no reward, the first few by name.
         """
         self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
         self._tokenizer, self._say, self._weight = tokenizer, say, own.function_weight
@@ -100,7 +100,7 @@ class RewardManager:
         self._workers = None if config.agent.func_path else ScoreWorkers(self._code, settings)
 
     def __call__(self, samples: "Batch") -> "Batch":
-        """Reward B answers.
+        """Reward B responses.
 
         Args:
             samples: with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`, `datasource` and
@@ -109,12 +109,12 @@ class RewardManager:
 
         Returns:
             With `reward`, `score`, `reward_failed`, a `log_<name>` for each other number that the function gives, NaN
-            where an answer lacks it, and the objects `info_pred`, what it calls `pred`, as text, and `info`, a mapping
-            of whatever else it says; None where it says nothing. With a model the reward is its score and
+            where a response lacks it, and the objects `info_pred`, what it calls `pred`, as text, and `info`, a mapping
+            of whatever else it returns; None where it returns nothing. With a model the reward is its score and
             function_weight times the function's, and the score is the function's where there is one.
 
         Raises:
-            RewardError: the function failed for more answers than reward_model.max_failed_share allows.
+            RewardError: the function failed for more responses than reward_model.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
         from components.data.samples import add_rewards, answer_texts, with_rewards
@@ -141,13 +141,13 @@ class RewardManager:
             self._workers.close()
 
     def _with_model(self, scored: "Batch") -> "Batch":
-        """Add the model's score to the function's, which an answer may lack."""
+        """Add the model's score to the function's, which a response may lack."""
         import torch
 
         model_B, function_B = scored["rm_score"].float(), scored["score"]
         knows_B = torch.tensor([self._code.knows(source) for source in scored["datasource"]])
         reward_B = model_B + self._weight * function_B
-        if self._weight:  # as in any sum of rewards, an answer that has failed in a part of it has failed
+        if self._weight:  # as in any sum of rewards, a response that has failed in a part of it has failed
             reward_B = torch.where(scored["reward_failed"] > 0, 0.0, reward_B)
         return scored.with_sequences(
             reward=reward_B,
@@ -157,7 +157,7 @@ class RewardManager:
         )
 
     def _less_overlong(self, scored: "Batch") -> "Batch":
-        """Take reward away from answers that come close to the longest that is allowed."""
+        """Take reward away from responses that come close to the longest that is allowed."""
         from components.rl.rewards import overlong_penalty
 
         if self._buffer is None:

@@ -101,7 +101,15 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     config = small(*epochs, "actor_rollout_ref.actor.optim.lr_warmup_steps=3")
     # Three epochs of 150 prompts are 450: 7 steps of 64, and 2 prompts.
     assert config.steps(150) == 7
-    facts = ["7 steps", "64 prompts", "8 answers", "512 sequences", "8 optimizer steps", "16 prompts", "128 sequences"]
+    facts = [
+        "7 steps",
+        "64 prompts",
+        "8 responses",
+        "512 sequences",
+        "8 optimizer steps",
+        "16 prompts",
+        "128 sequences",
+    ]
     facts += ["at most 4 sequences", "1 processes", "last 2", "450 prompts"]
     assert re.search(says(*facts), config.arithmetic(150))
     assert (config.minibatch_sequences("actor"), config.minibatch_sequences("critic")) == (128, 256)

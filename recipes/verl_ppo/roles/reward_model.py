@@ -1,4 +1,4 @@
-"""A model that says what an answer is worth."""
+"""The reward model."""
 
 import torch
 
@@ -28,7 +28,7 @@ class RewardModelWorker(BaseWorkload):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_rm_score(self, tokens: Batch) -> Batch:
-        """`rm_score` per answer, of prompt and answer as one sequence; split over the instances."""
+        """`rm_score` per response, of prompt and response as one sequence; split over the instances."""
         return Batch(tokens.lengths, {}, {"rm_score": self.model.score(tokens).to(torch.float32)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
