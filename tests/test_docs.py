@@ -130,10 +130,7 @@ def check_recipe(recipe: str, options: list[str], command: Command) -> None:
     if "--help" in options or any("<" in option for option in options):
         return
     main = importlib.import_module(f"recipes.{recipe}.main")
-    if recipe == "verl_ppo":  # which takes Hydra's way of writing too
-        main.asked_config(main.plain_arguments(options))
-    else:
-        main.read_config(options)
+    main.COMMAND.read(main.COMMAND.words(options))
 
 
 def check_python(words: list[str], command: Command) -> None:
