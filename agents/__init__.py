@@ -1,4 +1,4 @@
-"""How a policy talks to a world: one turn, many turns, tools."""
+"""How a policy talks to an environment: one turn, many turns, tools."""
 
 from agents.environment import AgentInstanceBase
 from agents.episode import AgentExecutorBase

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class AgentInstanceBase(ABC):
-    """The world of one episode: made without arguments for each of them, and asked by one episode alone."""
+    """The environment of one episode: made without arguments for each of them, and asked by one episode alone."""
 
     @abstractmethod
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:

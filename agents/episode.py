@@ -1,4 +1,4 @@
-"""What an episode is, while it is played and afterwards: token ids, and who wrote which. Nothing here needs torch."""
+"""What an episode is, while it is run and afterwards: token ids, and who wrote which. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from components.engines.config import SamplingConfig
 
 Status = Literal["finished", "truncated", "aborted", "error"]
-"""`finished`: its world was done with it, or, where there is none, an end token came. `truncated`: a limit of tokens or
-turns came first. `aborted`: it was ended from outside. `error`: its world raised, hung, died or broke its contract."""
+"""`finished`: its environment was done with it, or, where there is none, an end token came. `truncated`: a limit of
+tokens or turns came first. `aborted`: it was ended from outside. `error`: its environment raised, hung, died or broke
+its contract."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Episode:
     """One sequence to train on."""
 
     tokens: list[int]
-    """Prompt, turns and what the world said between them. Only ever appended to."""
+    """Prompt, turns and what the environment said between them. Only ever appended to."""
     prompt_length: int
     logprobs: list[float] = field(default_factory=list)
     """As long as `tokens`: in nats, of what the policy wrote; 0 elsewhere."""
@@ -107,7 +108,7 @@ class Episode:
     error: str = ""
     """What went wrong, in one line."""
     trace: str = ""
-    """Where, if the code of its world raised."""
+    """Where, if the code of its environment raised."""
     is_rewarded: bool = True
     """False: a reward is still to score it."""
     branch: int = 0
@@ -127,7 +128,7 @@ class Episode:
         return self.turns[-1]
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append what the world said."""
+        """Append what the environment said."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
@@ -163,7 +164,7 @@ class Policy(ABC):
     stop: Sequence[str] = ()
     """Texts that end every turn."""
 
-    def has_room(self, count: int) -> bool:
+    def has_space(self, count: int) -> bool:
         """Whether a sequence of `count` tokens can be continued."""
         return self.max_tokens is None or count < self.max_tokens
 
@@ -190,7 +191,7 @@ class Policy(ABC):
 
 
 class AgentExecutorBase(ABC):
-    """Plays episodes. One instance plays many at the same time, all in one asyncio loop."""
+    """Plays episodes. One instance runs many at the same time, all in one asyncio loop."""
 
     def open(self, options: AgentOptions) -> None:  # noqa: B027 - most need nothing
         """Prepare for episodes; called once, before the first."""

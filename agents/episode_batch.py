@@ -20,11 +20,11 @@ def as_batch(prompts: Batch, played: Sequence[Sequence[Episode]], version: int) 
 
     Args:
         prompts: their per-sequence and object columns are carried through.
-        played: the sequences of each prompt's episode, the main one first.
+        run: the sequences of each prompt's episode, the main one first.
         version: of the weights, for sequences in which the policy wrote nothing.
 
     Returns:
-        Batch of B sequences in the order of `played`. Per token: `tokens`, `action_mask` (True on what the policy
+        Batch of B sequences in the order of `run`. Per token: `tokens`, `action_mask` (True on what the policy
         wrote), `rollout_logprob` (float32; 0 elsewhere), `turn` (int64, counted from 0; -1 elsewhere), `turn_reward`
         (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
         elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the

@@ -1,4 +1,4 @@
-"""How episodes are played: one turn, or many with a world that answers. Nothing here needs torch."""
+"""How episodes are run: one turn, or many with an environment that answers. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agents.environment_pool import Deadline, EnvironmentFailure, EnvironmentHandle, EnvironmentPool, Overdue
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
 from agents.rendering import decode, feedback_tokens, first_tokens
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
-from agents.worlds import Deadline, Overdue, World, WorldError, Worlds
 from components.data.rewards import read_columns
 
 if TYPE_CHECKING:
@@ -24,54 +24,56 @@ STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort":
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """The policy and a world take turns until the world is done with it."""
+    """The policy and an environment work one after the other until the environment is done with it."""
 
     def __init__(self, agent_instance: type) -> None:
         """
         Args:
-            agent_instance: class of the worlds, an `AgentInstanceBase` or one with the same two methods.
+            agent_instance: class of the environments, an `AgentInstanceBase` or one with the same two methods.
         """
         self.agent_instance = agent_instance
-        self.worlds: Worlds | None = None
+        self.pool: EnvironmentPool | None = None
 
     def open(self, options: AgentOptions) -> None:
-        """Prepare for worlds that run where `options` say."""
-        self.worlds = Worlds(self.agent_instance, options, options.func_path)
+        """Prepare for environments that run where `options` say."""
+        self.pool = EnvironmentPool(self.agent_instance, options, options.func_path)
 
     async def close(self) -> None:
-        """End what the worlds share."""
-        if self.worlds is not None:
-            self.worlds.close()
+        """End what the environments share."""
+        if self.pool is not None:
+            self.pool.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
         """Play one episode.
 
-        Tokens that a world says after the last turn are not in it: nothing was drawn from them. One that fails
+        Tokens that an environment says after the last turn are not in it: nothing was drawn from them. One that fails
         keeps what was said before.
         """
-        assert self.worlds is not None, "open() comes first"
-        episode, world = Episode(list(task.tokens), len(task.tokens)), await self.worlds.open()
+        assert self.pool is not None, "open() comes first"
+        episode, environment = Episode(list(task.tokens), len(task.tokens)), await self.pool.open()
         try:
             states = {"observation": task.prompt, "label": copy.deepcopy(task.label)}
-            observation = read_reset(await world.reset(states))
+            observation = read_reset(await environment.reset(states))
             if observation != task.prompt:
                 tokens = first_tokens(policy.encoder, observation, task.prompt)
                 episode = Episode(tokens, len(tokens))
-            episode.status = await self._take_turns(episode, world, task, policy)
-        except WorldError as error:
+            episode.status = await self._take_turns(episode, environment, task, policy)
+        except EnvironmentFailure as error:
             episode.fail(str(error), "\n".join(getattr(error, "__notes__", [])))
         except ValueError as error:
             episode.fail(str(error))
         finally:
-            await world.close()
+            await environment.close()
         return episode
 
-    async def _take_turns(self, episode: Episode, world: World, task: EpisodeTask, policy: Policy) -> Status:
+    async def _take_turns(
+        self, episode: Episode, environment: EnvironmentHandle, task: EpisodeTask, policy: Policy
+    ) -> Status:
         """Play from the first observation on; returns how it ended."""
         sampling, stop, feedback = task.sampling, [], []
         for number in range(policy.max_turns):
-            # Whole, or not at all: half a sentence of the world's would teach nothing.
-            if not policy.has_room(len(episode.tokens) + len(feedback)):
+            # Whole, or not at all: half a sentence of the environment's would teach nothing.
+            if not policy.has_space(len(episode.tokens) + len(feedback)):
                 break
             episode.observe(feedback)
             observation_text = decode(policy.tokenizer, episode.tokens)
@@ -87,7 +89,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "label": copy.deepcopy(task.label),
                 "sampling_params": sampling_params(sampling, [*policy.stop, *stop]),
             }
-            result = read_step(await world.step(states), number)
+            result = read_step(await environment.step(states), number)
             turn.reward = result.reward
             episode.reward += result.reward
             episode.score = episode.reward if result.score is None else result.score
@@ -102,7 +104,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """One answer, rewarded by a function given here. Recipes refuse an agent that was given none."""
+    """One response, rewarded by a function given here. Recipes refuse an agent that was given none."""
 
     def __init__(self, reward: Callable[..., Any] | None = None) -> None:
         """
@@ -118,12 +120,12 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         self._timeout_s = options.step_timeout_s
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
-        """Draw one answer, if there is room for one."""
+        """Draw one response, if there is room for one."""
         from agents.tools import in_thread
 
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
-        if policy.has_room(len(tokens)):
+        if policy.has_space(len(tokens)):
             turn = episode.act(*await policy.draw(tokens, task.sampling))
             episode.status = STATUS[turn.finish]
             if self.reward is not None and turn.finish != "abort":
@@ -138,7 +140,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
                     result = await Deadline(self._timeout_s).wait(asyncio.ensure_future(in_thread(ask)))
                 except Overdue:
                     limit = f"{self._timeout_s:g} s (agent.step_timeout_s)"
-                    raise TimeoutError(f"the reward gave no answer within {limit}") from None
+                    raise TimeoutError(f"the reward gave no response within {limit}") from None
                 read = read_columns(result, 1)
                 turn.reward = episode.reward = read.rewards[0]
                 episode.score = read.scores[0]

@@ -1,4 +1,4 @@
-"""A user's agent file, or a shipped environment: checked before a run begins, and loaded where episodes are played."""
+"""A user's agent file, or a shipped environment: checked before a run begins, and loaded where episodes are run."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agents.environment_pool import EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.openai_server import Server
 from agents.schema import StepResult, read_step
-from agents.worlds import WorldError, Worlds
 from components.data.child_process import exit_reason
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         limit_s = options.step_timeout_s * options.max_turns
         client = type("Client", (), {"step": lambda _, states: self.run_agent(**states)})
         # In threads: a client that blocks where the server runs would wait for itself.
-        self._worlds = Worlds(client, dataclasses.replace(options, runs_in="thread", step_timeout_s=limit_s))
+        self._pool = EnvironmentPool(client, dataclasses.replace(options, runs_in="thread", step_timeout_s=limit_s))
 
     async def close(self) -> None:
         """End the server."""
-        self._worlds.close()
+        self._pool.close()
         if self._server is not None:
             await self._server.close()
 
@@ -124,20 +124,22 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         result, failure = StepResult(0.0, 0.0, "", True, {}), None
         with self._server.session(task, policy) as session:
             given = {"base_url": self._server.base_url, "api_key": session.api_key, "session_id": session.id}
-            world = await self._worlds.open()
+            environment = await self._pool.open()
             try:
-                result = _read(await world.step({"prompt": task.prompt, "label": copy.deepcopy(task.label), **given}))
-            except (WorldError, ValueError) as error:
+                result = _read(
+                    await environment.step({"prompt": task.prompt, "label": copy.deepcopy(task.label), **given})
+                )
+            except (EnvironmentFailure, ValueError) as error:
                 failure = error
             finally:
-                await world.close()
+                await environment.close()
         episodes = session.episodes() or [Episode(list(task.tokens), len(task.tokens))]
         if not (episodes[0].turns or failure):
             failure = ValueError("the agent ended without an answer of the policy; have it ask at its base_url")
         is_aborted = session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns)
         for episode in episodes:
             if failure and not session.limit:
-                # Where worlds are asked, and read, it is a step.
+                # Where environments are asked, and read, it is a step.
                 line = re.sub("^step( 0)?", "run_agent", str(failure))
                 episode.fail(line, "\n".join(getattr(failure, "__notes__", [])))
                 continue

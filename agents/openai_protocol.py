@@ -64,7 +64,7 @@ class Message(BaseModel):
 
 
 class Asked(BaseModel):
-    """A request for answers to chat messages, or for how a text goes on."""
+    """A request for answers to chat messages, or for how a text continues."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
 Each episode has an API key of its own, so that the requests of clients that know nothing of episodes are told apart.
-A request that begins with all that was said in one of the episode's sequences goes on with that one: what is new is
+A request that begins with all that was said in one of the episode's sequences continues with that one: what is new is
 written out and appended, and no token before it is touched. Any other request begins another sequence, and so does one
 that comes while that sequence grows. The turns of all of them count for `agent.max_turns`. Answers are drawn whole,
 also where a stream is asked for.
@@ -60,7 +60,7 @@ class Recorded:
     """An answer is being drawn."""
 
     def rest(self, said: str | list[Message]) -> Any:
-        """What a client says further; None when that does not go on with all that is recorded."""
+        """What a client says further; None when that does not continue with all that is recorded."""
         rest = rest_of(said, self.said)
         if isinstance(rest, str):
             # Clients add the stop text themselves; here it stands already.
@@ -118,7 +118,7 @@ class Session:
         raise RequestError(limit, code)
 
     def _find(self, asked: Asked) -> tuple[list[Recorded], list[int]]:
-        """The sequence that a request goes on with, or none, and the tokens that the policy is to read."""
+        """The sequence that a request continues with, or none, and the tokens that the policy is to read."""
         encoder = self._policy.encoder
         known = [one for one in self._recorded if one.episode.turns and not one.is_busy and one.tools == asked.tools]
         found = [(one, rest) for one in known if (rest := one.rest(asked.said)) is not None]
@@ -195,7 +195,7 @@ class Server:
         session = self._sessions.get(key.partition(".")[0])
         # In a time that tells nothing of the right one.
         if session is None or not hmac.compare_digest(key.encode(), session.api_key.encode()):
-            raise RequestError("this is the API key of no episode that is being played", "invalid_api_key", status=401)
+            raise RequestError("this is the API key of no episode that is being run", "invalid_api_key", status=401)
         return session
 
     async def _models(self, request: Request) -> Response:

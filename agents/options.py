@@ -11,20 +11,20 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class AgentOptions:
-    """How the policy's answers go on as episodes with a world that answers back."""
+    """How the policy's responses continue as episodes with an environment that answers back."""
 
     func_path: str | None = None
     """A Python file that defines `AgentExecutor` or `AgentInstance`, or the name of a shipped environment, as
-    `env:guess`. Default: an answer is one turn, and a reward scores it."""
+    `env:guess`. Default: a response is one turn, and a reward scores it."""
     max_turns: int = 16
     """Turns of an episode, at most; one that is not done by then is truncated."""
     max_tokens: int | None = None
-    """Tokens of an episode, at most: prompt, answers and feedback. Default: as many as the model has positions. The
-    limit of one turn is that of an answer."""
+    """Tokens of an episode, at most: prompt, responses and feedback. Default: as many as the model has positions. The
+    limit of one turn is that of a response."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay part of it."""
     concurrency: int = 256
-    """Episodes that one engine plays at the same time."""
+    """Episodes that one engine runs at the same time."""
     runs_in: Literal["loop", "thread", "process"] = "loop"
     """Where `reset` and `step` run: in the engine's event loop, for those that await what they wait for; in threads,
     for those that block; or each episode in a process of its own, for those that may hang, crash or use a core."""

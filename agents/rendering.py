@@ -44,7 +44,7 @@ def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]],
 
 
 def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequence[int]) -> list[int]:
-    """Encode what the world says after a turn of the policy.
+    """Encode what the environment says after a turn of the policy.
 
     Args:
         encoder: of the policy's tokenizer.
@@ -117,5 +117,5 @@ def _encoded(encoder: TextEncoder, text: str) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _encoded_once(encoder: TextEncoder, text: str) -> tuple[int, ...]:
-    """Many worlds have few things to say, and to encode one takes longer than the rest of a turn."""
+    """Many environments have few things to say, and to encode one takes longer than the rest of a turn."""
     return tuple(encoder.encode(text))

@@ -88,7 +88,7 @@ async def run_python_async(program: str, stdin: str = "", limits: Limits | None 
     lets us; see `SandboxResult.is_cut`), and it ends with this process. Root may start any number of processes.
 
     As many programs of this process run at the same time as it may use cores; the others wait, and their limits begin
-    afterwards. The time of a tool or a step that waits for them goes on: leave it room for that.
+    afterwards. The time of a tool or a step that waits for them continues: leave it room for that.
     """
     # Polled, as the callers may have an event loop each.
     while not _places.acquire(blocking=False):

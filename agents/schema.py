@@ -1,4 +1,4 @@
-"""What a world may answer, read from whatever kind of numbers it is written in. Nothing here needs torch."""
+"""What an environment may answer, read from whatever kind of numbers it is written in. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def read_step(result: Any, number: int) -> StepResult:
 
 
 def sampling_params(sampling: SamplingConfig, stop: Sequence[str]) -> SamplingParams:
-    """What a world is told of how a turn was drawn."""
+    """What an environment is told of how a turn was drawn."""
     drawn = {key: getattr(sampling, name) for key, name in SAMPLING_KEYS.items()}
     return SamplingParams(drawn, stop=list(stop))
 
@@ -140,8 +140,8 @@ def read_sampling(given: Any, own: SamplingConfig) -> tuple[SamplingConfig, list
 @functools.cache
 def _warn_changed() -> None:
     _log.warning(
-        "a world changes temperature, top_p or top_k of a turn; its log-probabilities are trained at the run's, and so "
-        "differ from those that it was drawn with"
+        "an environment changes temperature, top_p or top_k of a turn; its log-probabilities are trained at the "
+        "run's, and so differ from those that it was drawn with"
     )
 
 

@@ -440,7 +440,7 @@ class Batch:
         return self.select(torch.from_numpy(np.random.default_rng(seed).permutation(len(self))))
 
     def group_by(self, name: str) -> dict[Any, Self]:
-        """The sequences of each value of a column, such as the answers to each prompt.
+        """The sequences of each value of a column, such as the responses to each prompt.
 
         Args:
             name: of a per-sequence column of integers [B], or of a column of objects that can be keys of a dict.
@@ -482,7 +482,7 @@ class Batch:
 
     @classmethod
     def __unshard__(cls, parts: Iterable["Batch"]) -> Self:
-        """How the workers' answers become one batch again."""
+        """How the workers' responses become one batch again."""
         return cls.concat(parts)
 
     # --- per-sequence sums, padding -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def find_model(path: str) -> PretrainedConfig:
     """The config.json of a model, in a folder, in the local cache, or on the hub.
 
     Raises:
-        ValueError: there is none; the message goes on after `option=path: `.
+        ValueError: there is none; the message continues after `option=path: `.
     """
     from transformers import AutoConfig
 

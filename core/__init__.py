@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from core.context import Identity, WorkloadContext, say
+from core.context import Identity, WorkloadContext, info
 from core.errors import JobError, WorkerDied, WorkerTimeout
 from core.futures import Future, FutureSequence, as_completed
 from core.invocation import replicate, rpc, trainer_invocation
@@ -48,11 +48,11 @@ __all__ = [
     "WorkerTimeout",
     "WorkloadContext",
     "as_completed",
+    "info",
     "nd_compute",
     "register",
     "replicate",
     "rpc",
-    "say",
     "trainer_invocation",
 ]
 

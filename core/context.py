@@ -52,13 +52,13 @@ class WorkloadContext:
     config: Any
     directory: Directory
     transport: Transport
-    say: Callable[[str], None]
+    info: Callable[[str], None]
     shared_dir: Path
     collocated_with: tuple[Role, ...] = ()
     rendezvous: tuple[str, int] | None = None
     release_port: Callable[[], None] = lambda: None
     recovery: Recovery = field(default_factory=Recovery)
-    tell: Callable[[str, Any], None] = lambda *_: None
+    emit: Callable[[str, Any], None] = lambda *_: None
     """Sends the master a message: its kind, and what it says."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
     job_memory: Callable[[], int] = lambda: 0
@@ -93,6 +93,6 @@ def entered(context: WorkloadContext) -> Iterator[None]:
         _current.reset(before)
 
 
-def say(text: str) -> None:
+def info(text: str) -> None:
     """Show a line to the person at the terminal where the job was started."""
-    current().say(text)
+    current().info(text)

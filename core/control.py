@@ -90,7 +90,7 @@ class ControlLink:
     def __init__(self, name: str, address: tuple[str, int], key: bytes) -> None:
         self.name = name
         self.status = Status("starting", 0.0, 0)
-        self.heard = time.monotonic()
+        self.seen = time.monotonic()
         """When the process last said anything."""
         self.alive = True
         self._unanswered: float | None = None
@@ -102,7 +102,7 @@ class ControlLink:
         try:
             while self.alive and self._connection.poll():
                 kind, payload = self._connection.recv()
-                self.heard, self._unanswered = time.monotonic(), None
+                self.seen, self._unanswered = time.monotonic(), None
                 if kind == "status":
                     self.status = payload
                 else:

@@ -126,7 +126,7 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
         if missing and limit is not None and elapsed >= limit:
             raise _timeout(missing, limit)
         if missing and elapsed >= report_at:
-            context.say(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(missing)}")
+            context.info(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(missing)}")
             report_at *= 2
     if late and timeout is not None:
         raise _timeout(late, timeout)

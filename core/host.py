@@ -127,12 +127,12 @@ class Host:
     """
 
     def __init__(
-        self, spec: HostSpec, config: Any, ip: str, transport: Transport, tell: Callable[[str, Any], None]
+        self, spec: HostSpec, config: Any, ip: str, transport: Transport, emit: Callable[[str, Any], None]
     ) -> None:
         self._spec = spec
         self._ip = ip
         self._transport = transport
-        self._tell = tell
+        self._emit = emit
         self._directory: Directory = {}
         self._recovery = Recovery(self._directory if spec.recovers else None)
         self._stop_requested = threading.Event()
@@ -149,12 +149,12 @@ class Host:
                 config=config,
                 directory=self._directory,
                 transport=transport,
-                say=self._say,
+                info=self._info,
                 shared_dir=spec.shared_dir,
                 collocated_with=worker.collocated_with,
                 release_port=lambda role=role: self._release_port(role),
                 recovery=self._recovery,
-                tell=tell,
+                emit=emit,
                 stop_requested=self._stop_requested,
                 job_memory=self.job_memory,
             )
@@ -176,8 +176,8 @@ class Host:
         """Whether this worker is one of its own."""
         return (role, rank) in self._workers
 
-    def _say(self, text: str) -> None:
-        self._tell("say", text)
+    def _info(self, text: str) -> None:
+        self._emit("say", text)
 
     def _release_port(self, role: Role) -> None:
         reserved = self._reserved.pop(role, None)
@@ -291,7 +291,7 @@ class Host:
         if self._spec.reports_calls:
             size = payload_bytes(*args, *kwargs.values())
             event = CallEvent(who.job, who.role, who.rank, name, time.time(), size)
-            self._tell("event", event)
+            self._emit("event", event)
         failed = True
         try:
             with entered(worker.context):
@@ -310,7 +310,7 @@ class Host:
             del self._calls[number]
             self._state = (IDLE, time.monotonic())
             if event is not None:
-                self._tell("event", replace(event, seconds=time.monotonic() - clock, failed=failed))
+                self._emit("event", replace(event, seconds=time.monotonic() - clock, failed=failed))
 
     def doing(self) -> tuple[str, float]:
         """The call that has run longest, or that there is none; and for how many seconds."""

@@ -63,7 +63,7 @@ class Master:
         self._run_id = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
         self._watch = Watch(list(observers), _print_line)
-        self._backend = make_backend(backend, self._run_id, address, self._watch.hear)
+        self._backend = make_backend(backend, self._run_id, address, self._watch.on_event)
         self._is_observed = bool(observers) or job.stall_timeout > 0 or self._backend.is_local
         self._runs = self._recovers = self._ending = self._stop_told = False
         self._attempt = 1
@@ -332,11 +332,11 @@ class Master:
         """Start a lost process again, replay into it what was called on it, and tell everybody."""
         host.replacing = True
         for role, rank in host.plan.workers:
-            self._tell_others(host, "lost", role, rank)
+            self._emit_to_others(host, "lost", role, rank)
         self._again(host, self._stand_in)
         for role, rank in host.plan.workers:
             self._roles[Role(role)].members[rank] = Member(Role(role), rank, host.handle, host.attempt)
-            self._tell_others(host, "replaced", role, rank, self._backend.pickled(host.handle), host.attempt)
+            self._emit_to_others(host, "replaced", role, rank, self._backend.pickled(host.handle), host.attempt)
         host.replacing = False
         self._watch.event("replaced", host.plan.name, f"attempt {host.attempt}")
 
@@ -368,10 +368,10 @@ class Master:
         self._note_exports(self._ask([host], "construct", self._rendezvous, self._local, self._roles)[0])
         self._ask([host], "connect", self._roles)
         for role, rank in host.plan.workers:
-            asked = self._tell_others(host, "replay", role, rank, self._backend.pickled(host.handle), host.attempt)
+            asked = self._emit_to_others(host, "replay", role, rank, self._backend.pickled(host.handle), host.attempt)
             self._await_replays(host, {(h.plan.name, role, rank, host.attempt): (h, h.attempt) for h in asked})
 
-    def _tell_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
+    def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
         others = [h for h in self._watch.hosts if h is not host and h.link and h.link.alive]
         for other in others:
             assert other.link is not None

@@ -59,7 +59,7 @@ class Observers:
     def __init__(self, observers: list[Observer]) -> None:
         self._observers = observers
 
-    def tell(self, event: Any) -> None:
+    def emit(self, event: Any) -> None:
         """Pass an event to all observers."""
         for observer in list(self._observers):
             try:

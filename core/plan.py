@@ -18,8 +18,8 @@ class Resource(BaseModel):
     cpu: float = Field(default=1.0, gt=0)
     """Cores."""
     threads: int = Field(default=0, ge=0)
-    """Of the maths libraries, in each process. 0: as many as whole cores, at least one. Roles that take turns on the
-    same cores may each have a thread for all of them."""
+    """Of the maths libraries, in each process. 0: as many as whole cores, at least one. Roles that work one after the
+    other on the same cores may each have a thread for all of them."""
     accelerator: float = Field(default=0.0, ge=0)
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)

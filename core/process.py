@@ -58,9 +58,9 @@ class HostProcess(Host):
         report.control = self._control.address
         return report
 
-    def _say(self, text: str) -> None:
+    def _info(self, text: str) -> None:
         print(text, flush=True)
-        super()._say(text)
+        super()._info(text)
 
     def _stack(self) -> tuple[str, str]:
         """Where the main thread is; all threads are written to the log."""
@@ -69,7 +69,7 @@ class HostProcess(Host):
         return self._spec.name, "".join(traceback.format_stack(frame))
 
     def _replay(self, role: str, rank: int, handle: bytes, attempt: int) -> None:
-        """Repeat on a replacement what this process had called on the lost worker, while the main thread goes on."""
+        """Repeat on a replacement what this process had called on the lost worker, while the main thread continues."""
         member = _member(role, rank, handle, attempt)
 
         def repeat() -> None:
@@ -86,13 +86,13 @@ class HostProcess(Host):
 class WarningsTo(logging.Handler):
     """Shows the user the warnings of the project's and the user's own code; libraries only write to the log."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, info: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
+        self._info = info
 
     def emit(self, record: logging.LogRecord) -> None:
         if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
-            self._say(f"warning: {record.getMessage()}")
+            self._info(f"warning: {record.getMessage()}")
 
 
 def python_path() -> tuple[str, ...]:

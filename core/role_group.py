@@ -133,7 +133,7 @@ class RoleGroup:
                 return future.result(spec.timeout if spec.is_async else None)
             except WorkerTimeout as late:
                 # The master ends who is late, as if it had died; what is idempotent then goes to the replacement.
-                self._context.tell("hung", (late.missing, str(late)))
+                self._context.emit("hung", (late.missing, str(late)))
                 if not (export.idempotent and self._context.recovery.may_return(self._entry.members[0])):
                     raise
 

@@ -57,7 +57,7 @@ class WatchedHost:
         if self.fault:
             return f"{who} hung and was ended: {self.fault}{where}"
         status = self.link.status
-        seconds = status.seconds + time.monotonic() - self.link.heard
+        seconds = status.seconds + time.monotonic() - self.link.seen
         told = f"last seen {status.doing} for {seconds:.0f} s"
         return f"{who} died: killed, out of memory, or crashed; {told}{where}"
 
@@ -74,12 +74,12 @@ class WatchedHost:
 class Watch:
     """Hears all processes. What is not for the terminal or the observers is kept in `messages`."""
 
-    def __init__(self, observers: list[Observer], say: Callable[[str], None]) -> None:
+    def __init__(self, observers: list[Observer], info: Callable[[str], None]) -> None:
         self.hosts: list[WatchedHost] = []
         self.messages: list[tuple[str, Any]] = []
         self.peak_memory = 0
         self._observers = Observers(observers)
-        self._say = say
+        self._info = info
         self._next_status = 0.0
         self._next_memory = time.monotonic() + _STATUS_EVERY_S
         self._last_sign = time.monotonic()
@@ -87,7 +87,7 @@ class Watch:
     def event(self, kind: str, process: str = "", text: str = "") -> None:
         """Tell the observers of something that happened to the job."""
         self._last_sign = time.monotonic()
-        self._observers.tell(JobEvent(kind, time.time(), process, text))
+        self._observers.emit(JobEvent(kind, time.time(), process, text))
 
     def poll(self) -> None:
         """Show what the processes said, and keep their status fresh."""
@@ -106,12 +106,12 @@ class Watch:
             self.peak_memory = max(self.peak_memory, total)
             if time.monotonic() >= self._next_memory:
                 self._next_memory = time.monotonic() + _MEMORY_EVERY_S
-                self._observers.tell(MemoryEvent(time.time(), memory))
+                self._observers.emit(MemoryEvent(time.time(), memory))
             for link in links:
                 if link.alive:
                     link.send("status", total)
 
-    def hear(self, kind: str, payload: Any) -> None:
+    def on_event(self, kind: str, payload: Any) -> None:
         """Take a message of a workload in this process, which no poll will bring."""
         self._take_in(kind, payload)
         self.poll()
@@ -121,7 +121,7 @@ class Watch:
             self.messages.append((kind, payload))
             return
         self._last_sign = time.monotonic()
-        self._say(payload) if kind == "say" else self._observers.tell(payload)
+        self._info(payload) if kind == "say" else self._observers.emit(payload)
 
     def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
         """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.

@@ -127,13 +127,13 @@ class BaseWorkload:
         """The roles that share my device, `ACTOR,ROLLOUT`, or None."""
         return ",".join(self._context.collocated_with) or None
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Show a line to the person at the terminal where the job was started."""
-        self._context.say(text)
+        self._context.info(text)
 
-    def tell(self, event: Any) -> None:
+    def emit(self, event: Any) -> None:
         """Pass an event, an instance of a dataclass that the driver can import, to the job's observers."""
-        self._context.tell("event", event)
+        self._context.emit("event", event)
 
     @property
     def job_memory_bytes(self) -> int:

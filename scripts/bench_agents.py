@@ -1,13 +1,13 @@
-"""How busy the slots of an engine are kept, while many episodes of several turns are played.
+"""How busy the slots of an engine are kept, while many episodes of several turns are run.
 
     python scripts/bench_agents.py                    2,000 episodes of 4 turns, 64 at a time, 20 ms an answer
-    python scripts/bench_agents.py --wait 0.005       each step of the world waits for 5 ms, too
+    python scripts/bench_agents.py --wait 0.005       each step of the environment waits for 5 ms, too
     python scripts/bench_agents.py --runs-in process --episodes 500
 
-The player, its executor and the worlds are those of a run; only the engine is not: it draws nothing, and gives each
-answer after the same time. Were nothing else to take time, episodes * turns * (answer + wait) / slots would; the share
-is this ideal over the time it took. In turns with it, as many tasks as there are slots only sleep as often and as long:
-what that loses is asyncio's and the machine's.
+The runner, its executor and the environments are those of a run; only the engine is not: it draws nothing, and gives
+each answer after the same time. Were nothing else to take time, episodes * turns * (answer + wait) / slots would; the
+share is this ideal over the time it took. In turns with it, as many tasks as there are slots only sleep as often and as
+long: what that loses is asyncio's and the machine's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from agents.loading import load_agent  # noqa: E402 (may not be installed)
 from agents.options import AgentOptions  # noqa: E402
-from agents.player import Player, settle  # noqa: E402
+from agents.runner import EpisodeRunner, settle  # noqa: E402
 from components.batch import Batch  # noqa: E402
 from components.data.tiny_model import character_tokenizer  # noqa: E402
 from components.engines.async_engine import AsyncEngine, Generation, Piece, Request  # noqa: E402
@@ -42,7 +42,7 @@ PROMPT, ANSWER, FEEDBACK = "play", "a move to make", "and one in return"
 
 @dataclass(frozen=True)
 class Load:
-    """What is played."""
+    """What is run."""
 
     episodes: int
     turns: int = 4
@@ -119,7 +119,7 @@ class AgentInstance(AgentInstanceBase):
 """
 
 
-def play(load: Load) -> float:
+def run_episodes(load: Load) -> float:
     """Play all episodes; returns how many seconds it took."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (PROMPT, ANSWER))
@@ -137,13 +137,13 @@ def play(load: Load) -> float:
         file = Path(folder) / "agent.py"
         file.write_text(AGENT)
         options = AgentOptions(func_path=str(file), runs_in=load.runs_in, max_turns=load.turns, concurrency=load.slots)
-        player = Player(engine, load_agent(str(file)), options, tokenizer)
+        runner = EpisodeRunner(engine, load_agent(str(file)), options, tokenizer)
         try:
             began = time.perf_counter()
-            played = player.play(prompts, SamplingConfig(max_new_tokens=32))
+            played = runner.run_episodes(prompts, SamplingConfig(max_new_tokens=32))
             seconds = time.perf_counter() - began
         finally:
-            player.close()
+            runner.close()
     assert played["reward"].tolist() == [float(load.turns)] * count, played.objects["error"]
     return seconds
 
@@ -169,15 +169,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--answer", type=float, default=0.02, help="seconds that the engine takes for one")
-    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the world waits in each step")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the environment waits in each step")
     parser.add_argument("--runs-in", choices=["loop", "thread", "process"], default="loop")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     load = Load(given.episodes, given.turns, given.slots, given.answer, given.wait, given.runs_in)
-    play(dataclasses.replace(load, episodes=given.slots))  # what is loaded once, is loaded now
+    run_episodes(dataclasses.replace(load, episodes=given.slots))  # what is loaded once, is loaded now
     settle()  # as a rollout process does
     for _ in range(given.rounds):
-        cpu, seconds = time.process_time(), play(load)
+        cpu, seconds = time.process_time(), run_episodes(load)
         cpu = (time.process_time() - cpu) / (load.episodes * load.turns)
         print(
             f"{seconds:.2f} s of at best {load.ideal_s:.2f} s: {load.ideal_s / seconds:.1%}; this process worked for "

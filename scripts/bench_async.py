@@ -6,7 +6,8 @@
 Sorting, as a world that takes `--wait` seconds over each answer: by default so long that generating a batch takes
 about as long as training on it. All episodes of a batch wait at the same time in either kind of run, so what is won is
 won by training meanwhile. "ideal" is (g + t) / max(g, t) of the synchronous runs: g seconds of a step are generation, t
-all the rest. Seconds are medians over steps of the wall time from one step's end to the next; the runs take turns.
+all the rest. Seconds are medians over steps of the wall time from one step's end to the next; the runs work one after
+the other.
 
 What is drawn with older weights is weighed by TIS. Scores are those of 2,048 held-out prompts at the end. Exits 1 where
 less than 0.75 of the ideal is reached, or where the mean score of the asynchronous runs is further below the other than

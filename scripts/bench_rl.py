@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from components.rl import advantages, correction, kl, policy_losses, value_losses  # noqa: E402 (may not be installed)
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, reduce_loss  # noqa: E402
 
-BY_ANSWER = ("gspo", "geo_mean")
+BY_RESPONSE = ("gspo", "geo_mean")
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     for name, action in whole_batch(data).items():
         print(f"{name:24} {measure(action, options.rounds)}", flush=True)
     for name, loss in losses(data).items():
-        forward = partial(reduced, loss, data, "seq-mean-token-mean" if name in BY_ANSWER else "token-mean")
+        forward = partial(reduced, loss, data, "seq-mean-token-mean" if name in BY_RESPONSE else "token-mean")
         ahead = measure(forward, options.rounds)
         graph = forward()
         behind = measure(partial(torch.autograd.grad, graph, data.logprob_N, retain_graph=True), options.rounds)

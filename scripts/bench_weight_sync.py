@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_weight_sync.py
 
-One process publishes, the other reads into tensors that it has. All transports and the copy take turns, so that a busy
-machine is busy for all of them. The first versions are not counted: later ones use their memory again.
+One process publishes, the other reads into tensors that it has. All transports and the copy work one after the other,
+so that a busy machine is busy for all of them. The first versions are not counted: later ones use their memory again.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Setting:
         return model.to(self.device)
 
 
-def judged(check: str, measured: str, asked: str, fits: bool) -> Row:
+def inferred(check: str, measured: str, asked: str, fits: bool) -> Row:
     return Row(check, measured, asked, OK if fits else FAILED)
 
 
@@ -209,8 +209,8 @@ def apart(check: str, precision: str, one: Tensor, other: Tensor) -> Row:
     largest, mean = float(gap_N.max()), float(gap_N.mean())
     measured = f"largest difference {largest:.1e}, mean {mean:.1e} nats"
     if precision == "fp32":
-        return judged(check, measured, f"largest < {EXACT}", largest < EXACT)
-    return judged(check, measured, f"mean < {ROUNDED}", mean < ROUNDED)
+        return inferred(check, measured, f"largest < {EXACT}", largest < EXACT)
+    return inferred(check, measured, f"mean < {ROUNDED}", mean < ROUNDED)
 
 
 def engine(setting: Setting, model: str = "small", checkpointing: bool = False, **options: Any) -> TrainEngine:
@@ -270,14 +270,14 @@ def training(setting: Setting, precision: str) -> Iterator[Row]:
     gap = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     bar = EXACT if precision == "fp32" else ROUNDED
     name = f"FSDP2 training, {precision}"
-    yield judged(
+    yield inferred(
         f"{name}: first step",
         f"loss {found[0]:.5f}, gradient {found[1]:.4f}; {gap:.1e} from autograd",
         f"relative < {bar}",
         gap < bar,
     )
     fell = steps[0]["loss"] - steps[-1]["loss"]
-    yield judged(f"{name}: 4 steps", f"the loss falls by {fell:.4f}", "> 0.01", fell > 0.01)
+    yield inferred(f"{name}: 4 steps", f"the loss falls by {fell:.4f}", "> 0.01", fell > 0.01)
 
 
 def packing(setting: Setting, precision: str) -> Iterator[Row]:
@@ -294,14 +294,14 @@ def packing(setting: Setting, precision: str) -> Iterator[Row]:
     name = f"packing, {precision}"
     names = ", ".join(sorted(attentions.names))
     if setting.on_gpu and precision == "bf16":
-        yield judged(f"{name}: attention", names, "a variable-length kernel", "varlen" in names)
+        yield inferred(f"{name}: attention", names, "a variable-length kernel", "varlen" in names)
     else:
         yield Row(f"{name}: attention", names)
     yield apart(f"{name}: log-probabilities beside separate sequences", precision, ours_N, torch.cat(theirs))
     one, other = gradients(packed), gradients(separate)
     gap = float((one - other).norm() / other.norm())
     bar = EXACT if precision == "fp32" else ROUNDED
-    yield judged(f"{name}: gradient beside separate sequences", f"{gap:.1e}", f"relative < {bar}", gap < bar)
+    yield inferred(f"{name}: gradient beside separate sequences", f"{gap:.1e}", f"relative < {bar}", gap < bar)
     first, last = batch.offsets[1:3].tolist()
     changed_N = batch["tokens"].clone()
     changed_N[first:last] = 1
@@ -311,7 +311,7 @@ def packing(setting: Setting, precision: str) -> Iterator[Row]:
     is_other_N = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch["tokens"].device)
     is_other_N[first:last] = False
     leak = float((again_N - base_N)[is_other_N].abs().max())
-    yield judged(f"{name}: one sequence changed", f"the others move by {leak:.1e} nats", "0", leak == 0)
+    yield inferred(f"{name}: one sequence changed", f"the others move by {leak:.1e} nats", "0", leak == 0)
 
 
 def rounding(setting: Setting) -> Iterator[Row]:
@@ -427,7 +427,7 @@ def ipc(setting: Setting) -> Iterator[Row]:
     faults = compare_digests({name: digest(tensor) for name, tensor in weights.items()}, received)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     size = f"{len(weights)} tensors, {nbytes / 2**30:.2f} GiB, mapped and copied in {seconds:.3f} s"
-    yield judged(name, f"{size}; {len(faults)} differ {'; '.join(faults[:2])}".rstrip(), "0 differ", not faults)
+    yield inferred(name, f"{size}; {len(faults)} differ {'; '.join(faults[:2])}".rstrip(), "0 differ", not faults)
 
 
 def read_exported(connection: Connection) -> None:

@@ -1,7 +1,7 @@
 """What the site of the documentation takes from the rest of the repository: mkdocs.yml names this file as its hooks.
 
 Pages are written to be read on a code host, so they link to files by their place in the repository. The READMEs of the
-recipes and the house rules become pages too. A link between two pages leads to the page on the site; one to any other
+recipes and the rules become pages too. A link between two pages leads to the page on the site; one to any other
 file of the repository, which the site does not have, becomes the path of that file.
 """
 

@@ -381,7 +381,7 @@ def used(probes: Probes) -> list[Line]:
         line("generation", f"{engine}, {why}"),
         line("training", f"{training}, {found['precision']}"),
         line("attention", found["attention"]),
-        line("threads", f"{found['threads']} for roles that take turns"),
+        line("threads", f"{found['threads']} for roles that work one after the other"),
     ]
 
 

@@ -51,7 +51,7 @@ What is different on purpose:
 - **dr_grpo** divides by `generate_max_len`, as its paper does; there it is the group's mean alone.
 - **Reward servers** get batches of `remote_rm_batch_size` answers, spread over all URLs; a request that fails is
   tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
-  server is back, the same command goes on from there.
+  server is back, the same command resumes from there.
 - **Reward code** runs in processes of its own, with a deadline. An answer whose reward cannot be computed is named,
   counted (`reward/failed`) and gets 0; above a tenth of a batch (and two answers) the run stops.
 - **Contradictions are errors**, not corrections: a discount with `rloo`, a critic's option without a critic, one answer
@@ -115,7 +115,7 @@ What is different on purpose:
 - **Rows** for an agent or with tools are an error without `agent.func_path`.
 - **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the
   best one. `save_freq=-1` still writes the best and the last.
-- **`resume_mode=auto`** goes on from what is in `run_dir`, whose name carries the time unless you give it: to go on,
+- **`resume_mode=auto`** resumes from what is in `run_dir`, whose name carries the time unless you give it: to continue,
   name the folder. There it is `default_local_dir`, named after project and experiment.
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"
 STARTED = "TROUPE_STARTED_IN"
-"""The process that has gone on in another Python already. What starts a Python may hide which one it is."""
+"""The process that has continued in another Python already. What starts a Python may hide which one it is."""
 
 
 def use_own_python() -> None:

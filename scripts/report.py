@@ -1,6 +1,6 @@
 """The report of one run, or of several beside each other: `python scripts/report.py runs/a [runs/b ...] [--out FILE]`.
 
-Reads what the runs left, also while they go on, and writes one HTML file that opens without a network.
+Reads what the runs left, also while they continue, and writes one HTML file that opens without a network.
 """
 
 from __future__ import annotations

@@ -30,5 +30,5 @@ def _row(rng: random.Random) -> dict[str, str]:
     said = f"\n\nHuman: Is {rng.choice('ABCDEFGHIJKLMNOPQRSTUVWXYZ')}{rng.randint(0, 3)} kind?"
     for _ in range(turns):
         said += f"\n\nAssistant: {'Maybe. ' * rng.randint(1, 60)}Why?\n\nHuman: {rng.randint(0, 10**6)} times I asked."
-    answers = rng.sample(["Yes, I think so.", "I’d rather not say.", "No!", "", "Ask again."], 2)
-    return {name: f"{said}\n\nAssistant: {text}" for name, text in zip(("chosen", "rejected"), answers)}
+    responses = rng.sample(["Yes, I think so.", "I’d rather not say.", "No!", "", "Ask again."], 2)
+    return {name: f"{said}\n\nAssistant: {text}" for name, text in zip(("chosen", "rejected"), responses)}

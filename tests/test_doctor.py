@@ -128,7 +128,7 @@ def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House
 
 
 def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the doctor of a house says of its .venv."""
+    """What the doctor of a project says of its .venv."""
     monkeypatch.setattr(module, "HOME", house.home)
     monkeypatch.setattr(module, "VENV", house.home / ".venv")
     monkeypatch.delenv("TROUPE_PYTHON", raising=False)

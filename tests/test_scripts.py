@@ -28,7 +28,7 @@ MAIN = (
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project called troupe in a folder with a space, with one recipe that prints how it was called."""
-    home = tmp_path / "my house"
+    home = tmp_path / "my project"
     shutil.copytree(ROOT / "scripts", home / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (home / "pyproject.toml").write_text('[project]\nname = "troupe"\n')
     (home / "core").mkdir()

@@ -6,7 +6,7 @@
 <folder>/latest                       the text "step_12"
 <folder>/best                         the text "step_9", where a run marks its best step
 
-Hidden names are of a write that is going on, or whose process was killed; the next writer removes them:
+Hidden names are of a write that is continuing, or whose process was killed; the next writer removes them:
 
 .step_12.partial   being written
 .step_12.gone      being removed
@@ -166,7 +166,7 @@ class Checkpoints:
         """Remove the oldest steps beyond the limits, never the latest nor the best; returns what was removed.
 
         Steps above the latest are from before a resume from an older step: nothing leads on from them, so they
-        count as the oldest. What cannot be removed is said in a warning; the run goes on.
+        count as the oldest. What cannot be removed is said in a warning; the run continues.
         """
         latest = _read_name(self.folder, LATEST)
         safe = {latest, _read_name(self.folder, BEST)}
@@ -246,7 +246,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
             a folder with `latest`, or a run's folder with `checkpoints/latest`.
         folder: the folder of the run's checkpoints; it need not be there.
         run_id: who asks. When the latest in `folder` was saved with this `run_id` in its state, the run was started
-            again: it goes on from there, whatever `resume` says. What another run left there does not count.
+            again: it resumes from there, whatever `resume` says. What another run left there does not count.
 
     Raises:
         ValueError: nothing is there, or nothing to resume from.
@@ -271,7 +271,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
 
 
 def check_resume(resume: str, folder: str | Path) -> None:
-    """See, before a run starts, that it can go on from where `resume` says, or begin anew in `folder`.
+    """See, before a run starts, that it can resume from where `resume` says, or begin anew in `folder`.
 
     Raises:
         ValueError: as `find_checkpoint`; or `resume` is "none" and `folder` holds checkpoints already.
@@ -279,7 +279,7 @@ def check_resume(resume: str, folder: str | Path) -> None:
     found = find_checkpoint("auto" if resume == "none" else resume, folder)
     if resume == "none" and found is not None:
         raise ValueError(
-            f"{folder} holds checkpoints already, up to {found.name}; set resume=auto to go on from there, or name "
+            f"{folder} holds checkpoints already, up to {found.name}; set resume=auto to resume from there, or name "
             "another folder"
         )
 

@@ -1,6 +1,6 @@
 """How good a policy is on held-out prompts over a run: at its start, now and then, at its end.
 
-B answers. Nothing here needs torch before there is something to answer.
+B responses. Nothing here needs torch before there is something to answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
-"""The two scores of every run, and the temperature of the answers behind each."""
+"""The two scores of every run, and the temperature of the responses behind each."""
 
 
 class Evaluation:
@@ -27,32 +27,32 @@ class Evaluation:
     def __init__(
         self,
         prompts: Batch | None,
-        answer: Callable[[Batch, float], Batch],
+        response: Callable[[Batch, float], Batch],
         *,
         temperature: float,
         samples_per_prompt: int,
         best_metric_key: str,
-        say: Callable[[str], None],
+        info: Callable[[str], None],
         further: Callable[[Batch], Mapping[str, float]] = lambda _: {},
     ) -> None:
         """
         Args:
             prompts: as `PromptSource.take` gives them, or None.
-            answer: (prompts with `sample_id`, temperature) -> one scored answer to each, with `action_mask`, `score`,
-                `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random numbers every
-                time.
-            temperature: of the answers behind pass1 and passN.
+            response: (prompts with `sample_id`, temperature) -> one scored response to each, with `action_mask`,
+                `score`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random
+                numbers every time.
+            temperature: of the responses behind pass1 and passN.
             samples_per_prompt: N.
             best_metric_key: see `best_metric`.
             say: what a person should read.
-            further: metrics of a recipe's own, of the answers behind pass1 and passN.
+            further: metrics of a recipe's own, of the responses behind pass1 and passN.
         """
         self.prompts = prompts
-        self._answer = answer
+        self._answer = response
         self._temperature = temperature
         self._samples_per_prompt = samples_per_prompt
         self._best_metric_key = best_metric_key
-        self._say = say
+        self._info = info
         self._further = further
         self.scores: dict[str, dict[str, float]] = {}
         """At the "start", where `start` was called, and at the "end", the last evaluation."""
@@ -66,7 +66,7 @@ class Evaluation:
         self.scores["start"] = self.score() | self.evaluate()
         self._deciding(self.scores["start"])  # a best_metric_key that is none is found out now
         when = f"as it was resumed after step {step}" if step else "before training"
-        self._say(f"{when}: {console_line(step, shown(self.scores['start']))}")
+        self._info(f"{when}: {console_line(step, shown(self.scores['start']))}")
 
     def at_step(self, is_last: bool) -> dict[str, float]:
         """Evaluate in the middle of a run, or at its last step; returns metrics."""
@@ -77,25 +77,25 @@ class Evaluation:
         """Mean score, sampled at temperature 1 and greedy."""
         if self.prompts is None:
             return {}
-        return {name: float(self.answers(temperature, 1)["score"].mean()) for name, temperature in SCORES}
+        return {name: float(self.responses(temperature, 1)["score"].mean()) for name, temperature in SCORES}
 
     def evaluate(self) -> dict[str, float]:
         """pass1 and passN, by source (see `heldout_metrics`), and the recipe's own."""
         if self.prompts is None:
             return {}
-        answers = self.answers(self._temperature, self._samples_per_prompt)
+        responses = self.responses(self._temperature, self._samples_per_prompt)
         metrics = heldout_metrics(
-            answers["score"],
-            answers["prompt_id"],
-            answers["datasource"],
-            answers.sum_tokens(answers["action_mask"]),
-            answers["truncated"],
-            {name.removeprefix("log_"): answers[name] for name in answers.names if name.startswith("log_")},
+            responses["score"],
+            responses["prompt_id"],
+            responses["datasource"],
+            responses.sum_tokens(responses["action_mask"]),
+            responses["truncated"],
+            {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")},
         )
-        return {f"eval/{name}": value for name, value in metrics.items()} | dict(self._further(answers))
+        return {f"eval/{name}": value for name, value in metrics.items()} | dict(self._further(responses))
 
-    def answers(self, temperature: float, count: int) -> Batch:
-        """`count` scored answers to each prompt."""
+    def responses(self, temperature: float, count: int) -> Batch:
+        """`count` scored responses to each prompt."""
         from components.data.samples import for_samples
 
         assert self.prompts is not None
@@ -124,11 +124,11 @@ class Evaluation:
         start, end = self.scores.get("start", {}), self.scores.get("end", {})
         if "eval/score" not in end:  # the run ended at a step that was not known to be its last
             end = self.scores["end"] = self.score() | self.evaluate()
-        self._say(f"after training: {console_line(step, shown(end))}")
+        self._info(f"after training: {console_line(step, shown(end))}")
         sampled, greedy = (
             f"{start[name]:.3f} -> {end[name]:.3f}" if start else f"{end[name]:.3f}" for name, _ in SCORES
         )
-        self._say(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
+        self._info(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
         names = {"start": start.get("eval/score"), "start_greedy": start.get("eval/score_greedy")}
         names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
         return names | {"examples": len(self.prompts)}

@@ -1,6 +1,6 @@
-"""What answers to held-out prompts say about a policy, and which of these numbers decides what is best.
+"""What responses to held-out prompts say about a policy, and which of these numbers decides what is best.
 
-B answers. Nothing here needs torch: tensors are only read.
+B responses. Nothing here needs torch: tensors are only read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def heldout_metrics(
     truncated_B: Tensor,
     logged: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Scores and lengths of n answers to each held-out prompt, by the source of the prompt and over all.
+    """Scores and lengths of n responses to each held-out prompt, by the source of the prompt and over all.
 
     Args:
-        score_B: [B] score of each answer.
-        prompt_B: [B] integers, equal for the answers to one prompt of a source, in any order.
-        sources: of length B, the source of each answer's prompt.
-        response_length_B: [B] tokens of each answer.
-        truncated_B: [B] bool, True where an answer was cut off.
-        logged: further numbers, each [B]; NaN where an answer has none.
+        score_B: [B] score of each response.
+        prompt_B: [B] integers, equal for the responses to one prompt of a source, in any order.
+        sources: of length B, the source of each response's prompt.
+        response_length_B: [B] tokens of each response.
+        truncated_B: [B] bool, True where a response was cut off.
+        logged: further numbers, each [B]; NaN where a response has none.
 
     Returns:
         For each source s, in the order of their names: `{s}_pass1`, the mean score; for n > 1 `{s}_pass{n}`, the mean
@@ -40,11 +40,11 @@ def heldout_metrics(
         and `num_samples`, B.
 
     Raises:
-        ValueError: there is no answer, the columns differ in length, or prompts in their number of answers.
+        ValueError: there is no response, the columns differ in length, or prompts in their number of responses.
     """
     logged = dict(logged or {})
     columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
-    check_answers({"score_B": score_B, **columns, **logged}, sources)
+    check_responses({"score_B": score_B, **columns, **logged}, sources)
     scores, lengths = score_B.tolist(), response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
     by_prompt: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -52,7 +52,7 @@ def heldout_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
-    n = answers_per_prompt(by_prompt)
+    n = responses_per_prompt(by_prompt)
     metrics: dict[str, float] = {}
     for source in sorted(by_source):
         rows = by_source[source]
@@ -61,7 +61,7 @@ def heldout_metrics(
         metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
         metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
         if n > 1:
-            best = (max(answers) for (of, _), answers in by_prompt.items() if of == source)
+            best = (max(responses) for (of, _), responses in by_prompt.items() if of == source)
             metrics[f"{source}_pass{n}"] = fmean(best)
         metrics[f"{source}_response_length_mean"] = fmean(lengths[i] for i in rows)
         metrics[f"{source}_truncated_rate"] = fmean(truncated[i] for i in rows)
@@ -69,26 +69,28 @@ def heldout_metrics(
     return metrics | over_all | {"num_samples": float(len(scores))}
 
 
-def check_answers(columns: Mapping[str, Tensor], sources: Sequence[str]) -> None:
-    """ValueError unless there are answers, and each of these columns of numbers has one entry for each of them."""
+def check_responses(columns: Mapping[str, Tensor], sources: Sequence[str]) -> None:
+    """ValueError unless there are responses, and each of these columns of numbers has one entry for each of them."""
     (first, like_B), *others = columns.items()
     for name, x_B in others:
         if like_B.dim() != 1 or x_B.shape != like_B.shape:
             raise ValueError(f"{first} has shape {list(like_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
     if len(sources) != len(like_B):
-        raise ValueError(f"{len(sources)} sources for {len(like_B)} answers; name the source of each answer's prompt")
+        raise ValueError(
+            f"{len(sources)} sources for {len(like_B)} responses; name the source of each response's prompt"
+        )
     if not len(like_B):
-        raise ValueError("no answers to evaluate; give at least one held-out prompt, or turn the evaluation off")
+        raise ValueError("no responses to evaluate; give at least one held-out prompt, or turn the evaluation off")
 
 
-def answers_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
-    """How many answers each prompt of a source has; ValueError unless all have as many."""
-    (_, first), n = next((key, len(answers)) for key, answers in by_prompt.items())
-    for (source, prompt), answers in by_prompt.items():
-        if len(answers) != n:
+def responses_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
+    """How many responses each prompt of a source has; ValueError unless all have as many."""
+    (_, first), n = next((key, len(responses)) for key, responses in by_prompt.items())
+    for (source, prompt), responses in by_prompt.items():
+        if len(responses) != n:
             raise ValueError(
-                f"prompt {prompt} of {source!r} has {len(answers)} answers, but prompt {first} has {n}; sample every "
-                "held-out prompt equally often"
+                f"prompt {prompt} of {source!r} has {len(responses)} responses, but prompt {first} has {n}; sample "
+                "every held-out prompt equally often"
             )
     return n
 

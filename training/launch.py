@@ -27,8 +27,8 @@ STOP_GRACE_S = 600.0
 def threads_each(workers: int) -> int:
     """Threads for each of so many processes that work at the same time on the cores of this machine.
 
-    Those that take turns may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the number of
-    cores. 0, which leaves the choice to core, where the processes run on the machines of a cluster.
+    Those that work one after the other may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the
+    number of cores. 0, which leaves the choice to core, where the processes run on the machines of a cluster.
     """
     if os.environ.get("RAY_ADDRESS"):
         return 0
@@ -48,7 +48,7 @@ def printed(config: Any, named: Collection[str]) -> str:
 
 
 def open_run(run_dir: str, resume: str, checkpoints: str | None, plan: str) -> Path:
-    """Make or open the folder of a run, see that it can go on from where `resume` says, and write its plan down.
+    """Make or open the folder of a run, see that it can resume from where `resume` says, and write its plan down.
 
     Args:
         run_dir: the folder.
@@ -100,8 +100,8 @@ def run_job(
     with reporting(run_dir):
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
             for line in (f"run folder {run_dir}", *lines):
-                terminal.say(f"{recipe}: {line}")
-            observers = [events, terminal, alarm_bell(events, terminal)]
+                terminal.info(f"{recipe}: {line}")
+            observers = [events, terminal, alarm_observer(events, terminal)]
             result = job.submit(
                 job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=observers
             )
@@ -124,18 +124,18 @@ def run_job(
     return result.exit_code
 
 
-def alarm_bell(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
+def alarm_observer(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
     """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, but for
     what the event log has of an earlier start of the run, whose metrics are the first.
     """
-    alarms, heard = Alarms(), events.alarms()
+    alarms, seen = Alarms(), events.alarms()
     alarms.recall(events.path.with_name("metrics.jsonl"))
 
     def look(event: Any) -> None:
         if isinstance(event, StepEvent):
             for alarm in alarms.look(event.step, event.metrics):
-                if alarm.alarm not in heard:
-                    heard.add(alarm.alarm)
+                if alarm.alarm not in seen:
+                    seen.add(alarm.alarm)
                     events(alarm)
                     terminal(alarm)
 

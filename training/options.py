@@ -56,7 +56,7 @@ class RunOptions:
     print_config: bool = False
     """Print the whole configuration as YAML, and start nothing."""
     resume: str = "auto"
-    """`auto` goes on from the latest checkpoint of run_dir if there is one, a path from that step, run or folder of
+    """`auto` resumes from the latest checkpoint of run_dir if there is one, a path from that step, run or folder of
     checkpoints; `none` begins anew, in a folder without a run."""
     backend: Literal["ray", "local"] = "ray"
     """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
@@ -158,7 +158,7 @@ class DataOptions:
 
 @dataclass(kw_only=True)
 class RewardOptions:
-    """What an answer is worth."""
+    """What a response is worth."""
 
     source: str | None = None
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
@@ -168,13 +168,13 @@ class RewardOptions:
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0
-    """Seconds that reward code may take over one answer, before it is counted as failed."""
+    """Seconds that reward code may take over one response, before it is counted as failed."""
     max_failed_share: float = 0.1
-    """Share of a batch's answers that may fail (or two, if that is more and not all); above it the run stops."""
+    """Share of a batch's responses that may fail (or two, if that is more and not all); above it the run stops."""
     url_timeout_s: float = 180.0
     """Seconds that a reward server may take over one request; a request is tried five times."""
     url_batch_size: int = 64
-    """Answers per request to a reward server."""
+    """Responses per request to a reward server."""
 
     def __post_init__(self) -> None:
         try:
@@ -195,7 +195,7 @@ class RewardOptions:
 
 @dataclass(kw_only=True)
 class RolloutOptions:
-    """How answers are sampled."""
+    """How responses are sampled."""
 
     temperature: float = 1.0
     """Of the training samples. Log-probabilities are taken at the same temperature."""
@@ -205,9 +205,9 @@ class RolloutOptions:
     top_k: int = 0
     """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
     max_new_tokens: int = 1024
-    """Tokens of an answer, at most, the end token included."""
+    """Tokens of a response, at most, the end token included."""
     max_rows: int = 512
-    """Answers that an engine generates at the same time. Changes memory and speed, not tokens."""
+    """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
@@ -222,12 +222,12 @@ class RolloutOptions:
     prefix_caching: bool = True
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides, and let the policy judge greedy answers of the
+    """After each step compare a digest of every weight on both sides, and let the policy judge greedy responses of the
     engines. Costs about a step's time."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature} would give one answer only; set it above 0")
+            raise ValueError(f"rollout.temperature={self.temperature} would give one response only; set it above 0")
         _at_least(self, "rollout.", 1, "max_new_tokens", "max_rows", "tensor_parallel")
         if self.engine not in ROLLOUT_ENGINES:
             raise ValueError(f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}")
@@ -262,7 +262,9 @@ class RolloutOptions:
         return replace(self, engine=name), engine
 
     def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
-        """How the answers of a step are drawn. Evaluations name a temperature of their own, and leave no token out."""
+        """How the responses of a step are drawn. Evaluations name a temperature of their own, and leave no token
+        out.
+        """
         narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
         return SamplingConfig(
             temperature=self.temperature if temperature is None else temperature,
@@ -316,8 +318,8 @@ class PlacementOptions:
     nodes: int = 1
     """Machines."""
     collocate: bool = True
-    """The roles share the devices, and take turns. Otherwise each has its own, and what can work at the same time
-    does."""
+    """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
+    same time does."""
     actor_ranks: int | None = None
     """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
     rollout_engines: int | None = None
@@ -363,7 +365,7 @@ class PlacementOptions:
 
 @dataclass(kw_only=True)
 class AsyncOptions:
-    """Whether answers are generated while the policy trains on earlier ones, with weights that are a little older."""
+    """Whether responses are generated while the policy trains on earlier ones, with weights that are a little older."""
 
     enabled: bool = False
     """Generate ahead of training. Needs devices of their own for both."""
@@ -400,7 +402,7 @@ class AsyncOptions:
             return ["no effect of asynchronous.queue_size: asynchronous.enabled is off"]
         if self.ahead and not corrects:
             return [
-                f"answers are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
+                f"responses are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
             ]
         return []
 
@@ -415,10 +417,10 @@ class AsyncOptions:
         return self.ahead + (self.in_flight_prompts is not None)
 
     def check(self, collocated: bool, backend: str, prompts_per_step: int, apart: str) -> None:
-        """See that generation and training can go on at the same time.
+        """See that generation and training can continue at the same time.
 
         Args:
-            collocated: the roles take turns on the same devices.
+            collocated: the roles work one after the other on the same devices.
             backend: of the run.
             prompts_per_step: of the run.
             apart: what a user sets to give the roles devices of their own, as `placement.collocate=false`.
@@ -428,8 +430,8 @@ class AsyncOptions:
         """
         if self.ahead and collocated:
             raise ValueError(
-                "asynchronous.enabled, but the roles take turns on the same devices, and cannot work at the same time; "
-                f"set {apart}"
+                "asynchronous.enabled, but the roles work one after the other on the same devices, and cannot work at "
+                f"the same time; set {apart}"
             )
         if self.ahead and backend == "local":
             raise ValueError("asynchronous.enabled, but backend=local runs one role at a time; set backend=ray")
@@ -453,9 +455,9 @@ class EvaluationOptions:
     every: int = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
     temperature: float = 1.0
-    """Of the answers behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    """Of the responses behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
     samples_per_prompt: int = 4
-    """N: answers per held-out prompt."""
+    """N: responses per held-out prompt."""
     best_metric: str = ""
     """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
     in _pass1; `none` keeps only the last policy."""
@@ -468,7 +470,7 @@ class EvaluationOptions:
             raise ValueError(f"evaluation.temperature={self.temperature}; set it to 0 or more")
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
-                "evaluation.temperature=0 gives the same answer every time; set evaluation.samples_per_prompt=1"
+                "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
             )
 
     def is_due(self, step: int, is_last: bool) -> bool:
@@ -588,7 +590,7 @@ def check_prompts(
         model: of the policy; one that is still to be made is not looked at.
         data: of the prompts.
         evaluation: of the held-out prompts.
-        reward: what `open_reward` is to open; None: the world of an agent rewards.
+        reward: what `open_reward` is to open; None: the environment of an agent rewards.
         seed: of the run.
 
     Returns:
@@ -646,13 +648,13 @@ def read_prompts(
     *,
     heldout: bool = False,
     option: str = "data.max_prompt_tokens",
-    say: Callable[[str], None],
+    info: Callable[[str], None],
 ) -> PromptSource:
     """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
     if source.too_long:
         what = "held-out prompts" if heldout else "prompts"
-        say(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
+        info(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
     return source
 
 

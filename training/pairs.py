@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_training_pairs(
-    config: PairOptions, model_path: str, say: Callable[[str], None], *, with_mask: bool = False
+    config: PairOptions, model_path: str, info: Callable[[str], None], *, with_mask: bool = False
 ) -> TrainingData:
     """The pairs to train on, and those to evaluate on: of `eval_dataset`, or whole conversations of `dataset`.
 
@@ -38,7 +38,7 @@ def read_training_pairs(
         pairs = read_pairs(rows, config.pair_format(source), tokenizer)
         found = encode_pairs(pairs, tokenizer, max_tokens=config.max_len, with_mask=with_mask)
         left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
-        say(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
+        info(f"{len(found)} of {len(rows)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
         return found
 
     found = encoded(config.dataset, config.dataset_split, config.max_samples)

@@ -1,6 +1,6 @@
-"""Prompts whose answers are under way on several engines while weights change; who is slow comes a batch later.
+"""Prompts whose responses are under way on several engines while weights change; who is slow comes a batch later.
 
-A group is all answers to one prompt. Nothing here needs torch before there is something to answer.
+A group is all responses to one prompt. Nothing here needs torch before there is something to answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_S = 0.2
 
 @dataclass
 class Group:
-    """A prompt that was taken and whose answers were not yet handed out."""
+    """A prompt that was taken and whose responses were not yet handed out."""
 
     prompt: Batch
     """One row, as it was taken."""
@@ -29,30 +29,31 @@ class Group:
     version: int = 0
     """Of the weights when it was begun last."""
     engine: int | None = None
-    """Which engine plays it; None: none yet, or it was replaced."""
-    answers: Batch | None = None
+    """Which engine runs it; None: none yet, or it was replaced."""
+    responses: Batch | None = None
     """Once they are whole."""
     place: int = 0
     """Which time that the engines were asked brought them."""
 
 
 class Finished(Protocol):
-    """What an engine says of its groups; `agents.player.Collected` is one."""
+    """What an engine says of its groups; `agents.runner.Collected` is one."""
 
     @property
     def batch(self) -> Batch | None:
-        """All answers of whole groups, with `prompt_id`; None where there are none."""
+        """All responses of whole groups, with `prompt_id`; None where there are none."""
 
     @property
     def in_flight(self) -> Sequence[int]:
-        """The prompt_ids of those that it still plays."""
+        """The prompt_ids of those that it still runs."""
         ...
 
 
 class GroupsInFlight:
     """Keeps prompts under way on several engines, and hands out the first groups that have finished.
 
-    The others go on, and come in a later batch. One that the next batch could not have without being too old is waited
+    The others continue, and come in a later batch. One that the next batch could not have without being too old is
+    waited
     for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
     """
 
@@ -68,7 +69,7 @@ class GroupsInFlight:
         most_stale: int,
         version: Callable[[], int],
         stopped: Callable[[], bool],
-        say: Callable[[str], None],
+        info: Callable[[str], None],
     ) -> None:
         """
         Args:
@@ -88,18 +89,18 @@ class GroupsInFlight:
         self._take, self._begin, self._collect = take, begin, collect
         self._engines, self._samples = engines, samples
         self._in_flight, self._most_stale = in_flight, most_stale
-        self._version, self._stopped, self._say = version, stopped, say
+        self._version, self._stopped, self._info = version, stopped, info
         self._groups: dict[int, Group] = {}  # by prompt_id, as they were taken
         self._asked = 0
         self.metrics: dict[str, float] = {}
         """Of the last batch."""
 
     def __len__(self) -> int:
-        """Count the prompts that were taken and whose answers were not yet handed out."""
+        """Count the prompts that were taken and whose responses were not yet handed out."""
         return len(self._groups)
 
     def fill(self, step: int, wanted: int, left: int) -> Batch | None:
-        """All answers to the first `wanted` prompts that are done; None when the run is to stop.
+        """All responses to the first `wanted` prompts that are done; None when the run is to stop.
 
         Args:
             step: for which they are.
@@ -118,38 +119,38 @@ class GroupsInFlight:
             self._hold(self._take(count), step)
         assert len(self._groups) >= wanted, f"{wanted} prompts are wanted of {len(self._groups)}, {left} are left"
         restarted = self._begin_old_again(step)
-        self._play()
+        self._begin_waiting()
         while (chosen := self._choose(step, wanted)) is None:
             if self._stopped():
                 return None
             lost = self._wait()
             restarted += lost
             if lost:
-                self._play()
+                self._begin_waiting()
         groups = [self._groups.pop(prompt_id) for prompt_id in chosen]
         self.metrics = {
             "rollout/carried_groups": float(sum(group.step < step for group in groups)),
             "rollout/restarted_groups": float(restarted),
         }
-        return Batch.concat(group.answers for group in groups if group.answers is not None)
+        return Batch.concat(group.responses for group in groups if group.responses is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs: the prompts, and the answers that are there already."""
+        """Give what `load_state_dict` needs: the prompts, and the responses that are there already."""
         from components.batch import Batch
 
         groups = list(self._groups.values())
         if not groups:
             return {}
-        answers = [group.answers for group in groups if group.answers is not None]
+        responses = [group.responses for group in groups if group.responses is not None]
         return {
             "prompts": Batch.concat(group.prompt for group in groups),
             "steps": [group.step for group in groups],
             "versions": [group.version for group in groups],
-            "answers": Batch.concat(answers) if answers else None,
+            "answers": Batch.concat(responses) if responses else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with these prompts, anew where their answers were not yet there."""
+        """Begin with these prompts, anew where their responses were not yet there."""
         self._groups = {}
         if not state:
             return
@@ -157,16 +158,16 @@ class GroupsInFlight:
         for group, step, version in zip(self._groups.values(), state["steps"], state["versions"], strict=True):
             group.step, group.version = step, version
         if state["answers"] is not None:
-            for prompt_id, answers in state["answers"].group_by("prompt_id").items():
-                self._groups[prompt_id].answers = answers
+            for prompt_id, responses in state["answers"].group_by("prompt_id").items():
+                self._groups[prompt_id].responses = responses
 
     def _begin_old_again(self, step: int) -> int:
-        """Let go of answers that are too old for this step: those of a run that allowed more. Counts them."""
-        old = [g for g in self._groups.values() if g.answers is not None and step - 1 - g.version > self._most_stale]
+        """Let go of responses that are too old for this step: those of a run that allowed more. Counts them."""
+        old = [g for g in self._groups.values() if g.responses is not None and step - 1 - g.version > self._most_stale]
         for group in old:
-            group.answers = group.engine = None
+            group.responses = group.engine = None
         if old:
-            self._say(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
+            self._info(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
         return len(old)
 
     def _hold(self, prompts: Batch, step: int) -> None:
@@ -174,16 +175,18 @@ class GroupsInFlight:
             assert prompt_id not in self._groups, f"prompt {prompt_id} was taken twice"
             self._groups[prompt_id] = Group(prompts[i : i + 1], step)
 
-    def _playing(self) -> dict[int, Group]:
-        return {key: group for key, group in self._groups.items() if group.engine is not None and group.answers is None}
+    def _running(self) -> dict[int, Group]:
+        return {
+            key: group for key, group in self._groups.items() if group.engine is not None and group.responses is None
+        }
 
-    def _play(self) -> None:
-        """Begin what no engine plays, the longest held first, each on the engine that has the fewest."""
+    def _begin_waiting(self) -> None:
+        """Begin what no engine runs, the longest held first, each on the engine that has the fewest."""
         from components.batch import Batch
 
-        playing = [group.engine for group in self._playing().values()]
+        playing = [group.engine for group in self._running().values()]
         loads = [playing.count(engine) for engine in range(self._engines)]
-        waiting = [group for group in self._groups.values() if group.engine is None and group.answers is None]
+        waiting = [group for group in self._groups.values() if group.engine is None and group.responses is None]
         told: dict[int, list[list[Batch]]] = {}  # by step and engine
         version = self._version()
         for group in waiting[: self._in_flight - len(playing)]:
@@ -196,8 +199,8 @@ class GroupsInFlight:
 
     def _choose(self, step: int, wanted: int) -> list[int] | None:
         """The prompts of this batch; None as long as too few are done, or one that it must have is not."""
-        done = [key for key, group in self._groups.items() if group.answers is not None]
-        begun = {*done, *self._playing()}
+        done = [key for key, group in self._groups.items() if group.responses is not None]
+        begun = {*done, *self._running()}
         due = [key for key in self._groups if key in begun and step - self._groups[key].version > self._most_stale]
         if len(done) < wanted or not set(due[:wanted]) <= set(done):
             return None
@@ -210,15 +213,15 @@ class GroupsInFlight:
         lost = 0
         self._asked += 1
         for engine, finished in enumerate(self._collect(PATIENCE_S)):
-            for prompt_id, answers in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
+            for prompt_id, responses in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
                 group = self._groups[prompt_id]
-                assert group.engine == engine and group.answers is None, f"prompt {prompt_id} was answered twice"
-                group.answers, group.place = answers, self._asked
-            playing = [key for key, group in self._playing().items() if group.engine == engine]
+                assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was answered twice"
+                group.responses, group.place = responses, self._asked
+            playing = [key for key, group in self._running().items() if group.engine == engine]
             gone = [key for key in playing if key not in finished.in_flight]
             for key in gone:
                 self._groups[key].engine = None
             if gone:
-                self._say(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
+                self._info(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
             lost += len(gone)
         return lost

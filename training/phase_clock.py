@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from training.tracking.told import PhaseEvent
+from training.tracking.event_types import PhaseEvent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,12 +18,12 @@ R = TypeVar("R")
 class PhaseClock:
     """How long the phases of a step take. Each thread has phases of its own."""
 
-    def __init__(self, tell: Callable[[Any], object] = lambda _: None) -> None:
+    def __init__(self, emit: Callable[[Any], object] = lambda _: None) -> None:
         """
         Args:
             tell: takes a PhaseEvent when a phase begins and when it ends; a workload's `tell` brings it to the driver.
         """
-        self._tell = tell
+        self._emit = emit
         self._seconds = threading.local()
         self._added: dict[str, float] = {}
 
@@ -31,7 +31,7 @@ class PhaseClock:
         """Count what happens inside to the phase `name`; phases may come again, and do not nest."""
         return self._at(name, counts=True)
 
-    def told(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
+    def outside_step(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
         """`act`, told as the phase `name`, and not counted: what is done beside the steps, such as evaluations."""
 
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,7 +43,7 @@ class PhaseClock:
     @contextmanager
     def _at(self, name: str, counts: bool) -> Iterator[None]:
         began, event = time.monotonic(), PhaseEvent(name, time.time())
-        self._tell(event)
+        self._emit(event)
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ class PhaseClock:
             if counts:
                 own: dict[str, float] = vars(self._seconds)
                 own[name] = own.get(name, 0.0) + seconds
-            self._tell(replace(event, seconds=seconds))
+            self._emit(replace(event, seconds=seconds))
 
     def hand_over(self) -> dict[str, float]:
         """Seconds of each phase of this thread since the last call."""

@@ -29,7 +29,7 @@ from components.engines.memory import (
 from core import Job
 from training.launch import printed, run_job
 from training.tracking import redact
-from training.tracking.environment import answer
+from training.tracking.environment import output_of
 
 WIDTH = 100
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host")
@@ -77,7 +77,7 @@ class Capacity:
 def gpu_bytes(names: str) -> int | None:
     """Of each of these GPUs, of all by default; None: not known, or not alike."""
     chosen = [f"--id={names}"] if names else []
-    shown = answer("nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    shown = output_of("nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     sizes = {int(line) * 2**20 for line in shown.split() if line.isdecimal()}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -152,20 +152,20 @@ class Plan:
         """
         if asked.print_config:
             print(printed(asked, given))
-            self._say(self.notes)
+            self._info(self.notes)
             return True
         if asked.dry_run:
             print(self.json())
         try:
             self.check()
         except ValueError:
-            self._say(self.lines())
+            self._info(self.lines())
             raise
         if asked.dry_run:
-            self._say(self.lines())
+            self._info(self.lines())
         return asked.dry_run
 
-    def _say(self, lines: Iterable[str]) -> None:
+    def _info(self, lines: Iterable[str]) -> None:
         for line in lines:
             print(f"{self.recipe}: {line}", file=sys.stderr)
 
@@ -260,10 +260,10 @@ class Plan:
         return found
 
     def _changed(self) -> str:
-        room, shown = 2 * (self._width - 10) - 20, list[str]()
+        space, shown = 2 * (self._width - 10) - 20, list[str]()
         for name, value in self.changed.items():
             text = f"{name}={_short(value)}"
-            if len(" ".join([*shown, text])) > room:
+            if len(" ".join([*shown, text])) > space:
                 return f"{' '.join(shown)} and {len(self.changed) - len(shown)} more"
             shown.append(text)
         return " ".join(shown)
@@ -399,7 +399,7 @@ class Estimate:
             job: what runs where.
             policy: the model that writes the sequences.
             max_prompt: tokens of a prompt.
-            max_new: tokens of an answer.
+            max_new: tokens of a response.
             agent: the options of agents, which know how long an episode may be.
         """
         self._gpu, self._processes = job.device_type == "GPU", job.placement.processes
@@ -414,15 +414,15 @@ class Estimate:
         tokens = micro_batch_tokens(config, self._longest, -(-sequences // ranks))
         return training(model_size(model), config, ranks, tokens=tokens, gpu=self._gpu, **options)
 
-    def judged(self, model: str, dtype: str, limits: tuple[int, int], has_head: bool = True) -> Need:
+    def inferred(self, model: str, dtype: str, limits: tuple[int, int], has_head: bool = True) -> Need:
         """A frozen model, whose passes have at most so many tokens, and sequences (0: any)."""
         most, sequences = limits
         tokens = max(self._longest, min(most, sequences * self._longest or most))
         return frozen(model_size(model), dtype, tokens=tokens, gpu=self._gpu, has_head=has_head)
 
-    def sampled(self, role: str, model: str, config: RolloutConfig, answers: int) -> Need:
-        """One of the engines that share so many answers."""
-        rows = -(-answers // self._processes.get(role, 1))
+    def sampled(self, role: str, model: str, config: RolloutConfig, responses: int) -> Need:
+        """One of the engines that share so many responses."""
+        rows = -(-responses // self._processes.get(role, 1))
         return sampling(model_size(model), config, rows, self._longest, self._device, gpu=self._gpu)
 
 
@@ -442,11 +442,11 @@ def policy_plan(
     """
     gpu, data, train, model = job.device_type == "GPU", config.data, config.train, config.model.path
     estimate = Estimate(job, model, data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-    answers, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
+    responses, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
     needs = {
-        "ACTOR": estimate.trained("ACTOR", model, engine, answers // config.minibatches, publishes=True),
-        "ROLLOUT": estimate.sampled("ROLLOUT", model, config.rollout_engine(), answers),
-        "REFERENCE": estimate.judged(model, config.dtype, (train.forward_max_tokens or train.max_tokens, answers)),
+        "ACTOR": estimate.trained("ACTOR", model, engine, responses // config.minibatches, publishes=True),
+        "ROLLOUT": estimate.sampled("ROLLOUT", model, config.rollout_engine(), responses),
+        "REFERENCE": estimate.inferred(model, config.dtype, (train.forward_max_tokens or train.max_tokens, responses)),
     }
     return Plan(
         recipe=recipe,
@@ -480,7 +480,7 @@ def supervised_plan(
     gpu = job.device_type == "GPU"
     engine, ranks, size = config.engine(1, gpu), job.placement.processes[role], model_size(config.pretrain)
     longest = min(config.max_len, (size and size.positions) or config.max_len)
-    tokens = micro_batch_tokens(engine, longest, -(-2 * config.train_batch_size // ranks))  # of pairs both answers
+    tokens = micro_batch_tokens(engine, longest, -(-2 * config.train_batch_size // ranks))  # of pairs both responses
 
     def arithmetic(count: int) -> str:
         held = 0 if getattr(config, "eval_dataset", None) else config.eval_samples

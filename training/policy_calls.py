@@ -11,7 +11,7 @@ from training import remote_call
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agents.player import Collected
+    from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
     from core import BaseTrainer

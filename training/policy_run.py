@@ -123,7 +123,7 @@ class PolicyRun(Run[Batch]):
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
-        return add_rewards(rollouts, self.reward, self.tokenizer, self.say)
+        return add_rewards(rollouts, self.reward, self.tokenizer, self.info)
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
@@ -241,7 +241,7 @@ class PolicyRun(Run[Batch]):
         check_staleness(responses, self.version)
         plain, cold = self.calls.logprobs(responses.only("tokens"), (1.0, COLD))
         precision = "float32" if self.config.train.precision == "fp32" else "bfloat16"
-        self.say(f"weights verified: {check_greedy(responses, plain['logprob'], cold['logprob'], precision)}")
+        self.info(f"weights verified: {check_greedy(responses, plain['logprob'], cold['logprob'], precision)}")
 
     # --- evaluation
 
@@ -287,19 +287,19 @@ class PolicyRun(Run[Batch]):
         config = self.config
         self.tokenizer = self._load_tokenizer()
         self.prompts = self._open_prompts(self._read_rows())
-        self.say(self.prompts.describe_first())
+        self.info(self.prompts.describe_first())
         if self.prompts.too_long:  # fewer than the plan has counted
-            self.say(config.arithmetic(len(self.prompts)))
+            self.info(config.arithmetic(len(self.prompts)))
         self.reward = self._open_reward()
         self.prompt_filter = self._open_filter()
         self.in_flight = self._open_in_flight()
         self.evaluation = Evaluation(
             self._heldout_prompts(),
-            self.clock.told("evaluate", self._respond_heldout),
+            self.clock.outside_step("evaluate", self._respond_heldout),
             temperature=config.evaluation.temperature,
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
-            say=self.say,
+            info=self.info,
             further=self.describe_heldout,
         )
 
@@ -316,7 +316,7 @@ class PolicyRun(Run[Batch]):
         option = self.renamed("data.max_prompt_tokens")
         config = self.config
         return read_prompts(
-            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, say=self.say
+            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, info=self.info
         )
 
     def _open_reward(self) -> RewardSource | None:
@@ -349,7 +349,7 @@ class PolicyRun(Run[Batch]):
     def _restore(self, folder: Path) -> None:
         """Let the roles resume from a step's checkpoint, and bring the policy to the engines."""
         for line in self.calls.load_state(folder):
-            self.say(f"not exactly as before: {line}")
+            self.info(f"not exactly as before: {line}")
         if self.config.asynchronous.ahead:
             # Each step has a version of its own; the run before may have trained a critic alone, with none.
             self.progress.version = self.step
@@ -389,7 +389,7 @@ class PolicyRun(Run[Batch]):
             passes=self.config.data.passes,
             fewest=self.config.placement.actor_ranks or 1,
             stopped=lambda: self.trainer.stop_requested,
-            say=self.say,
+            info=self.info,
         )
 
     def _open_in_flight(self) -> GroupsInFlight | None:
@@ -407,7 +407,7 @@ class PolicyRun(Run[Batch]):
             most_stale=own.most_stale,
             version=lambda: self.version,
             stopped=lambda: self.stream.ending,
-            say=self.say,
+            info=self.info,
         )
 
     # --- checkpoints

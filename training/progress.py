@@ -1,4 +1,4 @@
-"""How far a run is: what it has counted, how long its phases take, and the checkpoints that it goes on from."""
+"""How far a run is: what it has counted, how long its phases take, and the checkpoints that it resumes from."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Progress:
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of one run when they are due, and finds the one to go on from."""
+    """Writes the checkpoints of one run when they are due, and finds the one to resume from."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RunCheckpoints:
         every: int,
         config: Mapping[str, Any],
         run_id: str,
-        say: Callable[[str], None],
+        info: Callable[[str], None],
     ) -> None:
         """
         Args:
@@ -111,7 +111,7 @@ class RunCheckpoints:
             write: lets the roles fill a step's folder with what they hold.
             every: steps between two of them; -1: only when `save` is called, or a step is the best.
             config: the options of this run, without keys and tokens.
-            run_id: of this run: a restart of it goes on even where `resume` says none.
+            run_id: of this run: a restart of it continues even where `resume` says none.
             say: shows a line to the user.
         """
         self.store = checkpoints
@@ -122,7 +122,7 @@ class RunCheckpoints:
         self._every = every
         self._config = config
         self._run_id = run_id
-        self._say = say
+        self._info = info
         self._failed = 0
         self._saved_step = 0  # of the newest checkpoint of this run; 0 when there is none
         self.metrics: dict[str, float] = {}
@@ -132,7 +132,7 @@ class RunCheckpoints:
         """A step that was trained on, and is not yet evaluated and written down: see `record`."""
 
     def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
-        """Set the parts to where a checkpoint was written; None when there is none to go on from.
+        """Set the parts to where a checkpoint was written; None when there is none to resume from.
 
         Args:
             resume: as in RunOptions.
@@ -144,7 +144,7 @@ class RunCheckpoints:
 
         Raises:
             ValueError: the data are others than before, there is no checkpoint where `resume` says, or it holds what
-                this run cannot go on with.
+                this run cannot continue with.
         """
         for source in self._stream.sources.values() if self._stream.queue_size else ():
             if isinstance(source, Savable):
@@ -162,7 +162,7 @@ class RunCheckpoints:
         saved = _with_batches(saved, folder / BATCHES)
         if saved.get(GROUPS) and GROUPS not in self._loaded:
             raise ValueError(
-                f"{folder} holds {len(saved[GROUPS]['steps'])} prompts whose answers were under way; resume with "
+                f"{folder} holds {len(saved[GROUPS]['steps'])} prompts whose responses were under way; resume with "
                 "asynchronous.partial_rollout, as before"
             )
         for name, part in self._loaded.items():
@@ -174,9 +174,9 @@ class RunCheckpoints:
             stream.steps = stream.step + stream.queued + left()
         # What another run has saved is not yet in the folder of this one.
         self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
-        self._say(f"goes on after step {stream.step} of {stream.steps}, from {folder}")
+        self._info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
         for line in changed_options(saved["config"], self._config):
-            self._say(f"changed since that checkpoint: {line}")
+            self._info(f"changed since that checkpoint: {line}")
         return folder, saved
 
     def save_when_due(self, is_best: bool = False) -> None:
@@ -191,7 +191,7 @@ class RunCheckpoints:
                 self.store.mark_best(self._stream.step)
         except CheckpointError as error:
             self._failed += 1
-            self._say(f"warning: {error}; the training goes on")
+            self._info(f"warning: {error}; the training continues")
         seconds = time.monotonic() - began
         self.metrics = {"timing_s/checkpoint": seconds, "perf/checkpoints_failed": float(self._failed)}
 
@@ -227,13 +227,15 @@ class RunCheckpoints:
         try:
             self._save()
         except Exception as error:  # noqa: BLE001
-            self._say(f"warning: {error}; what was done since the checkpoint before is lost")
+            self._info(f"warning: {error}; what was done since the checkpoint before is lost")
             return
         held = "" if self.unrecorded is None else ", whose evaluation is still to be made"
-        held += f", and {waiting} batch{'es' * (waiting != 1)} of answers" if waiting else ""
-        self._say(f"saved for when the rewards are back: step {step}{held}; the same command goes on")
+        held += f", and {waiting} batch{'es' * (waiting != 1)} of responses" if waiting else ""
+        self._info(f"saved for when the rewards are back: step {step}{held}; the same command resumes")
 
-    def record(self, judge: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]) -> bool:
+    def record(
+        self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]
+    ) -> bool:
         """Let `judge` evaluate a step that was trained on, and write it down. Where that fails, `save_unfinished` keeps
         what is given here, for `catch_up`.
 
@@ -246,14 +248,14 @@ class RunCheckpoints:
             What `judge` does.
         """
         self.unrecorded = batch, metrics
-        is_best = judge(batch, metrics)
+        is_best = evaluate(batch, metrics)
         self.unrecorded = None
         return is_best
 
-    def catch_up(self, judge: Callable[[Batch, dict[str, float]], bool]) -> None:
-        """Where the run that is gone on with ended in `record`, do that again first."""
+    def catch_up(self, evaluate: Callable[[Batch, dict[str, float]], bool]) -> None:
+        """Where the run that is continued with ended in `record`, do that again first."""
         if self.unrecorded is not None:
-            is_best = self.record(judge, *self.unrecorded)
+            is_best = self.record(evaluate, *self.unrecorded)
             self._saved_step = -1  # the checkpoint of this step knows nothing of it
             self.save_when_due(is_best)
 

@@ -206,7 +206,7 @@ class RLOptions(RunOptions):
 
     @property
     def forward_limits(self) -> tuple[int, int]:
-        """Tokens and responses of a pass without gradients, at most; 0 responses: any number."""
+        """Tokens and answers of a pass without gradients, at most; 0 responses: any number."""
         return self.train.forward_max_tokens or self.train.max_tokens, 0
 
     @property

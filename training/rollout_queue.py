@@ -137,7 +137,7 @@ class SampleStream(Generic[Item]):
 
     def put_back(self) -> None:
         """Take the step at hand back, whose batch nothing was learnt from: it comes first when the loop, which is to be
-        left now, goes on, also where it goes on from a state.
+        left now, continues, also where it resumes from a state.
         """
         with self._changed:
             assert self._at_hand is not None, "no batch was handed out, or it was put back already"

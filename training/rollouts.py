@@ -1,4 +1,4 @@
-"""What a step's scored answers look like: as numbers for the metrics, as text for a person. B answers, N tokens."""
+"""What a step's scored responses look like: as numbers for the metrics, as text for a person. B responses, N tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHOW_SAMPLES_EVERY = 10
 SHOWN_SAMPLES = 8
-"""How many answers W&B and TensorBoard show, and of how many steps one."""
+"""How many responses W&B and TensorBoard show, and of how many steps one."""
 FIRST = ("ratio_mean", "engine_gap")
 """Metrics whose value in the first optimizer step of a batch is told apart."""
 STATUSES = ("finished", "truncated", "aborted", "error")
@@ -42,23 +42,24 @@ def keep_failed(run_dir: str, step: int, role: str, minibatch: Batch, rank: int)
 
 
 def rollout_metrics(samples: Batch, low: float | None = None, high: float | None = None) -> dict[str, float]:
-    """Means over one step's answers, and how far the engine's log-probabilities are from the trainer's.
+    """Means over one step's responses, and how far the engine's log-probabilities are from the trainer's.
 
     Args:
         samples: with `tokens`, `action_mask`, `rollout_logprob` (the engine's) and, where there was a pass for them,
             `logprob` (the trainer's) per token;
-            `reward`, `score`, `shaped_reward`, `reward_failed`, `truncated`, `prompt_id` and any `log_...` per answer,
-            NaN where an answer lacks it; of episodes `num_turns` and `status`; and what `check_staleness` adds.
+            `reward`, `score`, `shaped_reward`, `reward_failed`, `truncated`, `prompt_id` and any `log_...` per
+            response, NaN where a response lacks it; of episodes `num_turns` and `status`; and what `check_staleness`
+            adds.
         low: of the importance weights, beyond which a token counts as outside; None: not counted.
         high: the same, above.
 
     Returns:
         reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged ones that are there; where prompts have
-        several answers `group_std`, and `zero_variance_share` of answers whose prompt's answers all earned the same.
-        actor/: `kl_to_reference` in nats, where there is one.
+        several responses `group_std`, and `zero_variance_share` of responses whose prompt's responses all earned the
+        same. actor/: `kl_to_reference` in nats, where there is one.
         rollout/: `response_length` in tokens, `truncated_share`, `logprob_gap_mean` and `_max` in nats, and the
         `mismatch_metrics`; of episodes a share for each status, and `turns_mean`; in versions that the weights were
-        behind `staleness_mean` and `_max`, by answers, whose oldest token counts, and `token_staleness_mean`.
+        behind `staleness_mean` and `_max`, by responses, whose oldest token counts, and `token_staleness_mean`.
     """
     mask_N, reward_B = samples["action_mask"], samples["reward"]
     metrics = {
@@ -109,7 +110,7 @@ def _staleness_metrics(samples: Batch) -> dict[str, float]:
 
 
 def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """The first answers of a step as text, with what they were worth."""
+    """The first responses of a step as text, with what they were worth."""
     some = samples.select(slice(0, count))
     rows = []
     for i in range(len(some)):
@@ -150,15 +151,15 @@ def record_step(
 
 
 def check_staleness(samples: Batch, version: int, most: int = 0) -> Batch:
-    """Find out how far behind `version` the weights were that drew each answer.
+    """Find out how far behind `version` the weights were that drew each response.
 
     Args:
-        samples: with `weight_version`, of the oldest token of an answer.
+        samples: with `weight_version`, of the oldest token of a response.
         version: of the weights that are trained, or of those that every engine should have.
         most: so many versions may they be behind.
 
     Returns:
-        With `staleness`, that number for each answer.
+        With `staleness`, that number for each response.
 
     Raises:
         RuntimeError: they are further behind. A sampler that missed an update would quietly train the wrong policy.
@@ -169,7 +170,7 @@ def check_staleness(samples: Batch, version: int, most: int = 0) -> Batch:
         found = sorted(set(samples["weight_version"][wrong_B].tolist()))
         allowed = f", of which they may be {most} behind" if most else ""
         raise RuntimeError(
-            f"{int(wrong_B.sum())} answers were sampled from weights of version {found}, but the trainer is at version "
-            f"{version}{allowed}; a rollout engine missed an update"
+            f"{int(wrong_B.sum())} responses were sampled from weights of version {found}, but the trainer is at "
+            f"version {version}{allowed}; a rollout engine missed an update"
         )
     return samples.with_sequences(staleness=stale_B)

@@ -60,7 +60,7 @@ class Run(Generic[Item]):
         self.settings = settings
         self.recipe = recipe
         self.shown = shown
-        self.clock = PhaseClock(trainer.tell)
+        self.clock = PhaseClock(trainer.emit)
         self.progress = Progress()
 
     @property
@@ -82,9 +82,9 @@ class Run(Generic[Item]):
         """Time what happens inside as `timing_s/<name>` of the step."""
         return self.clock.phase(name)
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Show a line to the person at the terminal."""
-        self.trainer.say(text)
+        self.trainer.info(text)
 
     def open(
         self,
@@ -111,11 +111,11 @@ class Run(Generic[Item]):
             own.checkpoints,
             stream,
             {**parts, "progress": self.progress},
-            self.clock.told("checkpoint", write),
+            self.clock.outside_step("checkpoint", write),
             every=own.checkpoint_every,
             config=config,
             run_id=trainer.run_id,
-            say=self.say,
+            info=self.info,
         )
         resumed = self.checkpoints.load(own.resume, left)
         self.tracker = Tracker(
@@ -127,7 +127,7 @@ class Run(Generic[Item]):
             resume_step=stream.step,
             state=resumed[1]["tracker"] if resumed else None,
             code=self.recipe,
-            tell=trainer.tell,
+            emit=trainer.emit,
             shown=self.shown,
         )
         self.checkpoints.parts["tracker"] = self.tracker
@@ -148,11 +148,11 @@ class Run(Generic[Item]):
 
     def note_stop(self) -> None:
         """Say that the run was stopped, and how it is resumed."""
-        self.say(f"stopped after step {self.step} of {self.steps}; run_dir={self.settings.run_dir} goes on")
+        self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.settings.run_dir} continues")
 
     def note_end(self, what: str, **summary: Any) -> None:
         """Sum up speed and training time, and say where the trained model is."""
         seconds = self.progress.seconds
         speed = self.progress.tokens / max(seconds, 1e-9)
         self.tracker.update_summary(seconds={"training": seconds}, tokens_per_second=speed, **summary)
-        self.say(f"trained {what}: {self.checkpoints.store.latest()}/hf")
+        self.info(f"trained {what}: {self.checkpoints.store.latest()}/hf")

@@ -81,7 +81,7 @@ class SupervisedRun(Run[Batch]):
         self.data = data
         self.evaluations: dict[str, Mapping[str, float]] = {}
         """Metrics of the held-out examples: "start", before training, and "end", the newest."""
-        self._evaluate_heldout = self.clock.told("evaluate", evaluate)
+        self._evaluate_heldout = self.clock.outside_step("evaluate", evaluate)
         self._write_own = write
         self._open()
 
@@ -145,13 +145,13 @@ class SupervisedRun(Run[Batch]):
             group_size=config.GROUP_SIZE,
         )
         count, held_out = self._examples(self.data.train), self._examples(self.data.heldout)
-        self.say(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
+        self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
         stream = SampleStream(epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested)
         resumed = self.open(stream, {"data": epochs, "evaluations": self}, self._write_checkpoint)
         self.role.load(self.data.model_path, epochs.steps)
         if resumed is not None:
             for line in self.role.load_state(str(resumed / "state")):
-                self.say(f"not exactly as before: {line}")
+                self.info(f"not exactly as before: {line}")
         self.note_setup()
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -185,5 +185,5 @@ class SupervisedRun(Run[Batch]):
         score = accuracy | {"examples": count} if accuracy and count else None
         if score is not None:
             change = f"{score['start']:.3f} -> {score['end']:.3f}"
-            self.say(f"accuracy on {count} held-out {self.config.EXAMPLES}: {change}")
+            self.info(f"accuracy on {count} held-out {self.config.EXAMPLES}: {change}")
         self.note_end("model", score=score)

@@ -1,6 +1,6 @@
-"""What several answers to each held-out prompt are worth together: their mean, the best, the worst, the majority.
+"""What several responses to each held-out prompt are worth together: their mean, the best, the worst, the majority.
 
-B answers; of one prompt n answers, R draws of k of them. Nothing here needs torch: tensors are only read.
+B responses; of one prompt n responses, R draws of k of them. Nothing here needs torch: tensors are only read.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from training.evaluation_metrics import answers_per_prompt, check_answers
+from training.evaluation_metrics import check_responses, responses_per_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DRAWS = 1000
-"""So often are k answers drawn."""
+"""So often are k responses drawn."""
 SEED = 42
-"""Of the draws: the same answers have the same metrics in every run."""
+"""Of the draws: the same responses have the same metrics in every run."""
 CORE = ("mean", "best", "maj")
-"""Of the most answers there are, these say how good a policy is; all else is told beside them."""
+"""Of the most responses there are, these say how good a policy is; all else is told beside them."""
 
 
 def validation_metrics(
@@ -32,39 +32,41 @@ def validation_metrics(
     logged: Mapping[str, Tensor] | None = None,
     predictions: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
-    """What n answers to each held-out prompt are worth, under the names that verl gives it.
+    """What n responses to each held-out prompt are worth, under the names that verl gives it.
 
     Each is worked out for one prompt, and the mean over a source's prompts is shown. For k = 2, 4, 8, ..., n the
-    answers are drawn 1000 times with replacement (a bootstrap), k at a time. So `best@n` is less than what all n
+    responses are drawn 1000 times with replacement (a bootstrap), k at a time. So `best@n` is less than what all n
     reach together, which is `pass{n}` of `heldout_metrics`.
 
     Args:
-        reward_B: [B] reward of each answer.
-        prompt_B: [B] integers, equal for the answers to one prompt of a source, in any order.
-        sources: of length B, the source of each answer's prompt.
-        logged: further numbers, each [B]; NaN where an answer has none, and the others of its prompt are drawn from.
-        predictions: of length B, what each answer says; equal ones vote for the same, None for having said nothing. A
-            source whose answers are all None has no majority.
+        reward_B: [B] reward of each response.
+        prompt_B: [B] integers, equal for the responses to one prompt of a source, in any order.
+        sources: of length B, the source of each response's prompt.
+        logged: further numbers, each [B]; NaN where a response has none, and the others of its prompt are drawn from.
+        predictions: of length B, what each response says; equal ones vote for the same, None for having said nothing. A
+            source whose responses are all None has no majority.
 
     Returns:
         `{section}/{source}/{variable}/{metric}`. The variable is `reward`, or the name of a logged number. The metric
-        is `mean@n`, and for n > 1 `std@n` over a prompt's answers (population), and of the draws the mean and the
-        standard deviation: `best@k/mean`, `best@k/std`, `worst@k/...`, and `maj@k/...`, the value of the first answer
+        is `mean@n`, and for n > 1 `std@n` over a prompt's responses (population), and of the draws the mean and the
+        standard deviation: `best@k/mean`, `best@k/std`, `worst@k/...`, and `maj@k/...`, the value of the first response
         that says what most of those drawn say; of two that are said equally often, what was drawn first. The section
-        is `val-core` for the mean, best and majority of n answers of `acc`, or of `reward` in a source where no `acc`
+        is `val-core` for the mean, best and majority of n responses of `acc`, or of `reward` in a source where no `acc`
         is logged; and `val-aux` for all else.
 
     Raises:
-        ValueError: there is no answer, the columns differ in length, or prompts in their number of answers.
+        ValueError: there is no response, the columns differ in length, or prompts in their number of responses.
     """
     columns = {**(logged or {}), "reward": reward_B}
-    check_answers({"reward_B": reward_B, "prompt_B": prompt_B, **columns}, sources)
+    check_responses({"reward_B": reward_B, "prompt_B": prompt_B, **columns}, sources)
     if predictions is not None and len(predictions) != len(sources):
-        raise ValueError(f"{len(predictions)} predictions for {len(sources)} answers; give one of each, None for none")
+        raise ValueError(
+            f"{len(predictions)} predictions for {len(sources)} responses; give one of each, None for none"
+        )
     rows_of: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, key in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         rows_of[key].append(i)
-    n = answers_per_prompt(rows_of)
+    n = responses_per_prompt(rows_of)
     values = {name: np.asarray(x_B.tolist(), dtype=np.float64) for name, x_B in columns.items()}
     metrics: dict[str, float] = {}
     for source in sorted(set(sources)):
@@ -81,12 +83,12 @@ def validation_metrics(
 
 
 def majority(value_kR: np.ndarray, vote_kR: np.ndarray) -> np.ndarray:
-    """[R] the value of the first answer of each draw that votes as most of the draw do; of equally many votes, the
+    """[R] the value of the first response of each draw that votes as most of the draw do; of equally many votes, the
     first drawn counts.
 
     Args:
-        value_kR: [k, R] what each answer is worth.
-        vote_kR: [k, R] small integers from 0, equal where answers say the same.
+        value_kR: [k, R] what each response is worth.
+        vote_kR: [k, R] small integers from 0, equal where responses say the same.
     """
     draw_R = np.arange(vote_kR.shape[1])
     place_kR = vote_kR * len(draw_R) + draw_R
@@ -95,7 +97,7 @@ def majority(value_kR: np.ndarray, vote_kR: np.ndarray) -> np.ndarray:
 
 
 def _of_source(values: list[np.ndarray], votes: list[np.ndarray] | None, n: int) -> dict[str, float]:
-    """Means over the prompts of a source; empty where none of its answers has a value."""
+    """Means over the prompts of a source; empty where none of its responses has a value."""
     found: dict[str, list[float]] = defaultdict(list)
     for i, value_n in enumerate(values):
         there_n = ~np.isnan(value_n)
@@ -125,7 +127,7 @@ def _of_prompt(value_n: np.ndarray, vote_n: np.ndarray | None, n: int) -> dict[s
 
 @lru_cache(maxsize=64)
 def _draws(n: int, k: int) -> np.ndarray:
-    """[k, R] which of n answers are drawn. The same for every prompt."""
+    """[k, R] which of n responses are drawn. The same for every prompt."""
     return np.random.default_rng([SEED, n, k]).integers(0, n, (k, DRAWS))
 
 

@@ -1,4 +1,4 @@
-"""Worlds that come with the project: `agent.func_path=env:<name>` plays the file of that name here."""
+"""Environments that come with the project: `agent.func_path=env:<name>` runs the file of that name here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agents.environment import AgentInstanceBase
 
 
 class TextWorld(AgentInstanceBase):
-    """A world whose words can be chat messages, or text for a model without a chat template."""
+    """An environment whose words can be chat messages, or text for a model without a chat template."""
 
     chat: ClassVar[bool] = True
     """Speak in chat messages; False: in text. A subclass sets it."""

@@ -9,7 +9,7 @@ from agents.environment import AgentInstanceBase
 from components.data.tasks import GuessTask
 
 AGAIN = ":"
-"""What is told after a turn that is no number: as at the prompt's end, go on."""
+"""What is told after a turn that is no number: as at the prompt's end, continue."""
 
 
 class AgentInstance(AgentInstanceBase):

@@ -82,6 +82,6 @@ class AgentInstance(TextWorld):
 
 
 def _marked(coloured: re.Match[str]) -> str:
-    """Write brackets for a colour: a background is the player's, the others are the taxi's."""
+    """Write brackets for a colour: a background is the runner's, the others are the taxi's."""
     left, right = {"34;1": "<>", "35": "()"}.get(coloured[1], "[]")
     return f"{left}{coloured[2]}{right}"

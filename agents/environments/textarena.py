@@ -1,4 +1,4 @@
-"""One-player games of textarena (extra `games`) that need no download.
+"""One-runner games of textarena (extra `games`) that need no download.
 
 A label is a JSON object (or its text): `{"env": "GuessTheNumber-v0", "seed": 3}`. The prompt's text comes before the
 rules, which the game writes itself. `agent.max_turns` is to be at least the game's own limit.
@@ -18,7 +18,7 @@ GAMES = (
     "2048 Bandit Blackjack Crosswords FifteenPuzzle FrozenLake GuessTheNumber LightsOut LogicPuzzle Mastermind "
     "Minesweeper PegJump RushHour Secretary Set Sokoban Sudoku ThreeCardMonte TowerOfHanoi"
 )
-"""By the beginning of their names, `<game>-v0` and what may follow. Others have several players, load word lists, or
+"""By the beginning of their names, `<game>-v0` and what may follow. Others have several runners, load word lists, or
 mix up what they say (as of 0.7.4)."""
 
 _library = library_of_games("textarena")
@@ -59,7 +59,7 @@ class AgentInstance(TextWorld):
         }
 
     def _said(self) -> str:
-        """What the game has said since it was last asked, without repeating the player."""
+        """What the game has said since it was last asked, without repeating the runner."""
         _, messages = self._game.get_observation()
         return "\n".join(text for _, text, kind in messages if kind != _library.ObservationType.PLAYER_ACTION)
 

@@ -1,6 +1,6 @@
-"""Pairs of answers of which one is better: from rows to texts, to token batches, and to what is held out.
+"""Pairs of responses of which one is better: from rows to texts, to token batches, and to what is held out.
 
-P pairs; B = 2P sequences, a pair's chosen answer first and the rejected one next; N all tokens of a batch end to end.
+P pairs; B = 2P sequences, a pair's chosen response first and the rejected one next; N all tokens of a batch end to end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from components.data.tasks import get_task
 from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
 
 ANSWER_MARK = "\n\nAssistant:"
-"""Before each answer of dialogues that are one string, as in hh-rlhf."""
+"""Before each response of dialogues that are one string, as in hh-rlhf."""
 FIRST_ROWS = 100
 """So many are looked at before anything starts."""
 
@@ -33,13 +33,13 @@ class PairFormat:
     """Where a row has its pair."""
 
     prompt_key: str | None = None
-    """Column of what both answers follow: text, or chat messages. None: what the answers begin with alike."""
+    """Column of what both responses follow: text, or chat messages. None: what the responses begin with alike."""
     chosen_key: str = "chosen"
-    """Column of the better answer."""
+    """Column of the better response."""
     rejected_key: str = "rejected"
     """Column of the other."""
     apply_chat_template: bool = False
-    """Take prompt and answer as a user's and an assistant's message. Chat messages always go through the template."""
+    """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
     input_template: str | None = None
     """Text with one `{}` for a prompt that does not go through the chat template."""
     with_margin: bool = False
@@ -56,7 +56,7 @@ class PairFormat:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same, as a model reads them, without end token."""
+    """Two responses to the same, as a model reads them, without end token."""
 
     prompt: str
     chosen: str
@@ -73,12 +73,12 @@ class PreferenceData:
     """Encoded pairs, and the count of what could not be used."""
 
     batch: Batch
-    """2P sequences: `tokens` [N]; `loss_mask` [N] bool, True on the answers, if it was asked for; `margin` [B] and
+    """2P sequences: `tokens` [N]; `loss_mask` [N] bool, True on the responses, if it was asked for; `margin` [B] and
     `row` [B] int64, which say the same of both."""
     openings: list[str]
     """Of each pair in the batch."""
     dropped: dict[str, int]
-    """Pairs left out, counted by reason: `too_long` (one of the two above max_tokens), `identical` answers."""
+    """Pairs left out, counted by reason: `too_long` (one of the two above max_tokens), `identical` responses."""
     repeated: int
     """Pairs in the batch that stand there before."""
 
@@ -117,9 +117,9 @@ def first_rows(sources: Mapping[str, tuple[str, str]]) -> dict[str, list[dict[st
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     r"""Write out the pairs of rows as text.
 
-    Answers are strings or lists of chat messages, in both columns the same. Without a prompt, messages that both begin
-    with are the prompt; of strings it is the text up to the last "\n\nAssistant:" that both have, or else up to the
-    last blank.
+    Responses are strings or lists of chat messages, in both columns the same. Without a prompt, messages that both
+    begin with are the prompt; of strings it is the text up to the last "\n\nAssistant:" that both have, or else up to
+    the last blank.
 
     Raises:
         ValueError: a column is missing or holds something else, or the chat template does not fit. It names the row.
@@ -140,13 +140,13 @@ def encode_pairs(
     max_tokens: int | None = None,
     with_mask: bool = False,
 ) -> PreferenceData:
-    """Tokenize pairs, each answer with one end token.
+    """Tokenize pairs, each response with one end token.
 
     Args:
         pairs: as `read_pairs` gives them.
         tokenizer: must have an end token.
-        max_tokens: of prompt and answer together; pairs with a longer one are dropped and counted, never cut.
-        with_mask: tokenize prompts and answers apart, as in generation, and say which tokens are answers. Otherwise
+        max_tokens: of prompt and response together; pairs with a longer one are dropped and counted, never cut.
+        with_mask: tokenize prompts and answers apart, as in generation, and say which tokens are responses. Otherwise
             the whole text is tokenized at once, as anybody does who has a text to score.
     """
     encoder = TextEncoder(tokenizer)
@@ -158,7 +158,7 @@ def encode_pairs(
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1
             continue
-        both = [_encode(pair.prompt, answer, encoder, with_mask) for answer in (pair.chosen, pair.rejected)]
+        both = [_encode(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)]
         if max_tokens is not None and max(len(ids) for ids, _ in both) > max_tokens:
             dropped["too_long"] += 1
             continue
@@ -190,7 +190,7 @@ def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[
 
 
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
-    """Ids of a text to score, prompt and answer, as a reward model is trained on them: with one end token."""
+    """Ids of a text to score, prompt and response, as a reward model is trained on them: with one end token."""
     return _encode("", text, encoder, apart=False)[0]
 
 
@@ -228,7 +228,7 @@ def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
 
 
 def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
-    """See that every rank gets an answer of a batch that is split over the ranks.
+    """See that every rank gets a response of a batch that is split over the ranks.
 
     Raises:
         ValueError: there are too few; the message says what to set.
@@ -237,7 +237,7 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
     for use, (batch, mend) in ways.items():
         if batch is not None and len(batch) < ranks:
             raise ValueError(
-                f"{len(batch)} answers to {use} are too few for {ranks} ranks, each of which takes one or more; "
+                f"{len(batch)} responses to {use} are too few for {ranks} ranks, each of which takes one or more; "
                 f"{mend}, or set num_gpus_per_node lower"
             )
 
@@ -256,7 +256,7 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
     if not isinstance(chosen, str):
         before = [] if prompt is None else as_messages(prompt)
         if chosen[: len(before)] == before == rejected[: len(before)]:
-            before = []  # some data sets repeat the prompt in both answers
+            before = []  # some data sets repeat the prompt in both responses
         return _from_messages([*before, *chosen], [*before, *rejected], len(before), margin, tokenizer)
     if prompt is None:
         if form.apply_chat_template:
@@ -267,7 +267,7 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
         return _pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :], margin, tokenizer)
     if form.apply_chat_template or not isinstance(prompt, str):
         before = as_messages(prompt)
-        better, worse = ([*before, {"role": "assistant", "content": answer}] for answer in (chosen, rejected))
+        better, worse = ([*before, {"role": "assistant", "content": response}] for response in (chosen, rejected))
         return _from_messages(better, worse, len(before), margin, tokenizer)
     text = render_prompt(prompt, tokenizer, input_template=form.input_template)
     return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt.partition(ANSWER_MARK)[0])
@@ -301,13 +301,14 @@ def _from_messages(
     while count < limit and chosen[count] == rejected[count]:
         count += 1
     while count > given and chosen[count - 1].get("role") == "assistant":
-        count -= 1  # what follows it is no answer
+        count -= 1  # what follows it is no response
     prompt = render_prompt(chosen[:count], tokenizer) if count else ""
     texts = [render_conversation(messages, tokenizer) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):
         raise ValueError(
-            "the chat template writes the prompt differently once there is an answer (some drop earlier reasoning), so "
-            "the model would not be scored on what it reads; mend the template, or write the answers out as strings"
+            "the chat template writes the prompt differently once there is a response (some drop earlier reasoning), "
+            "so "
+            "the model would not be scored on what it reads; mend the template, or write the responses out as strings"
         )
     # Not the first message: a system's may be the same everywhere.
     opening = next((str(message.get("content")) for message in chosen[:count] if message.get("role") == "user"), "")
@@ -323,20 +324,20 @@ def _pair(
     return Pair(prompt, _without_end(chosen, end), _without_end(rejected, end), float(margin), opening)
 
 
-def _without_end(answer: str, end: str) -> str:
-    while (cut := answer.rstrip()).endswith(end):
-        answer = cut.removesuffix(end)
-    return answer
+def _without_end(response: str, end: str) -> str:
+    while (cut := response.rstrip()).endswith(end):
+        response = cut.removesuffix(end)
+    return response
 
 
-def _encode(prompt: str, answer: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
-    """Ids of prompt, answer and end token, and where the answer begins; 0 where they are not told apart."""
+def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
+    """Ids of prompt, response and end token, and where the response begins; 0 where they are not told apart."""
     tokenizer = encoder.tokenizer
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise ValueError("the tokenizer has no end token (eos), and answers end with one; set it")
     if not apart:
-        whole = _without_end(prompt + answer, str(tokenizer.eos_token))
+        whole = _without_end(prompt + response, str(tokenizer.eos_token))
         return [*encoder.encode_prompt(whole), end], 0
     before = encoder.encode_prompt(prompt)
-    return [*before, *encoder.encode(answer), end], len(before)
+    return [*before, *encoder.encode(response), end], len(before)

@@ -60,7 +60,7 @@ def load_rows(
         max_rows: the first so many rows in all; a task that is the only part draws exactly so many.
         seed: for the drawing of a task's rows and for blending.
         probs: with which probability the next row comes from which part: a positive number for each, with commas
-            between them, 1 in all. They go on until every row of every part was used, so those of small parts come
+            between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
     """
     if max_rows is not None and max_rows < 1:
@@ -247,7 +247,7 @@ class PromptSource:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs to go on with the very next prompt."""
+        """Give what `load_state_dict` needs to continue with the very next prompt."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "rows": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

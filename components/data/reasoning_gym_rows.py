@@ -1,8 +1,8 @@
 """Rows of prompts from the tasks of reasoning-gym, by name.
 
 They are drawn in a process of their own. What some tasks draw follows the order of Python's sets, which is another in
-every process unless it is fixed before the process starts; a run that goes on would not find its prompts again. It also
-gives the drawing a deadline, and keeps what the library imports out of the caller.
+every process unless it is fixed before the process starts; a run that continues would not find its prompts again. It
+also gives the drawing a deadline, and keeps what the library imports out of the caller.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class RefusedError(RewardError, ValueError):
-    """A server answered what no new try would change; once somebody has mended it, a run can go on."""
+    """A server answered what no new try would change; once somebody has mended it, a run can continue."""
 
 
 class RemoteReward:

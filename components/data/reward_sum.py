@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RewardSum:
     """Rewards every sequence by each part, at the same time, and adds up.
 
-    An answer that failed in one part has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
+    A response that failed in one part has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
     itself as `<part>_log_<name>`; a part is called by its scorer, its file or its server.
     """
 
@@ -55,7 +55,7 @@ class RewardSum:
     ) -> RewardOutput:
         """Reward B sequences: the weighted sum of the rewards, and the weighted mean of the scores.
 
-        What a part raises is raised; RewardError when more answers fail, in any part, than `max_failed_share` allows.
+        What a part raises is raised; RewardError when more responses fail, in any part, than `max_failed_share` allows.
         """
         found: SimpleQueue[tuple[int, RewardOutput | Exception]] = SimpleQueue()
 
@@ -96,7 +96,7 @@ class RewardSum:
         if len(failures) > allowed_failures(count, self._settings.max_failed_share):
             first = failures[min(failures)]
             raise RewardError(
-                f"{len(failures)} of {count} answers failed in a part of the sum of rewards, more than the allowed "
+                f"{len(failures)} of {count} responses failed in a part of the sum of rewards, more than the allowed "
                 f"share of {self._settings.max_failed_share:g}; the first: {first}"
             )
         logs: dict[str, Tensor] = {}

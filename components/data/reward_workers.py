@@ -1,8 +1,8 @@
-"""Reward code in processes of its own: what hangs or crashes in it costs one answer, and not the run.
+"""Reward code in processes of its own: what hangs or crashes in it costs one response, and not the run.
 
     caller -> one thread for each worker -> its child: python -m components.data.reward_workers FD PARENT
 
-A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one answer at a time, so
+A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one response at a time, so
 that the guilty ones are known. A thread owns its child, because Linux sends the signal that ends a child with its
 parent when the *thread* that started it ends.
 """
@@ -49,10 +49,10 @@ from components.data.score_functions import ScoreCode, load_scores
 from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
 
 CHUNKS_PER_WORKER = 4
-"""More than one, so that a worker with slow answers does not hold up the others."""
+"""More than one, so that a worker with slow responses does not hold up the others."""
 MAX_CHUNK = 64
 CHUNK_S = 0.05
-"""Seconds of work that a chunk for a function of single answers should be."""
+"""Seconds of work that a chunk for a function of single responses should be."""
 FEW_FAILURES = 2
 """So many never end a run, unless nobody else was rewarded or none may fail."""
 
@@ -69,7 +69,7 @@ class RewardWorkers:
     """Reward code in child processes. One call at a time uses all of them."""
 
     _takes_all = False
-    """Whether one call gets all answers of a batch, and the time of all of them."""
+    """Whether one call gets all responses of a batch, and the time of all of them."""
 
     def __init__(self, source: str, setup: dict[str, Any], settings: RewardSettings) -> None:
         """Start the children; ValueError when what `setup` names, which errors call `source`, cannot be loaded."""
@@ -100,7 +100,7 @@ class RewardWorkers:
 
         Args:
             columns: what the code is given, each of length B; the second has the prompts.
-            size: so many answers go to a worker at a time. Default: a share of them, at most MAX_CHUNK.
+            size: so many responses go to a worker at a time. Default: a share of them, at most MAX_CHUNK.
             missing: see `join_columns`.
         """
         if self._closed:
@@ -241,7 +241,7 @@ class ScoreWorkers(RewardWorkers):
     def __init__(self, code: ScoreCode, settings: RewardSettings) -> None:
         """Start the children; ValueError when the file of `code` cannot be loaded."""
         self._code, self._takes_all = code, code.whole_batches
-        # One by one at first: slow answers each have a deadline of their own then, and are not asked for twice.
+        # One by one at first: slow responses each have a deadline of their own then, and are not asked for twice.
         self._size = 1
         source = "the reward function" if code.path is None else f"{code.name} in {code.path!r}"
         super().__init__(source, {"path": sys.path, "code": _pickled(code, source)}, settings)
@@ -267,7 +267,7 @@ class ScoreWorkers(RewardWorkers):
 
 
 class _Batch:
-    """The answers of one call, while the workers share them out."""
+    """The responses of one call, while the workers share them out."""
 
     def __init__(self, source: str, columns: list[list[Any]], chunks: list[list[int]], max_failed_share: float) -> None:
         self.parts: list[tuple[list[int], Columns]] = []
@@ -283,7 +283,7 @@ class _Batch:
         self._changed = threading.Condition()
 
     def wait(self) -> None:
-        """Wait until every answer has its reward or has failed; raise what stopped the batch."""
+        """Wait until every response has its reward or has failed; raise what stopped the batch."""
         with self._changed:
             while not self.stopped and (self._todo or self._under_way):
                 self._changed.wait()
@@ -293,7 +293,7 @@ class _Batch:
     def take(self) -> list[int] | None:
         """Take the places of the next chunk; None when there is nothing more to do."""
         with self._changed:
-            # What is under way elsewhere may fail, and then there are single answers to take.
+            # What is under way elsewhere may fail, and then there are single responses to take.
             while not self.stopped and not self._todo and self._under_way:
                 self._changed.wait()
             if self.stopped or not self._todo:
@@ -313,13 +313,15 @@ class _Batch:
             self._changed.notify_all()
 
     def failed(self, chunk: list[int], reason: str, trace: str) -> None:
-        """Queue a failed chunk again, one answer at a time; a single answer has failed for good."""
+        """Queue a failed chunk again, one response at a time; a single response has failed for good."""
         with self._changed:
             if self.stopped:
                 return
             self._under_way -= 1
             if len(chunk) > 1:
-                _log.warning("%s: %s; asking again for each of its %d answers alone", self._source, reason, len(chunk))
+                _log.warning(
+                    "%s: %s; asking again for each of its %d responses alone", self._source, reason, len(chunk)
+                )
                 # First in the queue: where everything fails, that is known soonest so.
                 self._todo.extendleft([place] for place in reversed(chunk))
             else:
@@ -335,7 +337,7 @@ class _Batch:
 
     def _fail(self, place: int, reason: str, trace: str) -> None:
         count, prompt = len(self._columns[0]), self._columns[1][place]
-        reason = f"{reason} (answer {place}, prompt {short_line(repr(prompt), 80)})"
+        reason = f"{reason} (response {place}, prompt {short_line(repr(prompt), 80)})"
         if not self.failures:
             self._first = (reason, trace)
         self.failures[place] = reason
@@ -344,7 +346,7 @@ class _Batch:
         first, trace = self._first
         self.stopped = True
         self._error = RewardError(
-            f"{self._source} failed for {len(self.failures)} of {count} answers, more than the allowed share of "
+            f"{self._source} failed for {len(self.failures)} of {count} responses, more than the allowed share of "
             f"{self._max_failed_share:g}; the first: {first}"
         )
         if trace:
@@ -380,7 +382,7 @@ def _response_of(query: str, prompt: str) -> str:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Load what the first frame names, then answer requests until the parent closes the connection."""
+    """Load what the first frame names, then response requests until the parent closes the connection."""
     try:
         function = _load(receive(channel))
     except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
@@ -405,7 +407,7 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     if "scorer" in setup:
         scorer, style = pickle.loads(setup["scorer"])
         if setup["module"] is not None:
-            # Now, and not within the time that the first answers have.
+            # Now, and not within the time that the first responses have.
             importlib.import_module(setup["module"])
         return lambda _queries, _prompts, labels, responses: _scored(scorer, style, responses, labels)
     function = getattr(load_file(Path(setup["file"])), FUNCTION_NAME)

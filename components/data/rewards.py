@@ -36,15 +36,15 @@ class RewardSettings:
     workers: int = 1
     """Processes that run reward code."""
     timeout_s: float = 60.0
-    """Seconds that reward code may take for one answer, or for one chunk of them, before its process is killed."""
+    """Seconds that reward code may take for one response, or for one chunk of them, before its process is killed."""
     max_failed_share: float = 0.1
-    """Share of a batch's answers, from 0 to 1, that may fail in reward code; above it the run stops."""
+    """Share of a batch's responses, from 0 to 1, that may fail in reward code; above it the run stops."""
     url_timeout_s: float = 180.0
     """Seconds that one HTTP request may take."""
     url_tries: int = 5
     """How often a request is sent before the run stops."""
     url_batch_size: int = 64
-    """Answers in one HTTP request."""
+    """Responses in one HTTP request."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "url_tries", "url_batch_size"):
@@ -74,7 +74,7 @@ class RewardOutput:
 
 
 class RewardError(RuntimeError):
-    """Too many answers have no reward; training would go on with made-up ones."""
+    """Too many responses have no reward; training would continue with made-up ones."""
 
 
 class RewardSource(Protocol):
@@ -190,12 +190,12 @@ def top_level_names(tree: ast.Module) -> set[str]:
     return names
 
 
-# What is below is shared by reward code and reward servers: the same columns go in, the same answers are accepted.
+# What is below is shared by reward code and reward servers: the same columns go in, the same responses are accepted.
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What one call gave, as plain numbers, one for each of its answers; it crosses processes without torch."""
+    """What one call gave, as plain numbers, one for each of its responses; it crosses processes without torch."""
 
     rewards: list[float]
     scores: list[float]
@@ -211,7 +211,7 @@ def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
 
 
 def read_columns(result: Any, count: int) -> Columns:
-    """Read what a reward function returned, or a server answered, for `count` answers; ValueError says what is wrong.
+    """Read what a reward function returned, or a server answered, for `count` responses; ValueError says what is wrong.
 
     Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1].
     """
@@ -257,8 +257,8 @@ def join_columns(
         lacking = sorted(names - columns.logs.keys())
         if lacking and missing is None:
             raise ValueError(
-                f"{source}: extra_logs[{lacking[0]!r}] came for some answers and not for answer {places[0]}; return "
-                "it for each answer, or for none"
+                f"{source}: extra_logs[{lacking[0]!r}] came for some responses and not for response {places[0]}; "
+                "return it for each response, or for none"
             )
         pairs: list[tuple[list[Any], list[Any]]] = [(rewards, columns.rewards), (scores, columns.scores)]
         pairs += [(logs[name], values) for name, values in columns.logs.items()]

@@ -29,13 +29,13 @@ def for_samples(prompts: Batch, count: int) -> Batch:
 
 
 def add_rewards(
-    samples: Batch, source: RewardSource | None, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+    samples: Batch, source: RewardSource | None, tokenizer: PreTrainedTokenizerBase, info: Callable[[str], None]
 ) -> Batch:
-    """Let reward code read the answers as text.
+    """Let reward code read the responses as text.
 
     Args:
         samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`.
-        source: of the rewards; None: the answers are episodes, whose worlds have rewarded them.
+        source: of the rewards; None: the responses are episodes, whose worlds have rewarded them.
         tokenizer: of the policy.
         say: told which answers have no reward, the first few by name.
 
@@ -45,25 +45,25 @@ def add_rewards(
     """
     if source is None:
         check_rewarded(samples)
-        say_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, say)
+        log_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, info)
         return samples
     queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
-    output = source(queries, samples["prompt"], samples["label"], responses=answer_texts(samples, tokenizer))
-    return with_rewards(samples, output, say)
+    output = source(queries, samples["prompt"], samples["label"], responses=response_texts(samples, tokenizer))
+    return with_rewards(samples, output, info)
 
 
-def answer_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What follows each prompt, without special tokens."""
     starts = samples["prompt_length"].tolist()
-    answers = [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
-    return tokenizer.batch_decode(answers, skip_special_tokens=True)
+    responses = [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
+    return tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
-def with_rewards(samples: Batch, output: RewardOutput, say: Callable[[str], None], what: str = "reward") -> Batch:
+def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], what: str = "reward") -> Batch:
     """With the columns of `add_rewards`; failures are said to be of `what`."""
     import torch
 
-    say_failures(output.failures, say, what)
+    log_failures(output.failures, info, what)
     failed_B = torch.zeros(len(samples))
     failed_B[list(output.failures)] = 1.0
     logs = {f"log_{name}": value_B for name, value_B in output.logs.items()}
@@ -79,12 +79,12 @@ def check_rewarded(samples: Batch) -> None:
         )
 
 
-def say_failures(failures: Mapping[int, str], say: Callable[[str], None], what: str = "reward") -> None:
-    """Name the first few answers that have no reward, and say how many more there are."""
+def log_failures(failures: Mapping[int, str], info: Callable[[str], None], what: str = "reward") -> None:
+    """Name the first few responses that have no reward, and say how many more there are."""
     for index, reason in list(failures.items())[:NAMED_FAILURES]:
-        say(f"answer {index} gets {what} 0, because its {what} failed: {reason}")
+        info(f"response {index} gets {what} 0, because its {what} failed: {reason}")
     if len(failures) > NAMED_FAILURES:
-        say(f"and {len(failures) - NAMED_FAILURES} more failed")
+        info(f"and {len(failures) - NAMED_FAILURES} more failed")
 
 
 def with_status(samples: Batch) -> Batch:

@@ -76,8 +76,8 @@ def encode_demonstrations(
         if "messages" in row:
             example = _encode_messages(as_messages(row["messages"]), encoder, f"row {number}")
         elif apply_chat_template:
-            answer = {"role": "assistant", "content": row["response"]}
-            example = _encode_messages([*as_messages(row["prompt"]), answer], encoder, f"row {number}")
+            response = {"role": "assistant", "content": row["response"]}
+            example = _encode_messages([*as_messages(row["prompt"]), response], encoder, f"row {number}")
         else:
             example = _encode_pair(row, encoder, input_template)
         if not any(example.loss_mask):
@@ -129,13 +129,13 @@ def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, where
                 "(some drop earlier reasoning), so no text fits all turns; keep one assistant turn per row"
             )
         before = encoder.encode(opened[len(done) :]) if done else encoder.encode_prompt(opened)
-        answer = encoder.encode(closed[len(opened) :])
-        if not opened and before == answer[:1]:
+        response = encoder.encode(closed[len(opened) :])
+        if not opened and before == response[:1]:
             # Nothing stands before an assistant's first turn but the BOS, which the template writes as well.
-            answer = answer[1:]
-        learnt = answer.index(eos) + 1 if eos in answer else len(answer)
-        tokens += before + answer
-        mask += [False] * len(before) + [True] * learnt + [False] * (len(answer) - learnt)
+            response = response[1:]
+        learnt = response.index(eos) + 1 if eos in response else len(response)
+        tokens += before + response
+        mask += [False] * len(before) + [True] * learnt + [False] * (len(response) - learnt)
         done = closed
     if True in mask:
         end = len(mask) - mask[::-1].index(True)

@@ -244,8 +244,8 @@ class WordTask(Task):
         sums: list[str] = []
         for _ in range(2):
             sign = rng.choice("+-")
-            room = self.largest - total if sign == "+" else total
-            change = rng.randint(0, min(room, self.largest_change))
+            space = self.largest - total if sign == "+" else total
+            change = rng.randint(0, min(space, self.largest_change))
             before, total = total, total + change if sign == "+" else total - change
             events.append(f"{rng.choice(self.verbs[sign].split())} {change}")
             sums.append(f"{before}{sign}{change}={total}")

@@ -35,8 +35,8 @@ def load_tokenizer(
         ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {str(path)!r} has no end token (eos), so no answer would ever end; set eos_token in its "
-            "tokenizer_config.json"
+            f"the tokenizer of {str(path)!r} has no end token (eos), so no response would ever end; set eos_token in "
+            "its tokenizer_config.json"
         )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
@@ -162,7 +162,7 @@ def render_prompt(
 
 
 def render_conversation(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Write out chat messages, the answers of the assistant included, by the chat template."""
+    """Write out chat messages, the responses of the assistant included, by the chat template."""
     return _templated([dict(message) for message in messages], tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Generation request by request, for callers that each wait for their own: agents, and rollouts that go on while
+"""Generation request by request, for callers that each wait for their own: agents, and rollouts that continue while
 weights change. Everything here runs in one asyncio loop.
 """
 
@@ -98,11 +98,11 @@ class AsyncEngine(WeightVersions):
         # Requests that come while weights do wait for them.
         if not self._updating.locked():
             self._check_whole()
-        room = self.positions
-        if not tokens or (room is not None and len(tokens) + sampling.max_new_tokens > room):
+        space = self.positions
+        if not tokens or (space is not None and len(tokens) + sampling.max_new_tokens > space):
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens with max_new_tokens={sampling.max_new_tokens}; it needs at least "
-                f"one token, and both together at most {room}"
+                f"one token, and both together at most {space}"
             )
 
     @abstractmethod
@@ -115,7 +115,7 @@ class AsyncEngine(WeightVersions):
 
     @abstractmethod
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Copy published weights over the engine's own while requests wait, which then go on.
+        """Copy published weights over the engine's own while requests wait, which then continue.
 
         Raises:
             ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error in the middle of the

@@ -1,6 +1,6 @@
 """Requests over an engine that draws whole batches: what waits is drawn together, and what comes meanwhile goes next.
 
-The engine works in one thread of its own, so that the loop goes on.
+The engine works in one thread of its own, so that the loop continues.
 """
 
 from __future__ import annotations

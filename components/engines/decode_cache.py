@@ -24,22 +24,22 @@ class _RoomyLayer(DynamicLayer):
 
     keys: Any
     values: Any
-    _room: tuple[Tensor, Tensor] | None = None
+    _space: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append positions; returns all keys and all values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._room is None and self.get_seq_length() == 0:
+        if self._space is None and self.get_seq_length() == 0:
             # The prompts: nothing is appended to them before their rows are selected.
             self.keys, self.values = key_states, value_states
             return self.keys, self.values
         length = self.get_seq_length()
         end = length + key_states.shape[-2]
-        if self._room is None or end > self._room[0].shape[-2]:
+        if self._space is None or end > self._space[0].shape[-2]:
             more = max(end - length, _MORE, length // _MORE_SHARE)
-            self._room = _with_room(self.keys, more), _with_room(self.values, more)
-        keys, values = self._room
+            self._space = _with_space(self.keys, more), _with_space(self.values, more)
+        keys, values = self._space
         keys[:, :, length:end] = key_states
         values[:, :, length:end] = value_states
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
@@ -47,28 +47,28 @@ class _RoomyLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; of rows that have room already only those that change place are copied."""
-        if self._room is None or len(indices) > len(self.keys):
+        if self._space is None or len(indices) > len(self.keys):
             super().batch_select_indices(indices)
-            self._room = None
+            self._space = None
             return
         length, rows = self.get_seq_length(), len(indices)
         place = (indices != torch.arange(rows, device=indices.device)).nonzero().squeeze(1)
         source = indices[place]
-        keys, values = self._room[0][:rows], self._room[1][:rows]
+        keys, values = self._space[0][:rows], self._space[1][:rows]
         keys[place, :, :length] = self.keys[source]
         values[place, :, :length] = self.values[source]
-        self._room = keys, values
+        self._space = keys, values
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
 
-def _with_room(x_RKSD: Tensor, more: int) -> Tensor:
+def _with_space(x_RKSD: Tensor, more: int) -> Tensor:
     rows, heads, positions, size = x_RKSD.shape
-    room = x_RKSD.new_empty(rows, heads, positions + more, size)
-    room[:, :, :positions] = x_RKSD
-    return room
+    space = x_RKSD.new_empty(rows, heads, positions + more, size)
+    space[:, :, :positions] = x_RKSD
+    return space
 
 
-def roomy_cache(model: Any) -> DynamicCache:
+def spare_cache(model: Any) -> DynamicCache:
     """An empty cache for `model`; layers of another kind than plain attention stay as transformers makes them."""
     cache = DynamicCache(config=model.config)
     cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]

@@ -1,4 +1,4 @@
-"""All that training goes on from, on disk, whatever the engine, its stage and the number of ranks that wrote it.
+"""All that training resumes from, on disk, whatever the engine, its stage and the number of ranks that wrote it.
 
 <folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
 <folder>/rank_0-00000.safetensors      whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
@@ -426,7 +426,7 @@ class EngineState:
         if len(steps) > 1 and self.zero is not None:
             remarks.append(
                 f"AdamW had stepped some parameters {min(steps)} times and others {max(steps)}, and ZeRO counts once: "
-                f"all go on from {max(steps)}"
+                f"all resume from {max(steps)}"
             )
         return remarks
 

@@ -36,10 +36,10 @@ def mark_plain_head(model: nn.Module) -> None:
     head = _head(model)
     if head is None:
         return
-    answer_11V = torch.randn(1, 1, head.out_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
-    with torch.no_grad(), _forward_of(head, lambda _: answer_11V):
+    next_11V = torch.randn(1, 1, head.out_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+    with torch.no_grad(), _forward_of(head, lambda _: next_11V):
         logits_11V = model(input_ids=head.weight.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
-    setattr(model, _MARK, logits_11V.shape == answer_11V.shape and torch.equal(logits_11V, answer_11V))
+    setattr(model, _MARK, logits_11V.shape == next_11V.shape and torch.equal(logits_11V, next_11V))
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:

@@ -170,14 +170,14 @@ class HFRolloutEngine(RolloutEngine):
             The cache of all R rows; their logits, [R, V]; their attention mask over the slots of the prompts
             and of all new tokens, [R, S + K], or None when no row is padded.
         """
-        from components.engines.decode_cache import roomy_cache
+        from components.engines.decode_cache import spare_cache
 
         # Padding is told from token 0 by -1, or [0, 5] and [5] would be the same row.
         tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
         tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
         real_US = tokens_US >= 0
         padded = not bool(real_US.all())
-        cache = roomy_cache(self.model)
+        cache = spare_cache(self.model)
         logits_U1V = self.model(
             input_ids=tokens_US.clamp(min=0),
             attention_mask=real_US.long() if padded else None,

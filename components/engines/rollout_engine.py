@@ -171,7 +171,7 @@ class RolloutEngine(WeightVersions):
         """Undo `sleep`.
 
         Args:
-            for_weights: only as far as weights can be received; the engine goes on sleeping otherwise.
+            for_weights: only as far as weights can be received; the engine continues sleeping otherwise.
         """
         if self._asleep and torch.cuda.is_available():
             self._wake(for_weights)

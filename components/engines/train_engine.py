@@ -216,7 +216,7 @@ class TrainEngine(ABC):
         Raises:
             ValueError: `minibatch` is empty, trains on no token or holds part of a group.
             FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
-                The engine cannot go on after it.
+                The engine cannot continue after it.
         """
         self._check_awake()
         totals = _totals(minibatch)
@@ -341,7 +341,7 @@ class TrainEngine(ABC):
                 tokenizer.save_pretrained(path)
 
     def save_state(self, folder: str | Path) -> None:
-        """Write everything that training goes on from. All ranks call this, and each writes a share.
+        """Write everything that training resumes from. All ranks call this, and each writes a share.
 
         The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers,
         each rank's random state, and the average of the weights if there is one. Call it between two train_steps, and
@@ -351,7 +351,7 @@ class TrainEngine(ABC):
             folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
 
         Raises:
-            OSError: some rank cannot write. On all ranks, each of which may go on.
+            OSError: some rank cannot write. On all ranks, each of which may continue.
         """
         self._check_awake()
         self._state().save(Path(folder), self.step_count)
@@ -364,7 +364,7 @@ class TrainEngine(ABC):
         schedule, AdamW's settings and `ema_beta` are those of its config. Load after the last engine of a process was
         made, because making one seeds the generator that dropout draws from.
 
-        With the settings it was saved with, training goes on to the last bit. With other ranks or another zero_stage
+        With the settings it was saved with, training continues to the last bit. With other ranks or another zero_stage
         the state is the same to the last bit, and later results differ by the order of sums; with other ranks dropout
         starts anew from the config's seed, and all ranks get the buffers of rank 0.
 

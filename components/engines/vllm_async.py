@@ -1,4 +1,4 @@
-"""Generation with vLLM request by request, for callers that each wait for their own: agents, and rollouts that go on
+"""Generation with vLLM request by request, for callers that each wait for their own: agents, and rollouts that continue
 while weights change.
 
 Everything here runs in one asyncio loop. vLLM generates in a process of its own.

@@ -177,7 +177,7 @@ def fetch(
 
 
 def _ask(address: tuple[str, int], request: Request, timeout: timedelta) -> tuple[str, _Pair | None]:
-    # First a plain connection: it fails at once where TCPStore goes on trying, and knows our own address.
+    # First a plain connection: it fails at once where TCPStore continues trying, and knows our own address.
     with closing(socket.create_connection(address, timeout.total_seconds())) as probe:
         own_host: str = probe.getsockname()[0]
     store = TCPStore(*address, is_master=False, timeout=timeout)

@@ -1,13 +1,13 @@
-"""Advantages: how much better an action, or a whole answer, was than the policy's average one.
+"""Advantages: how much better an action, or a whole response, was than the policy's average one.
 
 B sequences; N all tokens of a batch end to end; U turns: unbroken runs of tokens that the policy produced.
 
 `gae`, `discounted_returns`, `turn_returns` and `remax` look along each sequence, and give [N]. Those that compare the
-answers to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`, `gdpo`) turn rewards [B]
-into rewards [B], which `rewards.token_rewards` then puts on tokens; `turn_advantages` compares turn by turn instead.
-`whiten`, `gpg` and `gdpo` need all of a step's answers at once: given a rank's share they compute something else.
-REINFORCE++ is `whiten(discounted_returns(...))`, its baseline variant the same after `group_mean_baseline`; Dr. GRPO is
-`group_mean_baseline` with the aggregation seq-mean-token-sum-norm.
+responses to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`, `gdpo`) turn rewards
+[B] into rewards [B], which `rewards.token_rewards` then puts on tokens; `turn_advantages` compares turn by turn
+instead. `whiten`, `gpg` and `gdpo` need all of a step's responses at once: given a rank's share they compute something
+else. REINFORCE++ is `whiten(discounted_returns(...))`, its baseline variant the same after `group_mean_baseline`; Dr.
+GRPO is `group_mean_baseline` with the aggregation seq-mean-token-sum-norm.
 """
 
 import math
@@ -128,7 +128,7 @@ def turn_advantages(
     """What was earned from each turn on, beside what the same turn of the group's other episodes earned.
 
     The k-th turn of an episode is compared with the k-th turns of the others that came so far: a baseline that depends
-    on nothing the turn decides. After one turn each, it is the comparison of whole answers.
+    on nothing the turn decides. After one turn each, it is the comparison of whole responses.
 
     Source: turn-level credit as in Zeng et al. 2025 (arXiv 2505.11821), with the returns of `turn_returns`.
 
@@ -165,13 +165,13 @@ def turn_advantages(
 
 
 def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Undiscounted returns minus the reward that the policy's greedy answer to the same prompt got.
+    """Undiscounted returns minus the reward that the policy's greedy response to the same prompt got.
 
     Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1.
 
     Args:
         reward_N: [N] reward of each action token.
-        greedy_reward_B: [B] reward of the greedy answer to each sequence's prompt.
+        greedy_reward_B: [B] reward of the greedy response to each sequence's prompt.
         action_mask_N: [N] bool, True where the policy produced the token.
         lengths_B: [B] tokens in each sequence.
 
@@ -186,32 +186,32 @@ def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, leng
 
 
 def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward minus the mean of its group, the answers to one prompt.
+    """Reward minus the mean of its group, the responses to one prompt.
 
     Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), GRPO's advantage without its division; the group mean of
     Hu et al. 2025 (REINFORCE++-baseline, arXiv 2501.03262).
 
     Args:
-        reward_B: [B] reward of each answer.
-        group_B: [B] integers, equal for the answers to one prompt; any numbers, in any order, of groups of any size.
+        reward_B: [B] reward of each response.
+        group_B: [B] integers, equal for the responses to one prompt; any numbers, in any order, of groups of any size.
 
     Returns:
-        [B] float32 without gradient. 0 for an answer that is alone in its group.
+        [B] float32 without gradient. 0 for a response that is alone in its group.
     """
     return _Groups(reward_B, group_B).centred_B.float()
 
 
 def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward minus the mean of the other answers to the same prompt: R_i - (sum - R_i) / (n - 1).
+    """Reward minus the mean of the other responses to the same prompt: R_i - (sum - R_i) / (n - 1).
 
     Source: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740), after Kool et al. 2019.
 
     Args:
-        reward_B: [B] reward of each answer.
+        reward_B: [B] reward of each response.
         group_B: [B] integers, as in `group_mean_baseline`.
 
     Returns:
-        [B] float32 without gradient. 0 for an answer that is alone in its group: there are no others to compare with,
+        [B] float32 without gradient. 0 for a response that is alone in its group: there are no others to compare with,
         and its bare reward would be an advantage without a baseline among others that have one. (verl's rloo keeps it,
         its rloo_vectorized does not.)
     """
@@ -227,7 +227,7 @@ def group_norm(reward_B: Tensor, group_B: Tensor, epsilon: float = 1e-9) -> Tens
     and verl.
 
     Args:
-        reward_B: [B] reward of each answer.
+        reward_B: [B] reward of each response.
         group_B: [B] integers, as in `group_mean_baseline`.
         epsilon: OpenRLHF has 1e-9, verl 1e-6.
 
@@ -240,22 +240,25 @@ def group_norm(reward_B: Tensor, group_B: Tensor, epsilon: float = 1e-9) -> Tens
 
 
 def group_std(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """[B] the unbiased standard deviation of the rewards of each answer's group; exactly 0 where they are all equal."""
+    """[B] the unbiased standard deviation of the rewards of each response's group; exactly 0 where they are all
+    equal.
+    """
     return _Groups(reward_B, group_B).std_B.float()
 
 
 def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward minus the mean of its group weighted by length, the baseline of least variance if long answers vary more.
+    """Reward minus the mean of its group weighted by length, the baseline of least variance if long responses vary
+    more.
 
     Source: Hao et al. 2025 (OPO, arXiv 2505.23585), equation 8: R_i - sum(l R) / sum(l) over the group.
 
     Args:
-        reward_B: [B] reward of each answer.
+        reward_B: [B] reward of each response.
         length_B: [B] tokens that the policy produced.
         group_B: [B] integers, as in `group_mean_baseline`.
 
     Returns:
-        [B] float32 without gradient. 0 for an answer that is alone in its group. In a group without any token the
+        [B] float32 without gradient. 0 for a response that is alone in its group. In a group without any token the
         baseline is the plain mean.
     """
     check_sequences(reward_B, length_B=length_B)
@@ -267,14 +270,15 @@ def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
-    """Reward minus the mean of its group, times the answers there are over those whose group says anything, over scale.
+    """Reward minus the mean of its group, times the responses there are over those whose group says anything, over
+    scale.
 
     Source: Chu et al. 2025 (GPG, arXiv 2504.02546), equation 7: groups of equal rewards have no gradient, and the
-    factor keeps them from diluting that of the others. verl counts the answers whose reward is not 0 instead, which
+    factor keeps them from diluting that of the others. verl counts the responses whose reward is not 0 instead, which
     depends on where the zero of the reward is.
 
     Args:
-        reward_B: [B] reward of each of the step's answers.
+        reward_B: [B] reward of each of the step's responses.
         group_B: [B] integers, as in `group_mean_baseline`.
         scale: the paper's F_norm, 1 there; above 0.
 
@@ -289,20 +293,20 @@ def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def grpo_passk(reward_B: Tensor, group_B: Tensor, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """The best answer of a group gets what it is ahead of the second best, over the group's deviation; the others 0.
+    """The best response of a group gets what it is ahead of the second best, over the group's deviation; the others 0.
 
     Source: Tang et al. 2025 (arXiv 2503.19595), the leave-one-out advantage of the maximum over a group, as pass@k
     rewards it; the division is GRPO's.
 
     Args:
-        reward_B: [B] reward of each answer.
+        reward_B: [B] reward of each response.
         group_B: [B] integers, as in `group_mean_baseline`.
         divide_by_std: False leaves the difference as it is.
         epsilon: added to the deviation.
 
     Returns:
-        [B] float32 without gradient. 0 everywhere in a group with two best answers, and in a group of one, which has no
-        second best. (verl refuses groups of one.)
+        [B] float32 without gradient. 0 everywhere in a group with two best responses, and in a group of one, which has
+        no second best. (verl refuses groups of one.)
     """
     groups = _Groups(reward_B, group_B)
     best_B = groups.largest(groups.centred_B)
@@ -318,11 +322,11 @@ def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 
     """Several rewards, each normalised within its group, then their weighted sum, whitened over the batch.
 
     Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), equations 4 to 6: summed first, combinations of rewards that
-    differ would come out the same. The last step is over answers, as in the paper; verl whitens over tokens, where a
-    long answer counts more.
+    differ would come out the same. The last step is over responses, as in the paper; verl whitens over tokens, where a
+    long response counts more.
 
     Args:
-        reward_BK: [B, K] the K rewards of each of the step's answers.
+        reward_BK: [B, K] the K rewards of each of the step's responses.
         group_B: [B] integers, as in `group_mean_baseline`.
         weight_K: [K] weight of each reward.
         epsilon: added to each deviation, as in verl.
@@ -393,15 +397,15 @@ class _Groups:
 
     @property
     def std_B(self) -> Tensor:
-        """[B] unbiased standard deviation of each answer's group; 0 in a group of one."""
+        """[B] unbiased standard deviation of each response's group; 0 in a group of one."""
         return (self.sums(self.centred_B.square()) / (self.size_B - 1).clamp(min=1)).sqrt()
 
     def sums(self, x_B: Tensor) -> Tensor:
-        """[B] the sum of x over each answer's group."""
+        """[B] the sum of x over each response's group."""
         return torch.zeros_like(x_B).index_add(0, self.index_B, x_B)[self.index_B]
 
     def largest(self, x_B: Tensor) -> Tensor:
-        """[B] the largest x of each answer's group."""
+        """[B] the largest x of each response's group."""
         return torch.full_like(x_B, -math.inf).scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
 
 

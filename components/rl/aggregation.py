@@ -107,7 +107,7 @@ def aggregate(
         lengths_B: [B] tokens in each sequence.
         totals: of the whole optimizer step, on all ranks.
         aggregation: one of the four.
-        max_length: tokens that an answer may have; only read, and then needed, by the last one.
+        max_length: tokens that a response may have; only read, and then needed, by the last one.
 
     Raises:
         ValueError: shapes differ, a total is not positive, `max_length` is missing, or the name is none of the four.
@@ -126,7 +126,9 @@ def aggregate(
     if aggregation != "seq-mean-token-sum-norm":
         raise ValueError(f"aggregation={aggregation!r} is unknown; set one of {', '.join(get_args(Aggregation))}")
     if max_length is None or max_length < 1:
-        raise ValueError(f"seq-mean-token-sum-norm divides by max_length={max_length}; set the longest answer's tokens")
+        raise ValueError(
+            f"seq-mean-token-sum-norm divides by max_length={max_length}; set the longest response's tokens"
+        )
     return total / max_length
 
 

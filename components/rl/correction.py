@@ -126,11 +126,11 @@ def rejection_weights(
     _check_bounds(least, high)
     d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     if estimator == "k1":
-        judged_N = _ratios(d_N, action_mask_N, lengths_B, level)
+        kept_N = _ratios(d_N, action_mask_N, lengths_B, level)
     else:
         estimate_N = d_N.square() / 2 if estimator == "k2" else _k3(d_N)
-        judged_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
-    return chosen(action_mask_N, _within(judged_N, least, high))
+        kept_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
+    return chosen(action_mask_N, _within(kept_N, least, high))
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, sa
         kl: mean KL of the step in nats; per token or per sequence, whatever the target is of.
         target: the KL to stay near, above 0.
         horizon: samples over which the weight may change by at most a fifth of itself.
-        samples: answers of the step, fewer than five times the horizon.
+        samples: responses of the step, fewer than five times the horizon.
 
     Raises:
         ValueError: a setting is out of range, or the KL is not finite.

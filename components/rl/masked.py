@@ -147,7 +147,7 @@ def carried_back(x_N: Tensor, carry_N: Tensor) -> Tensor:
         _add_product(y_KR[place - 1], carry_KR[place - 1], y_KR[place], is_finite)
         carry_KR[place - 1] *= carry_KR[place]
     if y_KR.shape[1] > 1:
-        # The first answer of a block is linear in that of the block behind it: the same recurrence, over blocks.
+        # The first response of a block is linear in that of the block behind it: the same recurrence, over blocks.
         first_R = carried_back(y_KR[0], carry_KR[0])
         _add_product(y_KR, carry_KR, torch.cat([first_R[1:], first_R.new_zeros(1)]), is_finite)
     return y_KR.t().reshape(-1)[: len(x_N)]

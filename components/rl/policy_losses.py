@@ -63,10 +63,10 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped surrogate on the ratio of the whole answer, the geometric mean of its tokens' ratios.
+    """The clipped surrogate on the ratio of the whole response, the geometric mean of its tokens' ratios.
 
-    Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 14 (GSPO-token): every token has the answer's ratio as
-    its value and its own gradient, so tokens may differ in advantage. With equal advantages and the aggregation
+    Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 14 (GSPO-token): every token has the response's ratio
+    as its value and its own gradient, so tokens may differ in advantage. With equal advantages and the aggregation
     seq-mean-token-mean it is equation 5.
 
     Args:
@@ -76,28 +76,28 @@ def gspo_loss(
     """
     _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N, lengths_B)
     own_N = log_ratio(logprob_N.detach(), old_logprob_N, action_mask_N)
-    answer_B = sequence_sums(own_N, lengths_B) / action_counts(action_mask_N, lengths_B)
-    answer_N = spread(answer_B, lengths_B, len(own_N))
+    response_B = sequence_sums(own_N, lengths_B) / action_counts(action_mask_N, lengths_B)
+    response_N = spread(response_B, lengths_B, len(own_N))
     clip = {"clip_low": clip_low, "clip_high": clip_high}
-    return _of_answers(logprob_N, old_logprob_N, advantage_N, action_mask_N, answer_N, **clip)
+    return _of_responses(logprob_N, old_logprob_N, advantage_N, action_mask_N, response_N, **clip)
 
 
 @piecewise
-def _of_answers(
+def _of_responses(
     logprob_N: Tensor,
     old_logprob_N: Tensor,
     advantage_N: Tensor,
     action_mask_N: Tensor,
-    answer_N: Tensor,
+    response_N: Tensor,
     *,
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
     own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
-    # The difference is exactly 0; in another order it would round the answer's ratio, whose clip range is narrow.
-    log_ratio_N = chosen(action_mask_N, answer_N) + (own_N - own_N.detach())
+    # The difference is exactly 0; in another order it would round the response's ratio, whose clip range is narrow.
+    log_ratio_N = chosen(action_mask_N, response_N) + (own_N - own_N.detach())
     loss = _clipped(log_ratio_N, chosen(action_mask_N, advantage_N.detach()), clip_low, clip_high)
-    # Of the answers the ratio may be 1 while their tokens are far from it.
+    # Of the responses the ratio may be 1 while their tokens are far from it.
     return TokenLoss(loss.loss_N, loss.metrics | _distance(own_N, own_N.exp()))
 
 
@@ -111,11 +111,11 @@ def geo_mean_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The answer's mean advantage times the geometric mean of its tokens' ratios, each clipped on its own.
+    """The response's mean advantage times the geometric mean of its tokens' ratios, each clipped on its own.
 
     Source: Zhao et al. 2025 (GMPO, arXiv 2507.20673), equation 4. A log-ratio is cut above clip_high where the
-    advantage is positive, and below -clip_low where it is not. Every token of an answer has the answer's loss, so that
-    the aggregation seq-mean-token-mean gives the paper's mean over answers.
+    advantage is positive, and below -clip_low where it is not. Every token of a response has the response's loss, so
+    that the aggregation seq-mean-token-mean gives the paper's mean over responses.
 
     Args:
         lengths_B: [B] tokens in each sequence.

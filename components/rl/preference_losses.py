@@ -1,4 +1,4 @@
-"""Preference losses: what is minimised to tell the better of two answers. P pairs of a micro-batch.
+"""Preference losses: what is minimised to tell the better of two responses. P pairs of a micro-batch.
 
 As in `aggregation`, everything is a sum over the micro-batch divided by the pairs of the whole optimizer step.
 """
@@ -12,13 +12,13 @@ from components.rl.aggregation import LossOutput
 def bradley_terry_loss(
     chosen_P: Tensor, rejected_P: Tensor, total_pairs: float, margin_P: Tensor | None = None
 ) -> LossOutput:
-    """Negative log-likelihood that the chosen answer wins, if rewards are log-odds of winning.
+    """Negative log-likelihood that the chosen response wins, if rewards are log-odds of winning.
 
     -log sigmoid(chosen - rejected - margin) (Ouyang et al. 2022, arXiv 2203.02155, equation 1; the margin: Touvron et
     al. 2023, arXiv 2307.09288, equation 2).
 
     Args:
-        chosen_P: [P] rewards of the chosen answers.
+        chosen_P: [P] rewards of the chosen responses.
         rejected_P: [P] those of the rejected ones.
         total_pairs: pairs of the whole optimizer step, on all ranks.
         margin_P: [P] by how much the one should be better; None: 0.
@@ -50,15 +50,15 @@ def dpo_loss(
 ) -> LossOutput:
     """Direct preference optimisation: the policy is its own reward model, beta times its log-ratio to the reference.
 
-    With z the chosen answer's log-ratio minus the rejected one's:
+    With z the chosen response's log-ratio minus the rejected one's:
 
     - -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z), e = label_smoothing: DPO (Rafailov et al. 2023, arXiv
       2305.18290, equation 7), and for e > 0 conservative DPO (Mitchell 2023): a share e of the labels is wrong.
-    - (z - 1 / (2 beta))^2: IPO (Azar et al. 2023, arXiv 2310.12036, equation 17). Log-ratios are sums over the answer,
-      as there; some libraries take means.
+    - (z - 1 / (2 beta))^2: IPO (Azar et al. 2023, arXiv 2310.12036, equation 17). Log-ratios are sums over the
+      response, as there; some libraries take means.
 
     Args:
-        chosen_P: [P] log-probability of the chosen answer, the sum over its tokens, in nats.
+        chosen_P: [P] log-probability of the chosen response, the sum over its tokens, in nats.
         rejected_P: [P] of the rejected one.
         reference_chosen_P: [P] the same under the reference; no gradient flows.
         reference_rejected_P: [P].
@@ -100,7 +100,7 @@ def _check(name: str, like_P: Tensor, total_pairs: float, **columns: Tensor) -> 
 
 
 def _wins(gap_P: Tensor) -> Tensor:
-    """1 where the chosen answer is ahead, half where they are level."""
+    """1 where the chosen response is ahead, half where they are level."""
     return (gap_P.detach().sign() + 1) / 2
 
 

@@ -1,6 +1,7 @@
-"""Rewards: shaped by how an answer ended, normalised, spread over its tokens, and which groups of them teach something.
+"""Rewards: shaped by how a response ended, normalised, spread over its tokens, and which groups of them teach
+something.
 
-B sequences; G groups, each the answers to one prompt; N all tokens of a batch end to end.
+B sequences; G groups, each the responses to one prompt; N all tokens of a batch end to end.
 """
 
 import math
@@ -50,17 +51,17 @@ def token_rewards(
 def overlong_penalty(
     reward_B: Tensor, response_length_B: Tensor, max_length: int, buffer_length: int, factor: float
 ) -> Tensor:
-    """Take reward away from answers that reach into the last tokens they may have, the more the further they reach.
+    """Take reward away from responses that reach into the last tokens they may have, the more the further they reach.
 
     Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), equation 13 with factor 1: with exceed = min(length - (max_length
     - buffer_length), buffer_length), the reward is lowered by exceed / buffer_length * factor where exceed > 0.
 
     Args:
         reward_B: [B].
-        response_length_B: [B] tokens of each answer.
-        max_length: tokens that an answer may have.
+        response_length_B: [B] tokens of each response.
+        max_length: tokens that a response may have.
         buffer_length: so many tokens before max_length the penalty starts, 1 to max_length.
-        factor: reward that an answer of max_length tokens loses, at least 0.
+        factor: reward that a response of max_length tokens loses, at least 0.
 
     Returns:
         [B] float32.
@@ -69,29 +70,29 @@ def overlong_penalty(
     if not 1 <= buffer_length <= max_length:
         raise ValueError(f"buffer_length={buffer_length}; set 1 to max_length={max_length} tokens")
     if not 0 <= factor < math.inf:
-        raise ValueError(f"factor={factor}; set the reward that the longest answer loses, 0 or more")
+        raise ValueError(f"factor={factor}; set the reward that the longest response loses, 0 or more")
     exceed_B = (response_length_B - (max_length - buffer_length)).clamp(0, buffer_length)
     return reward_B.float() - exceed_B.float() / buffer_length * factor
 
 
 def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) -> Tensor:
-    """Lower the reward of answers that were cut off before they came to an end.
+    """Lower the reward of responses that were cut off before they came to an end.
 
     Source: OpenRLHF's stop-properly penalty, of the ProRL v2 recipe.
 
     Args:
         reward_B: [B].
-        truncated_B: [B] bool, True where the answer was cut off.
+        truncated_B: [B] bool, True where the response was cut off.
         coef: 0 to 1: their reward is multiplied by it; below 0: it is their reward, whatever they earned.
 
     Returns:
-        [B] float32; the rewards of other answers as they were.
+        [B] float32; the rewards of other responses as they were.
     """
     check_sequences(reward_B, truncated_B=truncated_B)
     if truncated_B.dtype != torch.bool:
-        raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where an answer was cut off")
+        raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where a response was cut off")
     if not -math.inf < coef <= 1:
-        raise ValueError(f"coef={coef}; set 0 to 1 to scale the reward of truncated answers, below 0 to replace it")
+        raise ValueError(f"coef={coef}; set 0 to 1 to scale the reward of truncated responses, below 0 to replace it")
     reward_B = reward_B.float()
     # Not the bare coef, which would hide a reward that is NaN.
     return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)
@@ -145,27 +146,27 @@ class RunningMoments:
         return ((reward_B.double() - self.mean) / max(std, 1e-8)).float()
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, fit for JSON; `RunningMoments(**state)` goes on from there."""
+        """What a checkpoint keeps, fit for JSON; `RunningMoments(**state)` resumes from there."""
         return asdict(self)
 
 
 def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float, *, closed: bool = False) -> Tensor:
-    """Which answers belong to a group whose mean score lies between two bounds: dynamic sampling.
+    """Which responses belong to a group whose mean score lies between two bounds: dynamic sampling.
 
-    A group whose answers are all right or all wrong has an advantage of 0 everywhere, and teaches nothing.
+    A group whose responses are all right or all wrong has an advantage of 0 everywhere, and teaches nothing.
 
-    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, equation 11: 0 < correct answers < all, which is low
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, equation 11: 0 < correct responses < all, which is low
     = 0 and high = 1. To be used on scores of outcomes; shaped rewards also differ in a group that is right throughout.
 
     Args:
-        score_B: [B] score of each answer.
-        group_B: [B] integers, equal for the answers to one prompt; any numbers, in any order, of groups of any size.
+        score_B: [B] score of each response.
+        group_B: [B] integers, equal for the responses to one prompt; any numbers, in any order, of groups of any size.
         low: the mean must be above it. Means and bounds are compared in float32, as scores are written.
         high: the mean must be below it.
         closed: the bounds themselves pass too.
 
     Returns:
-        [B] bool, the same for all answers of a group.
+        [B] bool, the same for all responses of a group.
 
     Raises:
         ValueError: the shapes or bounds cannot be, or a score is NaN or infinite.

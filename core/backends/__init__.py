@@ -6,7 +6,7 @@ from typing import Any, Literal
 BackendName = Literal["ray", "local"]
 
 
-def make_backend(name: BackendName, run_id: str, address: str | None, tell: Callable[[str, Any], None]) -> Any:
+def make_backend(name: BackendName, run_id: str, address: str | None, emit: Callable[[str, Any], None]) -> Any:
     """The backend of a run; `tell` passes messages of workloads in this process to the master.
 
     Raises:
@@ -16,7 +16,7 @@ def make_backend(name: BackendName, run_id: str, address: str | None, tell: Call
     if name == "local":
         from core.backends.local import LocalBackend
 
-        return LocalBackend(tell)
+        return LocalBackend(emit)
     if name == "ray":
         from core.backends.ray import RayBackend
 

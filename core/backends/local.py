@@ -50,9 +50,9 @@ class LocalHost(Host):
     """A host beside others in one process: while it works, the process looks as if it were its own."""
 
     def __init__(
-        self, spec: HostSpec, transport: LocalTransport, tell: Callable[[str, Any], None], env: Mapping[str, str]
+        self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None], env: Mapping[str, str]
     ) -> None:
-        super().__init__(spec, spec.config, "127.0.0.1", transport, tell)
+        super().__init__(spec, spec.config, "127.0.0.1", transport, emit)
         self._own = _State()
         self._own.environment.update(env)
 
@@ -73,10 +73,10 @@ class LocalBackend:
 
     is_local = True
 
-    def __init__(self, tell: Callable[[str, Any], None]) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, Any], None]) -> None:
+        self._emit = emit
         self._before: _State | None = None
-        self._warnings = WarningsTo(lambda text: tell("say", text))
+        self._warnings = WarningsTo(lambda text: emit("say", text))
         self.transport = LocalTransport()
         notice_breakpoints()
 
@@ -95,7 +95,7 @@ class LocalBackend:
 
     def create(self, spec: HostSpec, _plan: HostPlan, env: Mapping[str, str], _attempt: int = 1) -> LocalHost:
         """Make one host."""
-        return LocalHost(spec, self.transport, self._tell, env)
+        return LocalHost(spec, self.transport, self._emit, env)
 
     def invoke(self, handle: LocalHost, method: str, *args: Any) -> InlineCall:
         """Call a method of the host itself; returns a reference."""

@@ -31,7 +31,7 @@ class DPOTrainer(BaseTrainer):
         is one.
         """
         config = self.config
-        pairs = read_training_pairs(config, config.pretrain, self.say, with_mask=True)
+        pairs = read_training_pairs(config, config.pretrain, self.info, with_mask=True)
         self.RG_ACTOR.load_reference(config.ref_pretrain or config.pretrain)
         heldout = None if pairs.heldout is None else self.with_reference(pairs.heldout)
         data = replace(pairs, train=self.with_reference(pairs.train), heldout=heldout)

@@ -1,1 +1,1 @@
-"""Episodes of many turns: one trainer, a policy that learns, and engines that play it against a world."""
+"""Episodes of many turns: one trainer, a policy that learns, and engines that play it against an environment."""

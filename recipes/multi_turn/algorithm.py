@@ -1,6 +1,6 @@
 """What this recipe teaches with: what every turn of an episode is worth, and the loss.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` episodes (an answer that branched is
+Change a line here in a copy of the folder, and it is another algorithm. `B` episodes (a response that branched is
 several), `N` all tokens end to end, `X` whatever is compared: episodes, or their turns; entry t of a per-token column
 speaks about token t.
 """

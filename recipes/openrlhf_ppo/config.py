@@ -110,7 +110,7 @@ class PPOConfig(RunOptions):
     `reward_func(queries, prompts, labels, **kwargs)`. Servers that want a bearer token are sent TROUPE_REWARD_TOKEN of
     the environment."""
     scorer: str | None = None
-    """Built-in scorer: `gsm8k` (the answer after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
+    """Built-in scorer: `gsm8k` (the response after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
     math-verify), `exact_match`, or a task's own."""
     reward_weights: list[float] | None = None
     """Weight of each reward model. Default: 1 each."""
@@ -474,8 +474,8 @@ class PPOConfig(RunOptions):
             raise ConfigError(f"{shown} does not whiten; leave no_advantage_std_norm out")
         if self.use_kl_loss and not self.needs_reference:
             raise ConfigError("use_kl_loss=true, but init_kl_coef=0; set a weight, or leave use_kl_loss out")
-        has_room = self.kl_horizon > self.rollout_batch_size * samples / 5
-        if self.kl_target is not None and not (self.kl_target > 0 and has_room and self.needs_reference):
+        has_space = self.kl_horizon > self.rollout_batch_size * samples / 5
+        if self.kl_target is not None and not (self.kl_target > 0 and has_space and self.needs_reference):
             shown = f"kl_target={self.kl_target}, kl_horizon={self.kl_horizon}, init_kl_coef={self.init_kl_coef}"
             raise ConfigError(f"{shown}; set all above 0, the horizon to more than a fifth of a step's responses")
 

@@ -61,12 +61,12 @@ def memory_needs(config: PPOConfig, job: Job) -> dict[str, Need]:
     batch, sleeps = config.train_batch_size, config.deepspeed_enable_sleep
     actor, critic = shared.train_engine(1), shared.critic_engine(1)
     estimate = Estimate(job, policy, config.prompt_max_len, config.generate_max_len, shared.agent)
-    rewards = [estimate.judged(path, dtype, passes, has_head=False) for path in config.reward_models]
+    rewards = [estimate.inferred(path, dtype, passes, has_head=False) for path in config.reward_models]
     return {
         Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),
         Role.CRITIC: estimate.trained(Role.CRITIC, config.critic_start, critic, batch, has_head=False, sleeps=sleeps),
         Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, shared.rollout_engine(), shared.step_size),
-        Role.REFERENCE: estimate.judged(policy, dtype, passes),
+        Role.REFERENCE: estimate.inferred(policy, dtype, passes),
         Role.REWARD: together(Need(), *rewards),
     }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from core import Future, FutureSequence, Role, RoleGroup
 
 if TYPE_CHECKING:
-    from agents.player import Collected
+    from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from agents.player import Collected
+from agents.runner import Collected
 from components.batch import Batch
 from components.data.samples import with_status
 from components.engines.config import SamplingConfig
@@ -46,7 +46,7 @@ class PPORun(PolicyRun):
         is_best = super()._evaluate_and_log(experience, metrics)
         if is_best and self.evaluation.best and self.config.evaluation.every > 0:
             name, value = self.evaluation.best
-            self.say(f"step {self.step} is the best so far: {name} {value:.3f}")
+            self.info(f"step {self.step} is the best so far: {name} {value:.3f}")
         return is_best
 
 
@@ -134,5 +134,5 @@ class PPOCalls(PolicyCalls):
             remote_call.wake_learners()
         for name in freed.keys() - self.told:
             found = f"{freed[name] / 1e9:.1f} GB are freed" if freed[name] else "nothing is freed, as always on a CPU"
-            self.trainer.say(f"{name} sleep: {found}")
+            self.trainer.info(f"{name} sleep: {found}")
         self.told |= freed.keys()

@@ -1,7 +1,7 @@
-"""What makes this REINFORCE++: what every token of an answer is worth, and the loss.
+"""What makes this REINFORCE++: what every token of a response is worth, and the loss.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` answers, `N` all tokens end to end; entry t
-of a per-token column speaks about token t.
+Change a line here in a copy of the folder, and it is another algorithm. `B` responses, `N` all tokens end to end; entry
+t of a per-token column speaks about token t.
 """
 
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from .config import ReinforceConfig
 
 
 def add_advantages(samples: Batch, config: ReinforceConfig) -> Batch:
-    """Add `shaped_reward` [B] and `advantage` [N] to a step's answers.
+    """Add `shaped_reward` [B] and `advantage` [N] to a step's responses.
 
-    A token earns less KL on the way, and the answer's reward at its end; its advantage is what is still to come,
+    A token earns less KL on the way, and the response's reward at its end; its advantage is what is still to come,
     whitened over the whole step.
     """
     own, mask_N = config.algorithm, samples["action_mask"]

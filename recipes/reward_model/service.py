@@ -100,10 +100,10 @@ class ScoringService:
             QueueFull: there is no room for all of them now.
             ValueError: the tokenizer cannot read one of them.
         """
-        self._check_room(len(texts))
+        self._check_space(len(texts))
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(self._tokenizer, self._encode, texts)
-        self._check_room(len(texts))  # others have come meanwhile
+        self._check_space(len(texts))  # others have come meanwhile
         waiting = [_Waiting(row[-self._max_len :], len(row) > self._max_len) for row in rows]
         self._queue += waiting
         self.metrics.waiting.set(len(self._queue))
@@ -116,7 +116,7 @@ class ScoringService:
         self.metrics.truncated.inc(sum(one.truncated for one in waiting))
         return [Scored(score, one.truncated) for score, one in zip(scores, waiting)]
 
-    def _check_room(self, count: int) -> None:
+    def _check_space(self, count: int) -> None:
         if len(self._queue) + count > self.queue_size:
             raise QueueFull(f"{len(self._queue)} texts wait, and no more than {self.queue_size} may; try again")
 

@@ -32,8 +32,8 @@ class RewardModelTrainer(BaseTrainer):
         self.scored_step = -1
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = starting_model(self.config, scratch)
-            data = read_training_pairs(self.config, model_path, self.say)
-            self.say(f"sequences are padded with {data.tokenizer.pad_token!r}")
+            data = read_training_pairs(self.config, model_path, self.info)
+            self.info(f"sequences are padded with {data.tokenizer.pad_token!r}")
             self.scored = data.heldout or data.train.select(slice(0, PAIR * SCORED_FOR_STATISTICS))
             self.training = SupervisedRun(
                 self, self.config, FOLDER, self.RG_REWARD, data, self.evaluate, self.write_statistics, shown=SHOWN

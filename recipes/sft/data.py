@@ -22,7 +22,7 @@ def starting_model(config: SFTConfig, scratch: str) -> str:
     return scratch
 
 
-def read_demonstrations(config: SFTConfig, model_path: str, say: Callable[[str], None]) -> TrainingData:
+def read_demonstrations(config: SFTConfig, model_path: str, info: Callable[[str], None]) -> TrainingData:
     """Those to train on, and those held out; what is too long is left out, and counted."""
     tokenizer = config.tokenizer(model_path)
     kind, _, task = config.dataset.partition(":")
@@ -31,7 +31,7 @@ def read_demonstrations(config: SFTConfig, model_path: str, say: Callable[[str],
     else:
         rows = load_demonstrations(config.dataset)[: config.max_samples]
     found = encode_demonstrations(rows, tokenizer, max_tokens=config.max_len, input_template=config.input_template)
-    say(f"{found.kept} of {len(rows)} demonstrations can be used (left out: {found.dropped})")
+    info(f"{found.kept} of {len(rows)} demonstrations can be used (left out: {found.dropped})")
     count = max(found.kept - config.eval_samples, 0)
     train = found.batch.select(slice(0, count))
     heldout = found.batch.select(slice(count, None)) if config.eval_samples else None

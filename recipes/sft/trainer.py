@@ -24,7 +24,7 @@ class SFTTrainer(BaseTrainer):
         """Read the demonstrations, load the model, resume from a checkpoint if there is one."""
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = starting_model(self.config, scratch)
-            data = read_demonstrations(self.config, model_path, self.say)
+            data = read_demonstrations(self.config, model_path, self.info)
             self.training = SupervisedRun(self, self.config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN)
 
     def fit(self) -> None:

@@ -421,7 +421,7 @@ class RewardModelKeys:
     function_weight: float = where(0.0, enable=True)
     """With a reward model: times which the reward function's score is added. 0: the model alone."""
     reward_manager: str = "naive"
-    """naive gives the function one response at a time; batch gives it lists; dapo is naive, and responses lose reward
+    """naive gives the function one response at a time; batch gives it lists; dapo is naive, and answers lose reward
     over the last tokens before data.max_response_length (reward_kwargs.overlong_buffer_cfg)."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Of the manager: `overlong_buffer_cfg: {enable, len, penalty_factor}` and `max_resp_len` of dapo."""

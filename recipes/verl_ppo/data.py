@@ -55,7 +55,7 @@ def prompt_source(
     rows: list[dict[str, Any]],
     tokenizer: "PreTrainedTokenizerBase",
     heldout: bool = False,
-    say: Callable[[str], None] = print,
+    info: Callable[[str], None] = print,
 ) -> PromptSource:
     """Rows as token ids; says how many are longer than data.max_prompt_length, and what becomes of them.
 
@@ -80,11 +80,11 @@ def prompt_source(
     if heldout:
         refuse({"few_heldout": len(source) < config.sampling_ranks}, c=config, count=len(source))
     elif tokenizer.pad_token == tokenizer.eos_token:
-        say(f"the tokenizer's end token {tokenizer.eos_token!r} pads too")
+        info(f"the tokenizer's end token {tokenizer.eos_token!r} pads too")
     if source.too_long:
-        say(f"{source.too_long} {longer} are left out")
+        info(f"{source.too_long} {longer} are left out")
     if source.cut:
-        say(f"{source.cut} {longer} are cut (data.truncation={own.truncation})")
+        info(f"{source.cut} {longer} are cut (data.truncation={own.truncation})")
     return source
 
 

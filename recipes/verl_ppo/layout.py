@@ -20,10 +20,10 @@ def memory_needs(config: VerlPPOConfig, job: Job) -> dict[str, Need]:
         if "rollout" in parts:
             held.append(estimate.sampled(role, policy, config.rollout_engine(), responses))
         if "ref" in parts and config.needs_reference:
-            held.append(estimate.judged(policy, dtype, config.forward_limits("ref")))
+            held.append(estimate.inferred(policy, dtype, config.forward_limits("ref")))
         if "critic" in parts:
             held.append(estimate.trained(role, critic, config.engine("critic", 1), batch("critic"), has_head=False))
         if "rm" in parts:
-            held.append(estimate.judged(reward, dtype, config.forward_limits("rm"), has_head=False))
+            held.append(estimate.inferred(reward, dtype, config.forward_limits("rm"), has_head=False))
         needs[role] = together(Need(), *held)
     return needs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from training.policy_calls import PolicyCalls
 
 if TYPE_CHECKING:
-    from agents.player import Collected
+    from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
     from core import WorkerGroup

@@ -84,16 +84,18 @@ def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
 class RewardManager:
     """Rewards responses, in verl's three ways: naive, batch and dapo. It holds processes until it is closed."""
 
-    def __init__(self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", info: Callable[[str], None]
+    ) -> None:
         """Start the function's processes, unless an agent's environment gives the rewards.
 
         Args:
             config: of the run.
             tokenizer: of the policy.
-            say: told which responses have no reward, the first few by name.
+            say: told which answers have no reward, the first few by name.
         """
         self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
-        self._tokenizer, self._say, self._weight = tokenizer, say, own.function_weight
+        self._tokenizer, self._info, self._weight = tokenizer, info, own.function_weight
         settings = RewardSettings(
             workers=own.num_workers, timeout_s=own.timeout_s, max_failed_share=own.max_failed_share
         )
@@ -117,17 +119,17 @@ class RewardManager:
             RewardError: the function failed for more responses than reward_model.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
-        from components.data.samples import add_rewards, answer_texts, with_rewards
+        from components.data.samples import add_rewards, response_texts, with_rewards
 
         if self._workers is None or "reward" in samples:
-            return add_rewards(samples, None, self._tokenizer, self._say)
+            return add_rewards(samples, None, self._tokenizer, self._info)
         sources = samples["datasource"]
         check_sources(self._code, sources)
         extras = [extra or {} for extra in samples["extra_info"]] if "extra_info" in samples else [{} for _ in sources]
-        texts = answer_texts(samples, self._tokenizer)
+        texts = response_texts(samples, self._tokenizer)
         output = self._workers(sources, samples["prompt"], texts, samples["label"], extras)
         what = "score" if self._code.optional else "reward"
-        scored = with_rewards(samples, output, self._say, what)
+        scored = with_rewards(samples, output, self._info, what)
         # Of every batch, as batches of other data sources may come beside it.
         predicted = output.texts.get(PREDICTION, [None] * len(samples))
         others = {name: said for name, said in output.texts.items() if name != PREDICTION}

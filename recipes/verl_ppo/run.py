@@ -120,10 +120,10 @@ class VerlRun(PolicyRun):
         return read_rows(self.keys, heldout)
 
     def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
-        return prompt_source(self.keys, rows, self.tokenizer, heldout, self.say)
+        return prompt_source(self.keys, rows, self.tokenizer, heldout, self.info)
 
     def _open_reward(self) -> None:
-        self.manager = RewardManager(self.keys, self.tokenizer, self.say)
+        self.manager = RewardManager(self.keys, self.tokenizer, self.info)
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as the reward manager says."""
@@ -168,7 +168,7 @@ class VerlRun(PolicyRun):
         if self.evaluation.prompts is not None:
             end = {"end": found["eval/score"], "end_greedy": found["eval/score_greedy"]}
             self.tracker.update_summary(score=end | {"examples": len(self.evaluation.prompts)})
-        self.say("nothing was trained (trainer.val_only)")
+        self.info("nothing was trained (trainer.val_only)")
         self.close()
 
     def _evaluate_start(self) -> None:

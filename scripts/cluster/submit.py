@@ -127,7 +127,7 @@ def check_nodes(asked: argparse.Namespace, plan: dict[str, Any]) -> None:
     if asked.nodes < needed:
         raise Refused(f"--nodes {asked.nodes}, but the options put a role on {needed} machines; set --nodes {needed}")
     if asked.nodes > needed and asked.gpus_per_node == 0:
-        say(asked, f"the options put each role on up to {needed} of {asked.nodes} nodes")
+        log_line(asked, f"the options put each role on up to {needed} of {asked.nodes} nodes")
 
 
 def devices(count: int) -> str:
@@ -135,7 +135,7 @@ def devices(count: int) -> str:
     return ",".join(map(str, range(count)))
 
 
-def say(asked: argparse.Namespace, text: str) -> None:
+def log_line(asked: argparse.Namespace, text: str) -> None:
     """A line for the person, beside the script that --dry_run prints."""
     print(f"{asked.name}: {text}", file=sys.stderr, flush=True)
 
@@ -200,15 +200,15 @@ async def follow(asked: argparse.Namespace, identity: str) -> int:
         try:
             await loop.run_in_executor(None, client.stop_job, identity)
         except (OSError, RuntimeError) as error:
-            say(asked, f"the job could not be asked to stop ({error}); try it again")
+            log_line(asked, f"the job could not be asked to stop ({error}); try it again")
             stopping = None
 
     def stop() -> None:
         nonlocal stopping
         if stopping is not None:
-            say(asked, f"still waiting for the job; to leave it alone, end this process ({os.getpid()}) with SIGQUIT")
+            log_line(asked, f"still waiting for the job; to leave it alone, end process {os.getpid()} with SIGQUIT")
             return
-        say(asked, "asking the job to stop; it finishes its step and writes a checkpoint")
+        log_line(asked, "asking the job to stop; it finishes its step and writes a checkpoint")
         stopping = loop.create_task(ask_to_stop())
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -217,12 +217,12 @@ async def follow(asked: argparse.Namespace, identity: str) -> int:
         async for lines in client.tail_job_logs(identity):
             print(lines, end="", flush=True)
     except (OSError, RuntimeError) as error:
-        say(asked, f"its output can no longer be followed ({error}); waiting for its end")
+        log_line(asked, f"its output can no longer be followed ({error}); waiting for its end")
     info = await loop.run_in_executor(None, client.get_job_info, identity)
     while not info.status.is_terminal():
         await asyncio.sleep(POLL_S)
         info = await loop.run_in_executor(None, client.get_job_info, identity)
-    say(asked, f"the job {identity} has ended: {info.status}")
+    log_line(asked, f"the job {identity} has ended: {info.status}")
     if info.status == JobStatus.FAILED:
         # A driver that died of a signal has a negative code.
         return max(1, info.driver_exit_code or 1)
@@ -236,10 +236,10 @@ def run_on_ray(asked: argparse.Namespace, plan: dict[str, Any]) -> int:
     if asked.dry_run:
         print(script, end="")
         return 0
-    say(asked, f"run folder {plan['config']['run_dir']}, which all nodes must see")
+    log_line(asked, f"run folder {plan['config']['run_dir']}, which all nodes must see")
     done = subprocess.run(["bash", "-c", script], check=False)
     if done.returncode:
-        say(
+        log_line(
             asked,
             f"nothing was started; is a job server at {asked.address}, and ray[default] installed here and there?",
         )
@@ -301,7 +301,7 @@ def run_on_slurm(asked: argparse.Namespace, plan: dict[str, Any]) -> int:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)  # what it is run with is nobody else's
     file.write_text(script, encoding="utf-8")
-    say(asked, f"run folder {run_dir}, which all nodes must see; sbatch {file} goes on with it later")
+    log_line(asked, f"run folder {run_dir}, which all nodes must see; sbatch {file} continues with it later")
     return subprocess.run(["sbatch", str(file)], check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""HellaSwag as parquet files in verl's format: which of four endings goes on from a text?
+"""HellaSwag as parquet files in verl's format: which of four endings resumes from a text?
 
 python scripts/data_preprocess/hellaswag.py                           from the hub to ~/data/hellaswag
 python scripts/data_preprocess/hellaswag.py --input D --local_dir E   from a folder with train.jsonl, validation.jsonl
@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 from .verl_files import arguments_of, preprocess, verl_row  # noqa: E402 (the project may not be installed)
 
-INSTRUCTION = 'Which of these goes on from the text? Write its number after "####".'
+INSTRUCTION = 'Which of these resumes from the text? Write its number after "####".'
 
 
 def make_row(record: dict[str, Any], split: str, index: int, source: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import openai
 
 from agents.openai_executor import OpenAIAgentExecutor
 from components.batch import Batch
-from tests.agents.play_cases import Rig
+from tests.agents.episode_cases import Rig
 
 
 class Blocking(OpenAIAgentExecutor):
@@ -16,9 +16,9 @@ class Blocking(OpenAIAgentExecutor):
 
     def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
         with openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"], max_retries=0) as client:
-            return self.play(client, prompt, label)
+            return self.run_episodes(client, prompt, label)
 
-    def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+    def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
         raise NotImplementedError
 
 

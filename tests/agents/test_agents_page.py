@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agents.options import AgentOptions
-from agents.player import open_player
+from agents.runner import open_runner
 from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.text import load_tokenizer
@@ -56,13 +56,13 @@ def test_the_page_has_a_file_for_each_kind_of_agent() -> None:
 @pytest.mark.parametrize("name", ["my_agent.py", "my_tools.py", "my_client.py"])
 def test_the_agents_of_the_page_play_their_episodes(name: str, folder: Path, policy: Path) -> None:
     agent = AgentOptions(func_path=str(folder / name), max_turns=3)
-    player = open_player(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
+    runner = open_runner(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
     tokens = load_tokenizer(policy)("how much do two apples cost?")["input_ids"]
     ids = {"prompt_id": torch.tensor([0, 0, 1]), "sample_id": torch.tensor([0, 1, 0])}
     texts = {"prompt": ["how much do two apples cost?"] * 3, "label": ["1.0"] * 3}
     prompts = Batch.from_rows({"tokens": [tokens] * 3}, per_sequence=ids, objects=texts)
-    batch = player.play(prompts, SamplingConfig(max_new_tokens=8, seed=1))
-    player.close()
+    batch = runner.run_episodes(prompts, SamplingConfig(max_new_tokens=8, seed=1))
+    runner.close()
     assert batch["error"] == ["", "", ""]
     assert set(batch["status"]) <= {"finished", "truncated"}
     assert batch["num_turns"].tolist() == (

@@ -14,7 +14,7 @@ from agents.environments import calculator, code, guess
 from agents.loading import load_agent
 from agents.sandbox import Limits
 from components.data.tasks import GuessTask, WordTask
-from tests.agents.world_cases import halving, play, play_untrained, rewards, saying, text_of, write_policy
+from tests.agents.environment_cases import halving, play_untrained, rewards, run_episodes, saying, text_of, write_policy
 from tests.messages import says
 
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(3, 4) == 7"]}
@@ -33,13 +33,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", GuessTask().rows("train", 20, seed=1))
 def test_halving_finds_every_number_in_its_turns(row: dict[str, str]) -> None:
     limit = GuessTask().limit_of(row["input"])
-    steps = play(guess.AgentInstance(), row["input"], row["label"], halving(1, limit, "<", ">"))
+    steps = run_episodes(guess.AgentInstance(), row["input"], row["label"], halving(1, limit, "<", ">"))
     assert rewards(steps) == [0.0] * (len(steps) - 1) + [1.0]
     assert steps[-1]["scores"] == 1.0 and len(steps) <= GuessTask.turns
 
 
 def test_a_game_that_is_not_won_ends_after_its_turns_and_what_is_no_number_costs_one() -> None:
-    steps = play(guess.AgentInstance(), "abc12:", "7", saying("12", "<", "", "3"))
+    steps = run_episodes(guess.AgentInstance(), "abc12:", "7", saying("12", "<", "", "3"))
     assert [step["environment_feedback"] for step in steps] == ["<", ":", ":", ">"]
     assert rewards(steps) == [0.0] * 4
     assert [step["done"] for step in steps] == [False, False, False, True]
@@ -48,7 +48,7 @@ def test_a_game_that_is_not_won_ends_after_its_turns_and_what_is_no_number_costs
 
 def test_everything_that_the_guessing_game_says_is_in_its_tasks_alphabet() -> None:
     for said in ("9" * 5000, "x", "3", "7", "٣"):
-        (step,) = play(guess.AgentInstance(), "abc12:", "5", saying(said), turns=1)
+        (step,) = run_episodes(guess.AgentInstance(), "abc12:", "5", saying(said), turns=1)
         assert set(step["environment_feedback"]) <= set(GuessTask.alphabet)
 
 
@@ -57,16 +57,16 @@ def test_everything_that_the_guessing_game_says_is_in_its_tasks_alphabet() -> No
 
 def test_word_problems_are_solved_with_a_calculator() -> None:
     (row,) = WordTask().rows("train", 1, seed=3)
-    first, second, answer = re.split(r" #### | ", row["label"])
+    first, second, response = re.split(r" #### | ", row["label"])
     calls = CALL % first.partition("=")[0] + CALL % second.partition("=")[0]
-    steps = play(calculator.AgentInstance(), row["input"], row["label"], saying(calls, f"So #### {answer}"))
+    steps = run_episodes(calculator.AgentInstance(), row["input"], row["label"], saying(calls, f"So #### {response}"))
     assert [message["content"] for message in steps[0]["environment_feedback"]] == [
         first.partition("=")[2],
         second.partition("=")[2],
     ]
     assert rewards(steps) == [0.0, 1.0]
     assert steps[-1]["extra_logs"] == {"tool_calls": 2, "tool_errors": 0}
-    assert rewards(play(calculator.AgentInstance(), row["input"], row["label"], saying("#### 99"))) == [0.0]
+    assert rewards(run_episodes(calculator.AgentInstance(), row["input"], row["label"], saying("#### 99"))) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_calculator_does_nothing_else_and_not_for_long(expression: str, fact
 
 def test_code_that_passes_its_tests_is_rewarded_after_it_was_told_which_one_failed() -> None:
     wrong, right = "```python\ndef add(a, b): return 3\n```", "So:\n```\ndef add(a, b):\n    return a + b\n```\nDone."
-    steps = play(code.AgentInstance(), "Write add(a, b).", json.dumps(ADD), saying(wrong, right))
+    steps = run_episodes(code.AgentInstance(), "Write add(a, b).", json.dumps(ADD), saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])
     assert said.startswith("Test 2 of 3 failed.\nassert add(2, 2) == 4\nTraceback")
@@ -124,7 +124,7 @@ def test_code_that_passes_its_tests_is_rewarded_after_it_was_told_which_one_fail
 
 
 def test_the_last_test_is_never_told() -> None:
-    (step,) = play(
+    (step,) = run_episodes(
         code.AgentInstance(),
         "",
         ADD,
@@ -132,9 +132,11 @@ def test_the_last_test_is_never_told() -> None:
         turns=1,
     )
     assert text_of(step["environment_feedback"]) == "Test 3 of 3 failed.\nTry again.\n"
-    (step,) = play(code.AgentInstance(), "", {"tests": "assert add(1, 2) == 3"}, saying("add = max"), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", {"tests": "assert add(1, 2) == 3"}, saying("add = max"), turns=1)
     assert text_of(step["environment_feedback"]) == "Test 1 of 1 failed.\nTry again.\n"
-    (step,) = play(code.AgentInstance(), "", {"tests": [{"input": "1", "output": "2"}]}, saying("print(3)"), turns=1)
+    (step,) = run_episodes(
+        code.AgentInstance(), "", {"tests": [{"input": "1", "output": "2"}]}, saying("print(3)"), turns=1
+    )
     assert text_of(step["environment_feedback"]) == "Test 1 of 1 failed.\nInput:\n1\nFound:\n3\nTry again.\n"
 
 
@@ -152,22 +154,22 @@ def test_an_answer_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look
     program = (
         f"import os, sys\nadd = max\nprint('found:', [line for line in ({look}).splitlines() if 'assert' in line])"
     )
-    (step,) = play(code.AgentInstance(), "", ADD, saying(program), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(program), turns=1)
     said = text_of(step["environment_feedback"])
     assert "found: []" in said or 'found: ["print' in said or "['print" in said, said
 
 
 @pytest.mark.parametrize("trick", ["exec = lambda *_: None", "print = compile = str", "import os\nos.write = print"])
 def test_an_answer_that_redefines_what_judges_it_gains_nothing(trick: str) -> None:
-    (step,) = play(code.AgentInstance(), "", ADD, saying(f"{trick}\nadd = max"), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(f"{trick}\nadd = max"), turns=1)
     assert step["rewards"] == 0.0
-    (step,) = play(code.AgentInstance(), "", ADD, saying(f"{trick}\ndef add(a, b): return a + b"), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(f"{trick}\ndef add(a, b): return a + b"), turns=1)
     assert step["rewards"] == 1.0
 
 
 def test_a_fault_is_shown_at_its_line_of_the_answer() -> None:
     program = "def add(a, b):\n    return 1 / 0"
-    (step,) = play(code.AgentInstance(), "", ADD, saying(program), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(program), turns=1)
     assert text_of(step["environment_feedback"]) == (
         "Test 1 of 3 failed.\nassert add(1, 2) == 3\nTraceback (most recent call last):\n"
         '  File "<test>", line 1, in <module>\n  File "main.py", line 2, in add\n    return 1 / 0\n'
@@ -189,7 +191,7 @@ RIGHT, WRONG = "add = lambda a, b: a + b", "add = max"
     ],
 )
 def test_the_last_block_of_python_is_the_answer(text: str) -> None:
-    (step,) = play(code.AgentInstance(), "", {"tests": ADD["tests"][:1]}, saying(text), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", {"tests": ADD["tests"][:1]}, saying(text), turns=1)
     assert step["rewards"] == 1.0
 
 
@@ -198,7 +200,7 @@ def test_a_program_is_judged_by_all_that_it_prints() -> None:
         "tests": [{"input": "3", "output": "0\n1\n2\n"}, {"input": "5000", "output": "\n".join(map(str, range(5000)))}]
     }
     wrong, right = "print(0)", "for i in range(int(input())): print(i, end=' \\n')"
-    steps = play(code.AgentInstance(), "Count.", label, saying(wrong, right))
+    steps = run_episodes(code.AgentInstance(), "Count.", label, saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])
     assert said == "Test 1 of 2 failed.\nInput:\n3\nExpected:\n0\n1\n2\n\nFound:\n0\nTry again.\n"
@@ -206,12 +208,12 @@ def test_a_program_is_judged_by_all_that_it_prints() -> None:
 
 @pytest.mark.parametrize("trick", ["raise SystemExit", "import os; os._exit(0)", "def add(a, b):", "[" * 200])
 def test_a_program_that_ends_early_or_is_none_passes_no_test(trick: str) -> None:
-    (step,) = play(code.AgentInstance(), "", ADD, saying(trick), turns=1)
+    (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(trick), turns=1)
     assert (step["rewards"], step["scores"]) == (0.0, 0.0)
 
 
 def test_the_tries_are_limited() -> None:
-    steps = play(code.AgentInstance(), "", ADD, lambda _said: "add = max")
+    steps = run_episodes(code.AgentInstance(), "", ADD, lambda _said: "add = max")
     assert rewards(steps) == [0.0] * 4 and steps[-1]["extra_logs"]["tries"] == 4
 
 

@@ -1,4 +1,4 @@
-"""Episodes of one turn and of many, with a real engine and worlds as users write them."""
+"""Episodes of one turn and of many, with a real engine and environments as users write them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import agents.schema
 from agents import AgentInstanceBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
 from agents.episode import Episode, EpisodeTask, Policy
 from agents.options import AgentOptions
-from agents.player import open_player
+from agents.runner import open_runner
 from agents.schema import read_sampling, read_step, sampling_params
 from components.batch import Batch
 from components.engines.config import EVALUATION_STEP, HFRolloutConfig
-from tests.agents.play_cases import POSITIONS, Rig, sampling, turns_of, write_policy
+from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 
 PUBLISHED = """
@@ -69,8 +69,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 INCORRECT = "\n\nHuman: [INCORRECT]\nPlease analyze the issues and try again.\n</s>\n\nAssistant: "
 
 
-class World:
-    """Answers each step with what `script` says, over and over, and keeps what it was told."""
+class EnvironmentHandle:
+    """Responses each step with what `script` says, over and over, and keeps what it was told."""
 
     script: tuple[dict[str, Any], ...] = ()
     told: ClassVar[list[dict[str, Any]]] = []
@@ -83,13 +83,13 @@ class World:
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         type(self).told.append(states)
-        answer = self.script[self.steps % len(self.script)]
+        response = self.script[self.steps % len(self.script)]
         self.steps += 1
-        return {"rewards": 0.0, "environment_feedback": " go on ", "done": False, **answer}
+        return {"rewards": 0.0, "environment_feedback": " continue ", "done": False, **response}
 
 
-def world(*script: dict[str, Any]) -> type[World]:
-    return type("Scripted", (World,), {"script": script or ({},), "told": []})
+def environment(*script: dict[str, Any]) -> type[EnvironmentHandle]:
+    return type("Scripted", (EnvironmentHandle,), {"script": script or ({},), "told": []})
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +104,16 @@ def closed(rig: Rig) -> Iterator[None]:
 
 
 def played(rig: Rig, instance: type, count: int = 1, max_new_tokens: int = 6, **options: Any) -> Batch:
-    player = rig.player(MultiTurnAgentExecutor(instance), **options)
-    return player.play(rig.prompts(count, samples=1), sampling(max_new_tokens))
+    runner = rig.runner(MultiTurnAgentExecutor(instance), **options)
+    return runner.run_episodes(rig.prompts(count, samples=1), sampling(max_new_tokens))
 
 
 def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "agent_func.py").write_text(PUBLISHED)
     options = AgentOptions(func_path=str(tmp_path / "agent_func.py"))
-    player = open_player(str(rig.folder), HFRolloutConfig(), options, lambda: rig.tokenizer)
-    batch = player.play(rig.prompts(3, samples=2), sampling())
-    player.close()
+    runner = open_runner(str(rig.folder), HFRolloutConfig(), options, lambda: rig.tokenizer)
+    batch = runner.run_episodes(rig.prompts(3, samples=2), sampling())
+    runner.close()
     assert batch["num_turns"].tolist() == [3] * 6
     assert batch["reward"].tolist() == batch["score"].tolist() == [1.0] * 6
     assert batch["log_step"].tolist() == [3.0] * 6
@@ -132,7 +132,7 @@ def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: 
 def test_rewards_of_turns_stand_on_their_last_tokens_and_add_up(rig: Rig) -> None:
     batch = played(
         rig,
-        world(
+        environment(
             {"rewards": 0.5, "scores": 0.1, "extra_logs": {"a": 1}},
             {"rewards": np.float32(-0.25), "scores": 0.2},
             {
@@ -157,12 +157,12 @@ def test_rewards_of_turns_stand_on_their_last_tokens_and_add_up(rig: Rig) -> Non
 
 
 def test_without_scores_the_score_is_the_sum_of_the_rewards(rig: Rig) -> None:
-    batch = played(rig, world({"rewards": 0.25}, {"rewards": 0.5, "scores": None, "done": True}))
+    batch = played(rig, environment({"rewards": 0.25}, {"rewards": 0.5, "scores": None, "done": True}))
     assert batch["score"].tolist() == [0.75]
 
 
 def test_states_are_what_was_said(rig: Rig) -> None:
-    instance = world({}, {"done": True})
+    instance = environment({}, {"done": True})
     batch = played(rig, instance, stop=["#"])
     first, second = instance.told
     prompt = rig.prompts(1, 1)["prompt"][0]
@@ -173,7 +173,7 @@ def test_states_are_what_was_said(rig: Rig) -> None:
     assert first["action_text"] == decode(turns[0], skip_special_tokens=True)
     # All that was read and written, special tokens too.
     assert second["observation_text"] == decode(
-        rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" go on ")
+        rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" continue ")
     )
     params = first["sampling_params"]
     assert params == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 6, "stop": ["#"]}
@@ -182,14 +182,14 @@ def test_states_are_what_was_said(rig: Rig) -> None:
 
 
 def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig) -> None:
-    class Short(World):
+    class Short(EnvironmentHandle):
         script = ({},)
         told: ClassVar[list[dict[str, Any]]] = []
 
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            answer = await super().step(states)
+            response = await super().step(states)
             shorter = states["label"] == "label 0" and self.steps == 1
-            return answer | ({"sampling_params": SimpleNamespace(max_tokens=1, temperature=None)} if shorter else {})
+            return response | ({"sampling_params": SimpleNamespace(max_tokens=1, temperature=None)} if shorter else {})
 
     batch = played(rig, Short, count=2, max_turns=3, max_new_tokens=4)
     most = [state["sampling_params"]["max_tokens"] for state in Short.told if state["label"] == "label 0"]
@@ -199,7 +199,7 @@ def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig)
 
 
 def test_a_greedy_turn_is_the_likeliest_answer(rig: Rig) -> None:
-    batch = played(rig, world({"sampling_params": {"temperature": 0}}, {"done": True}))
+    batch = played(rig, environment({"sampling_params": {"temperature": 0}}, {"done": True}))
     row = batch.row(0, "tokens")[: -len(turns_of(batch, 0)[1])]
     prompts = Batch.from_rows({"tokens": [row]}, {"prompt_id": [0], "sample_id": [0]})
     greedy = rig.engine.generate(prompts, sampling(temperature=0.0))
@@ -241,15 +241,15 @@ def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
     ],
 )
 def test_a_wrong_answer_of_a_world_ends_its_own_episode_with_a_clear_line(
-    rig: Rig, answer: dict[str, Any], facts: list[object]
+    rig: Rig, response: dict[str, Any], facts: list[object]
 ) -> None:
-    class Wrong(World):
+    class Wrong(EnvironmentHandle):
         script = ({"rewards": 1.0},)
         told: ClassVar[list[dict[str, Any]]] = []
 
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             right = await super().step(states)
-            return {**right, **answer} if states["label"] == "label 1" else {**right, "done": self.steps == 2}
+            return {**right, **response} if states["label"] == "label 1" else {**right, "done": self.steps == 2}
 
     batch = played(rig, Wrong, count=3)
     assert batch["status"] == ["finished", "error", "finished"]
@@ -283,9 +283,9 @@ class Failing(AgentInstanceBase):
 
 
 def test_what_raises_in_a_world_ends_its_own_episode(rig: Rig) -> None:
-    player = rig.player(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
+    runner = rig.runner(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
     labels = ["reset", "fine", "step", "empty", "fine"]
-    batch = player.play(rig.prompts(5, 1, labels), sampling())
+    batch = runner.run_episodes(rig.prompts(5, 1, labels), sampling())
     assert batch["status"] == ["error", "finished", "error", "error", "finished"]
     assert "board" in batch["error"][0]
     assert "by nobody" in batch["error"][2]
@@ -298,7 +298,7 @@ def test_what_raises_in_a_world_ends_its_own_episode(rig: Rig) -> None:
 
 
 def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> None:
-    class Opening(World):
+    class Opening(EnvironmentHandle):
         script = ({"done": True},)
         told: ClassVar[list[dict[str, Any]]] = []
 
@@ -313,7 +313,7 @@ def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> No
 
 def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -> None:
     chat = [{"role": "user", "content": "Higher."}]
-    batch = played(rig, world({"environment_feedback": chat}, {"done": True}), count=3, max_new_tokens=3)
+    batch = played(rig, environment({"environment_feedback": chat}, {"done": True}), count=3, max_new_tokens=3)
     end = rig.tokenizer.eos_token_id
     for row in range(3):
         prompt, (first, second) = rig.prompts(3, 1).row(row, "tokens").tolist(), turns_of(batch, row)
@@ -326,7 +326,7 @@ def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -
 
 
 def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
-    batch = played(rig, world({"rewards": 1.0, "scores": 0.5}), max_turns=4)
+    batch = played(rig, environment({"rewards": 1.0, "scores": 0.5}), max_turns=4)
     assert batch["num_turns"].tolist() == [4]
     assert batch["status"] == ["truncated"]
     assert batch["truncated"].tolist() == [True]
@@ -337,12 +337,12 @@ def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
 
 def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
     prompt = len(rig.prompts(1, 1)["tokens"])
-    said = len(rig.encoder.encode(" go on "))
+    said = len(rig.encoder.encode(" continue "))
     assert said > 1
     # Two turns of one token with feedback between them; after them there is room for feedback, but not for a turn.
     full = prompt + 1 + said + 1
     for most, turns in ((full, 2), (full + said, 2), (full + said + 1, 3)):
-        batch = played(rig, world(), max_new_tokens=1, max_tokens=most)
+        batch = played(rig, environment(), max_new_tokens=1, max_tokens=most)
         assert (batch["num_turns"].tolist(), batch["status"]) == ([turns], ["truncated"])
         assert len(batch["tokens"]) == prompt + turns + (turns - 1) * said
         assert bool(batch["action_mask"][-1])
@@ -350,16 +350,16 @@ def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
 
 def test_the_last_turn_has_the_tokens_that_are_left(rig: Rig) -> None:
     prompt = len(rig.prompts(1, 1)["tokens"])
-    instance = world({"done": True, "rewards": 1.0})
+    instance = environment({"done": True, "rewards": 1.0})
     batch = played(rig, instance, max_new_tokens=50, max_tokens=prompt + 1)
     assert len(turns_of(batch, 0)[0]) == 1
-    # Its world was happy with it, cut as it was.
+    # Its environment was happy with it, cut as it was.
     assert (batch["status"], batch["reward"].tolist()) == (["finished"], [1.0])
     assert instance.told[0]["sampling_params"].max_tokens == 50
 
 
 def test_a_turn_that_a_limit_cuts_off_is_still_judged(rig: Rig) -> None:
-    instance = world({"done": True})
+    instance = environment({"done": True})
     played(rig, instance, count=8, max_new_tokens=2)
     finishes = {told["action_text"]: told["finish"] for told in instance.told}
     assert {"length"} <= set(finishes.values()) <= {"length", "stop"}
@@ -369,10 +369,10 @@ def test_a_prompt_that_leaves_no_room_is_truncated_without_a_turn(rig: Rig) -> N
     prompts = rig.prompts(2, 1)
     longest = int(prompts.lengths.max())
     for executor in (
-        MultiTurnAgentExecutor(world({"done": True})),
+        MultiTurnAgentExecutor(environment({"done": True})),
         SingleTurnAgentExecutor(lambda *_: {"rewards": [1]}),
     ):
-        batch = rig.player(executor, max_tokens=longest).play(prompts, sampling(3))
+        batch = rig.runner(executor, max_tokens=longest).run_episodes(prompts, sampling(3))
         full = prompts.lengths.tolist().index(longest)
         assert batch["status"][full] == "truncated"
         assert batch.row(full, "tokens").tolist() == prompts.row(full, "tokens").tolist()
@@ -382,7 +382,7 @@ def test_a_prompt_that_leaves_no_room_is_truncated_without_a_turn(rig: Rig) -> N
 
 
 def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) -> None:
-    class Long(World):
+    class Long(EnvironmentHandle):
         script = ({},)
         told: ClassVar[list[dict[str, Any]]] = []
 
@@ -395,7 +395,7 @@ def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) 
 
 
 def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) -> None:
-    free = played(rig, world({"done": True}), count=12, max_new_tokens=12)
+    free = played(rig, environment({"done": True}), count=12, max_new_tokens=12)
     # Two neighbouring tokens that were drawn, so that the text spans both.
     row, text = next(
         (row, text)
@@ -403,10 +403,10 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) ->
         for turn in [turns_of(free, row)[0]]
         if len(turn) > 5 and (text := rig.decode(turn[2:4])).isascii() and text not in rig.decode(turn[:3])
     )
-    instance = world({"done": True})
+    instance = environment({"done": True})
     for batch in (
         played(rig, instance, count=12, max_new_tokens=12, stop=["nowhere to be found", text]),
-        rig.player(SingleTurnAgentExecutor(), stop=[text]).play(rig.prompts(12, 1), sampling(12)),
+        rig.runner(SingleTurnAgentExecutor(), stop=[text]).run_episodes(rig.prompts(12, 1), sampling(12)),
     ):
         drawn = turns_of(free, row)[0]
         written = rig.decode(drawn)
@@ -439,10 +439,10 @@ def test_what_an_episode_earned_besides_its_turns_stands_on_the_last_of_them(rig
             episode.reward = 5.0
             return episode
 
-    class Two(World):
+    class Two(EnvironmentHandle):
         script = ({"rewards": 2.0}, {"rewards": 1.0, "done": True})
 
-    batch = rig.player(Judged(Two)).play(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Judged(Two)).run_episodes(rig.prompts(1, 1), sampling())
     turn, earned = batch["turn"], batch["turn_reward"]
     assert [float(earned[turn == number].sum()) for number in (0, 1)] == [2.0, 3.0]
 
@@ -453,7 +453,7 @@ def test_a_reward_gets_responses_where_it_takes_them(rig: Rig) -> None:
         return {"rewards": [1.0]}
 
     told: list[str] = []
-    batch = rig.player(SingleTurnAgentExecutor(reward_func)).play(rig.prompts(2, 1), sampling())
+    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).run_episodes(rig.prompts(2, 1), sampling())
     assert sorted(told) == sorted(rig.decode(turns_of(batch, row)[0], skip_special_tokens=True) for row in range(2))
 
 
@@ -465,13 +465,13 @@ def test_a_single_turn_is_rewarded_by_its_function_or_later(rig: Rig) -> None:
         return {"rewards": torch.tensor([3.0]), "scores": [0.5], "extra_logs": {"words": 2}}
 
     prompts = rig.prompts(2, 1)
-    batch = rig.player(SingleTurnAgentExecutor(reward_func)).play(prompts, sampling())
+    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).run_episodes(prompts, sampling())
     assert (batch["reward"].tolist(), batch["score"].tolist()) == ([3.0, 3.0], [0.5, 0.5])
     assert batch["log_words"].tolist() == [2.0, 2.0]
     assert sorted(asked) == sorted(
         ([rig.decode(batch.row(i, "tokens"))], [prompts["prompt"][i]], [f"label {i}"]) for i in range(2)
     )
-    later = rig.player(SingleTurnAgentExecutor()).play(prompts, sampling())
+    later = rig.runner(SingleTurnAgentExecutor()).run_episodes(prompts, sampling())
     assert not {"reward", "score", "reward_failed"} & set(later.names)
     assert later["tokens"].tolist() == batch["tokens"].tolist()
 
@@ -482,8 +482,8 @@ def test_a_reward_that_raises_or_hangs_ends_its_own_episode(rig: Rig) -> None:
             threading.Event().wait()
         return {"rewards": [float(labels[0])]}
 
-    player = rig.player(SingleTurnAgentExecutor(reward_func), step_timeout_s=2, max_failed_share=0.7)
-    batch = player.play(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
+    runner = rig.runner(SingleTurnAgentExecutor(reward_func), step_timeout_s=2, max_failed_share=0.7)
+    batch = runner.run_episodes(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
     assert batch["status"][1:3] == ["error", "error"]
     assert batch["reward"].tolist() == [1.0, 0.0, 0.0, 3.0]
     assert re.search(says("ValueError", "'two'"), batch["error"][1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents.world_cases import halving, play, play_untrained, rewards, saying, text_of, write_policy
+from tests.agents.environment_cases import halving, play_untrained, rewards, run_episodes, saying, text_of, write_policy
 from tests.messages import says
 
 pytestmark = pytest.mark.full
@@ -40,19 +40,19 @@ def gymnasium() -> ModuleType:
 
 
 def test_a_game_of_textarena_is_won_by_who_knows_it_and_not_by_who_does_not(textarena: ModuleType) -> None:
-    steps = play(
+    steps = run_episodes(
         textarena.AgentInstance(), "Play.", json.dumps(NUMBER), halving(1, 20, "lower", "higher", "I say [{}].")
     )
     assert rewards(steps) == [0.0] * (len(steps) - 1) + [1.0] and steps[-1]["scores"] == 1.0
     # Two moves in a row that are none end it.
-    lost = play(textarena.AgentInstance(), "Play.", NUMBER, saying("99", "no"))
+    lost = run_episodes(textarena.AgentInstance(), "Play.", NUMBER, saying("99", "no"))
     assert rewards(lost) == [0.0, 0.0] and lost[-1]["done"]
     assert "invalid move" in text_of(lost[0]["environment_feedback"])
     assert lost[-1]["extra_logs"] == {"invalid_move": 1.0}
 
 
 def test_a_move_without_brackets_gets_them_and_the_game_does_not_repeat_it(textarena: ModuleType) -> None:
-    (step,) = play(textarena.AgentInstance(), "Play.", NUMBER, saying(" 20 "), turns=1)
+    (step,) = run_episodes(textarena.AgentInstance(), "Play.", NUMBER, saying(" 20 "), turns=1)
     assert text_of(step["environment_feedback"]) == "The target number is lower.\n"
 
 
@@ -68,14 +68,14 @@ def test_the_rules_follow_the_prompt_and_the_seed_makes_the_game(textarena: Modu
 
 
 def test_games_side_by_side_are_the_same_as_alone_and_leave_the_common_numbers_alone(textarena: ModuleType) -> None:
-    async def boards(worlds: list[Any]) -> list[list[str]]:
+    async def boards(pool: list[Any]) -> list[list[str]]:
         """Of 2048, which draws a new tile after each move."""
-        for world in worlds:
-            await world.reset({"observation": "", "label": {"env": "2048-v0", "seed": 5}})
-        said: list[list[str]] = [[] for _ in worlds]
+        for environment in pool:
+            await environment.reset({"observation": "", "label": {"env": "2048-v0", "seed": 5}})
+        said: list[list[str]] = [[] for _ in pool]
         for move in ("up", "left", "down"):
-            for world, heard in zip(worlds, said):
-                heard.append(text_of((await world.step({"action_text": move}))["environment_feedback"]))
+            for environment, seen in zip(pool, said):
+                seen.append(text_of((await environment.step({"action_text": move}))["environment_feedback"]))
         return said
 
     random.seed(7)
@@ -87,7 +87,7 @@ def test_games_side_by_side_are_the_same_as_alone_and_leave_the_common_numbers_a
 
 def test_every_listed_game_plays_without_a_download(textarena: ModuleType) -> None:
     for game in textarena.GAMES.split():
-        (step,) = play(textarena.AgentInstance(), "", {"env": f"{game}-v0", "seed": 1}, saying("1"), turns=1)
+        (step,) = run_episodes(textarena.AgentInstance(), "", {"env": f"{game}-v0", "seed": 1}, saying("1"), turns=1)
         assert -1.0 <= step["rewards"] <= 1.0, game
         assert text_of(step["environment_feedback"]).strip(), game
 
@@ -95,7 +95,7 @@ def test_every_listed_game_plays_without_a_download(textarena: ModuleType) -> No
 @pytest.mark.parametrize("name", ["TicTacToe-v0", "Wordle-v0", "Countdown-v0", "GuessTheNumber", "Nonsense-v0"])
 def test_games_of_several_players_or_with_downloads_are_refused(textarena: ModuleType, name: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{name}'", "<game>-v0", "Minesweeper")):
-        play(textarena.AgentInstance(), "", {"env": name}, saying())
+        run_episodes(textarena.AgentInstance(), "", {"env": name}, saying())
 
 
 # gymnasium
@@ -103,15 +103,15 @@ def test_games_of_several_players_or_with_downloads_are_refused(textarena: Modul
 
 def test_a_game_of_gymnasium_is_won_by_who_knows_it_and_not_by_who_does_not(gymnasium: ModuleType) -> None:
     way = saying("down", "I go DOWN.", "right", "1, no: 2", "down", "right")
-    steps = play(gymnasium.AgentInstance(), "Play.", json.dumps(LAKE), way)
+    steps = run_episodes(gymnasium.AgentInstance(), "Play.", json.dumps(LAKE), way)
     assert rewards(steps) == [0.0] * 5 + [1.0] and steps[-1]["scores"] == 1.0
-    hole = play(gymnasium.AgentInstance(), "Play.", LAKE, saying("right", "down"))
+    hole = run_episodes(gymnasium.AgentInstance(), "Play.", LAKE, saying("right", "down"))
     assert rewards(hole) == [0.0, 0.0] and hole[-1]["done"] and hole[-1]["scores"] == 0.0
 
 
 def test_the_state_is_written_and_what_names_no_action_is_answered(gymnasium: ModuleType) -> None:
-    world = gymnasium.AgentInstance()
-    begin = asyncio.run(world.reset({"observation": "Play.", "label": LAKE}))["observation"]
+    environment = gymnasium.AgentInstance()
+    begin = asyncio.run(environment.reset({"observation": "Play.", "label": LAKE}))["observation"]
     assert begin == [
         {
             "role": "user",
@@ -119,20 +119,20 @@ def test_the_state_is_written_and_what_names_no_action_is_answered(gymnasium: Mo
             "[S]FFF\nFHFH\nFFFH\nHFFG\n",
         }
     ]
-    step = asyncio.run(world.step({"action_text": "jump"}))
+    step = asyncio.run(environment.step({"action_text": "jump"}))
     assert text_of(step["environment_feedback"]).startswith("That names no action. Write one of: left")
     assert (step["rewards"], step["done"], step["extra_logs"]) == (0.0, False, {"invalid_actions": 1})
 
 
 def test_a_taxi_sees_its_passenger_its_goal_and_itself(gymnasium: ModuleType) -> None:
-    world = gymnasium.AgentInstance()
-    asyncio.run(world.reset({"observation": "", "label": {"env": "Taxi-v4", "seed": 3}}))
+    environment = gymnasium.AgentInstance()
+    asyncio.run(environment.reset({"observation": "", "label": {"env": "Taxi-v4", "seed": 3}}))
     # The taxi at the upper middle, the passenger at R, who wants to Y.
-    assert world._shown(None) == (
+    assert environment._shown(None) == (
         "+---------+\n|<R>: |[ ]: :G|\n| : | : : |\n| : : : : |\n| | : | : |\n|(Y)| : |B: |\n+---------+\n"
     )
     way = ["south", "south", "west", "west", "north", "north", "pickup", "south", "south", "south", "south", "dropoff"]
-    found = [asyncio.run(world.step({"action_text": word})) for word in way]
+    found = [asyncio.run(environment.step({"action_text": word})) for word in way]
     assert "[_]" in text_of(found[7]["environment_feedback"])
     # 20 for arriving, and -1 for each of the eleven steps before.
     assert sum(rewards(found)) == 20 - 11
@@ -141,14 +141,14 @@ def test_a_taxi_sees_its_passenger_its_goal_and_itself(gymnasium: ModuleType) ->
 
 def test_blackjack_says_what_the_cards_make(gymnasium: ModuleType) -> None:
     label = {"env": "Blackjack-v1", "seed": 3}
-    steps = play(gymnasium.AgentInstance(), "", label, saying("hit", "stick"))
+    steps = run_episodes(gymnasium.AgentInstance(), "", label, saying("hit", "stick"))
     assert text_of(steps[0]["environment_feedback"]) == "Your cards make 17; the dealer shows 10.\n"
     assert rewards(steps) == [0.0, -1.0] and steps[-1]["scores"] == 0.0
 
 
 def test_a_game_that_takes_too_long_is_over(gymnasium: ModuleType) -> None:
     label = {**LAKE, "options": {"is_slippery": False, "max_episode_steps": 3}}
-    steps = play(gymnasium.AgentInstance(), "", label, lambda _said: "left")
+    steps = run_episodes(gymnasium.AgentInstance(), "", label, lambda _said: "left")
     assert [step["done"] for step in steps] == [False, False, True]
     assert steps[-1]["scores"] == 0.0
 
@@ -165,7 +165,7 @@ def test_a_game_that_takes_too_long_is_over(gymnasium: ModuleType) -> None:
 )
 def test_a_label_that_makes_no_game_says_what_to_set(gymnasium: ModuleType, label: Any, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
-        play(gymnasium.AgentInstance(), "", label, saying())
+        run_episodes(gymnasium.AgentInstance(), "", label, saying())
 
 
 # both

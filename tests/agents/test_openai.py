@@ -20,8 +20,8 @@ from agents.openai_protocol import RequestError, read_request
 from agents.openai_server import Recorded
 from components.engines.async_engine import AsyncEngine
 from components.engines.config import EVALUATION_STEP
+from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
-from tests.agents.play_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 
 
@@ -48,13 +48,13 @@ class Talker(OpenAIAgentExecutor):
         messages: list[Any] = [user(prompt)]
         async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["api_key"]) as client:
             for _ in range(3):
-                answer = await client.chat.completions.create(model="any", messages=messages)
-                messages += [answer.choices[0].message, user("hello again")]
+                response = await client.chat.completions.create(model="any", messages=messages)
+                messages += [response.choices[0].message, user("hello again")]
         return {"reward": 3.0, "score": 0.5, "extra_logs": {"said": len(messages)}}
 
 
 def test_turns_of_one_conversation_are_one_sequence_of_the_tokens_drawn(rig: Rig) -> None:
-    batch = rig.player(Talker()).play(rig.prompts(), sampling())
+    batch = rig.runner(Talker()).run_episodes(rig.prompts(), sampling())
     assert batch.objects["status"] == ["finished"] * 6
     assert batch["num_turns"].tolist() == [3] * 6
     assert batch["reward"].tolist() == [3.0] * 6
@@ -77,7 +77,7 @@ def test_a_template_that_takes_words_out_of_earlier_turns_changes_nothing(tmp_pa
     rig.tokenizer.chat_template = str(rig.tokenizer.chat_template).replace(
         "message['content']", "message['content'].split('\N{REPLACEMENT CHARACTER}')[-1]"
     )
-    batch = rig.player(Talker()).play(rig.prompts(), sampling())
+    batch = rig.runner(Talker()).run_episodes(rig.prompts(), sampling())
     rig.close()
     assert batch["num_turns"].tolist() == [3] * 6
     assert any("\N{REPLACEMENT CHARACTER}" in str(rig.tokenizer.decode(turns_of(batch, row)[0])) for row in range(6))
@@ -86,13 +86,13 @@ def test_a_template_that_takes_words_out_of_earlier_turns_changes_nothing(tmp_pa
 
 def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
     class Own(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             messages: list[Any] = [user(f"I am {label}")]
             for turn in range(3):
                 messages += [chat(client, messages).message, user(f"{label} says {turn}")]
             return {"rewards": float(label[6:])}
 
-    batch = rig.player(Own()).play(rig.prompts(12, 1), sampling())
+    batch = rig.runner(Own()).run_episodes(rig.prompts(12, 1), sampling())
     assert batch["reward"].tolist() == [float(i) for i in range(12)]
     for row in range(12):
         text = str(rig.tokenizer.decode(batch.row(row, "tokens")[~batch.row(row, "action_mask")].tolist()))
@@ -103,14 +103,14 @@ def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
 
 def test_a_text_goes_on_as_it_was_drawn(rig: Rig) -> None:
     class Writer(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             text = prompt
             for more in (" and", ""):
                 text += client.completions.create(model="any", prompt=text).choices[0].text + more
             return {"reward": 1}
 
     prompts = rig.prompts()
-    batch = rig.player(Writer()).play(prompts, sampling())
+    batch = rig.runner(Writer()).run_episodes(prompts, sampling())
     check_drawn(rig, batch)
     for row in range(6):
         first, second = turns_of(batch, row)
@@ -120,7 +120,7 @@ def test_a_text_goes_on_as_it_was_drawn(rig: Rig) -> None:
 
 def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) -> None:
     class Reacts(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             ask = client.completions.create
             first = ask(model="any", prompt=prompt, stop=[*"aeiou"], extra_body={"logprobs": True}).choices[0]
             assert first.logprobs is not None and first.logprobs.tokens is not None
@@ -131,7 +131,7 @@ def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) ->
             return {"reward": float(cut[:1] in set("aeiou") and written.startswith(first.text))}
 
     prompts = rig.prompts()
-    batch = rig.player(Reacts()).play(prompts, sampling(30))
+    batch = rig.runner(Reacts()).run_episodes(prompts, sampling(30))
     assert batch["reward"].sum() >= 2
     for row in range(6):
         if batch["reward"][row]:
@@ -159,7 +159,7 @@ def test_an_evaluation_does_not_read_how_a_client_would_draw() -> None:
 
 def test_a_prompt_that_was_rendered_already_is_refused(rig: Rig) -> None:
     class Twice(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             with pytest.raises(openai.BadRequestError, match=r"data\.apply_chat_template=false"):
                 chat(client, [user(prompt)])
             chat(client, [user("another <eos>")])
@@ -167,37 +167,37 @@ def test_a_prompt_that_was_rendered_already_is_refused(rig: Rig) -> None:
 
     prompts = rig.prompts(1, 1)
     prompts = prompts.with_objects(prompt=["[user]hello<eos>[assistant]"])
-    assert rig.player(Twice()).play(prompts, sampling()).objects["error"] == [""]
+    assert rig.runner(Twice()).run_episodes(prompts, sampling()).objects["error"] == [""]
 
 
 def test_a_changed_history_is_a_further_sequence_of_the_same_sample(rig: Rig) -> None:
     class Editor(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             first = chat(client, [user(prompt)]).message
-            chat(client, [user(prompt), {"role": "assistant", "content": "never said"}, user("go on")])
-            chat(client, [user(prompt), first, user("go on")])
+            chat(client, [user(prompt), {"role": "assistant", "content": "never said"}, user("continue")])
+            chat(client, [user(prompt), first, user("continue")])
             return {"reward": 1.0}
 
-    batch = rig.player(Editor()).play(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Editor()).run_episodes(rig.prompts(2, 1), sampling())
     assert batch["prompt_id"].tolist() == [10, 10, 11, 11]
     assert batch["branch"].tolist() == [0, 1, 0, 1]
     assert batch["num_turns"].tolist() == [2, 1, 2, 1]
     assert batch["reward"].tolist() == [1.0] * 4
-    told = f"[user]{TEXTS[0]}<eos>\n[assistant]never said<eos>\n[user]go on<eos>\n[assistant]"
+    told = f"[user]{TEXTS[0]}<eos>\n[assistant]never said<eos>\n[user]continue<eos>\n[assistant]"
     assert batch.row(1, "tokens").tolist()[: int(batch["prompt_length"][1])] == rig.encoder.encode(told)
     check_drawn(rig, batch)
 
 
 def test_several_answers_are_sequences_with_random_numbers_of_their_own(rig: Rig) -> None:
     class Chooser(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             told: Any = [user(prompt)]
-            answer = client.chat.completions.create(model="any", messages=told, n=3)
-            assert [choice.index for choice in answer.choices] == [0, 1, 2]
-            chat(client, [user(prompt), answer.choices[1].message, user("go on")])
+            response = client.chat.completions.create(model="any", messages=told, n=3)
+            assert [choice.index for choice in response.choices] == [0, 1, 2]
+            chat(client, [user(prompt), response.choices[1].message, user("continue")])
             return {"reward": 1.0}
 
-    batch = rig.player(Chooser()).play(rig.prompts(1, 1), sampling(12))
+    batch = rig.runner(Chooser()).run_episodes(rig.prompts(1, 1), sampling(12))
     assert batch["num_turns"].tolist() == [2, 1, 1]
     assert len({tuple(turns_of(batch, row)[0]) for row in range(3)}) == 3
     check_drawn(rig, batch)
@@ -210,11 +210,11 @@ def test_a_request_that_comes_while_a_sequence_grows_begins_another(rig: Rig) ->
                 ask = client.chat.completions.create
                 told: Any = [user(prompt)]
                 first = await ask(model="any", messages=told)
-                told += [first.choices[0].message, user("go on")]
+                told += [first.choices[0].message, user("continue")]
                 await asyncio.gather(ask(model="any", messages=told), ask(model="any", messages=told))
             return {"reward": 1.0}
 
-    batch = rig.player(Hasty()).play(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Hasty()).run_episodes(rig.prompts(1, 1), sampling())
     assert batch["num_turns"].tolist() == [2, 1]
     check_drawn(rig, batch)
 
@@ -223,7 +223,7 @@ def test_a_stream_carries_the_same_answer(rig: Rig) -> None:
     class Streamer(Blocking):
         streams = False
 
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             logprobs: Any
             usage: Any
             told: dict[str, Any] = {
@@ -233,8 +233,12 @@ def test_a_stream_carries_the_same_answer(rig: Rig) -> None:
                 "stream_options": {"include_usage": True},
             }
             if not self.streams:
-                answer = client.chat.completions.create(**told)
-                text, logprobs, usage = answer.choices[0].message.content, answer.choices[0].logprobs, answer.usage
+                response = client.chat.completions.create(**told)
+                text, logprobs, usage = (
+                    response.choices[0].message.content,
+                    response.choices[0].logprobs,
+                    response.usage,
+                )
             else:
                 text, logprobs, usage = "", None, None
                 for chunk in client.chat.completions.create(**told, stream=True):
@@ -242,13 +246,13 @@ def test_a_stream_carries_the_same_answer(rig: Rig) -> None:
                     for choice in chunk.choices:
                         text, logprobs = text + (choice.delta.content or ""), choice.logprobs or logprobs
             seen.append((prompt, text, [one.logprob for one in logprobs.content], usage.completion_tokens))
-            chat(client, [user(prompt), {"role": "assistant", "content": text}, user("go on")])
+            chat(client, [user(prompt), {"role": "assistant", "content": text}, user("continue")])
             return {"reward": 1.0}
 
     seen: list[Any] = []
-    whole = rig.player(Streamer()).play(rig.prompts(2, 1), sampling())
+    whole = rig.runner(Streamer()).run_episodes(rig.prompts(2, 1), sampling())
     Streamer.streams = True
-    streamed = rig.player(Streamer()).play(rig.prompts(2, 1), sampling())
+    streamed = rig.runner(Streamer()).run_episodes(rig.prompts(2, 1), sampling())
     assert streamed["tokens"].equal(whole["tokens"])
     assert whole["num_turns"].tolist() == [2, 2]
     # Clients in threads of their own are drawn together or not, and sums of floats follow what is drawn together.
@@ -268,8 +272,8 @@ def test_only_the_key_of_an_episode_that_is_played_opens_the_door(rig: Rig) -> N
     class Thief(Blocking):
         def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
             with httpx.Client(base_url=given["base_url"]) as client:
-                answer = client.get("/../health")
-                assert answer.json() == {"status": "ok"}
+                response = client.get("/../health")
+                assert response.json() == {"status": "ok"}
                 own = given["api_key"]
                 for key in (".", "sk-1", given["session_id"], own[:-1], f"{own}x", *ended):
                     header = {"Authorization": f"Bearer {key}"}
@@ -280,19 +284,19 @@ def test_only_the_key_of_an_episode_that_is_played_opens_the_door(rig: Rig) -> N
                     assert client.get("/models", headers=header).status_code == 401
                 models = client.get("/models", headers={"Authorization": f"Bearer {own}"}).json()
             ended.append(own)
-            health.append(str(answer.url))
+            health.append(str(response.url))
             assert [model["id"] for model in models["data"]] == ["policy"]
             return super().run_agent(prompt, label, **given)
 
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             chat(client, [user(prompt)])
             return {"reward": 1.0}
 
     ended: list[str] = []
     health: list[str] = []
-    player = rig.player(Thief())
+    runner = rig.runner(Thief())
     for _ in range(2):
-        assert player.play(rig.prompts(1, 1), sampling()).objects["error"] == [""]
+        assert runner.run_episodes(rig.prompts(1, 1), sampling()).objects["error"] == [""]
     rig.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(health[0])
@@ -314,16 +318,16 @@ REFUSED = {
 
 def test_what_is_not_to_be_had_is_refused_by_name_and_the_rest_is_taken(rig: Rig) -> None:
     class Picky(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             for param, fields in REFUSED.items():
                 with pytest.raises(openai.BadRequestError) as refused:
                     chat(client, **{"messages": [user(prompt)], **fields})
                 assert refused.value.param == param
             taken = {"temperature": 0.9, "top_p": 1, "seed": 5, "user": "me", "stop": None, "presence_penalty": None}
-            answer = chat(client, [user(prompt)], max_tokens=9, max_completion_tokens=2, **taken)
-            return {"reward": float(answer.finish_reason == "length")}
+            response = chat(client, [user(prompt)], max_tokens=9, max_completion_tokens=2, **taken)
+            return {"reward": float(response.finish_reason == "length")}
 
-    batch = rig.player(Picky()).play(rig.prompts(3, 1), sampling(4, temperature=0.9))
+    batch = rig.runner(Picky()).run_episodes(rig.prompts(3, 1), sampling(4, temperature=0.9))
     assert batch["action_mask"].int().sum() <= 6
     for row in range(3):
         turn = turns_of(batch, row)[0]
@@ -333,16 +337,16 @@ def test_what_is_not_to_be_had_is_refused_by_name_and_the_rest_is_taken(rig: Rig
 
 def test_a_clients_stop_text_is_cut_off_for_it_and_stays_in_the_record(rig: Rig) -> None:
     class Stopper(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             choice = chat(client, [user(prompt)], stop=[*"aeiou"])
             assert not set("aeiou") & set(choice.message.content)
             assert choice.finish_reason in ("stop", "length")
             stops.append(choice)
-            chat(client, [user(prompt), choice.message, user("go on")])
+            chat(client, [user(prompt), choice.message, user("continue")])
             return {"reward": 1.0}
 
     stops: list[Any] = []
-    batch = rig.player(Stopper()).play(rig.prompts(), sampling(30))
+    batch = rig.runner(Stopper()).run_episodes(rig.prompts(), sampling(30))
     assert batch["num_turns"].tolist() == [2] * 6
     texts = [str(rig.tokenizer.decode(turns_of(batch, row)[0])) for row in range(6)]
     assert any(text[-1:] in set("aeiou") for text in texts)
@@ -351,7 +355,7 @@ def test_a_clients_stop_text_is_cut_off_for_it_and_stays_in_the_record(rig: Rig)
 
 def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
     class Endless(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             messages: list[Any] = [user(prompt)]
             try:
                 while True:
@@ -363,13 +367,13 @@ def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
             return {"reward": 2.0}
 
     codes: list[Any] = []
-    batch = rig.player(Endless(), max_turns=3).play(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Endless(), max_turns=3).run_episodes(rig.prompts(2, 1), sampling())
     assert batch.objects["status"] == ["truncated"] * 2
     assert batch.objects["error"] == ["", ""]
     assert batch["num_turns"].tolist() == [3, 3]
     assert batch["reward"].tolist() == [0.0, 2.0]
     assert batch["reward_failed"].tolist() == [0.0, 0.0]
-    batch = rig.player(Endless(), max_turns=999).play(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Endless(), max_turns=999).run_episodes(rig.prompts(2, 1), sampling())
     assert batch["truncated"].all()
     assert int(batch.lengths.max()) <= POSITIONS
     assert codes == ["max_turns"] * 2 + ["context_length_exceeded"] * 2
@@ -378,7 +382,7 @@ def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
 
 def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
     class Failing(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             if label != "silent":
                 chat(client, [user(prompt)])
             if label == "raises":
@@ -390,7 +394,7 @@ def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
             )
 
     labels = ["raises", "nothing", "text", "nan", "silent", "fine"]
-    batch = rig.player(Failing(), max_failed_share=1.0).play(rig.prompts(6, 1, labels), sampling())
+    batch = rig.runner(Failing(), max_failed_share=1.0).run_episodes(rig.prompts(6, 1, labels), sampling())
     assert batch.objects["status"] == ["error"] * 5 + ["finished"]
     assert batch["num_turns"].tolist() == [1, 1, 1, 1, 0, 1]
     assert batch["reward"].tolist() == [0.0] * 5 + [0.5]
@@ -399,8 +403,8 @@ def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
     for found, error in zip(facts, batch.objects["error"], strict=True):
         assert re.search(says(*found), error)
         assert "\n" not in error
-    player = rig.player(Failing(), max_failed_share=1.0, max_turns=4, step_timeout_s=0.25)
-    hung = player.play(rig.prompts(1, 1, ["hangs"]), sampling())
+    runner = rig.runner(Failing(), max_failed_share=1.0, max_turns=4, step_timeout_s=0.25)
+    hung = runner.run_episodes(rig.prompts(1, 1, ["hangs"]), sampling())
     assert re.search(says("run_agent", "1 s"), hung.objects["error"][0])
 
 
@@ -417,9 +421,9 @@ class Leaver(Blocking):
         self.session_id = given["session_id"]
         return super().run_agent(prompt, label, **given)
 
-    def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+    def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
         messages: list[Any] = [user(prompt)]
-        messages += [chat(client, messages).message, user("go on")]
+        messages += [chat(client, messages).message, user("continue")]
         asyncio.run_coroutine_threadsafe(self.engine.pause(), self.loop).result()
         with pytest.raises(openai.APITimeoutError):
             chat(client, messages, timeout=0.3)
@@ -435,10 +439,10 @@ class Leaver(Blocking):
 
 def test_a_client_that_hangs_up_ends_its_request(rig: Rig) -> None:
     agent = Leaver()
-    player = rig.player(agent, concurrency=1)
-    assert isinstance(player.engine, AsyncEngine)
-    agent.engine = player.engine
-    batch = player.play(rig.prompts(2, 1, ["again", "never"]), sampling())
+    runner = rig.runner(agent, concurrency=1)
+    assert isinstance(runner.engine, AsyncEngine)
+    agent.engine = runner.engine
+    batch = runner.run_episodes(rig.prompts(2, 1, ["again", "never"]), sampling())
     assert batch.objects["status"] == ["finished", "aborted"]
     assert batch["num_turns"].tolist() == [2, 1]
     check_drawn(rig, batch)

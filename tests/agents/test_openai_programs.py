@@ -16,8 +16,8 @@ from agents.loading import load_agent
 from agents.openai_protocol import Asked, Message, RequestError, read_request, rest_of
 from components.data.text import load_tokenizer
 from components.engines.causal import load_policy
+from tests.agents.episode_cases import TEXTS, Rig, sampling, write_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
-from tests.agents.play_cases import TEXTS, Rig, sampling, write_policy
 from tests.messages import says
 from tests.processes import wait_until_gone
 
@@ -59,15 +59,17 @@ def test_a_shell_script_is_an_agent(rig: Rig, tmp_path: Path) -> None:
         "class AgentExecutor(OpenAIAgentExecutor):\n    command = ['bash', 'agent.sh']\n"
     )
     agent = load_agent(str(tmp_path / "agent.py"))
-    batch = rig.player(agent, max_failed_share=1.0).play(rig.prompts(3, 1, ["one", "three", "fails"]), sampling())
+    batch = rig.runner(agent, max_failed_share=1.0).run_episodes(
+        rig.prompts(3, 1, ["one", "three", "fails"]), sampling()
+    )
     assert batch.objects["status"] == ["finished", "finished", "error"]
     assert batch["reward"].tolist() == [0.25, 0.25, 0]
     assert batch["log_length"].tolist()[:2] == [3, 5]
     assert re.search(says("exit code 7", "'no such file'"), batch.objects["error"][2])
     assert batch["num_turns"].tolist() == [1] * 3
     check_drawn(rig, batch)
-    player = rig.player(agent, max_failed_share=1.0, max_turns=4, step_timeout_s=0.5)
-    hung = player.play(rig.prompts(1, 1, ["hangs"]), sampling())
+    runner = rig.runner(agent, max_failed_share=1.0, max_turns=4, step_timeout_s=0.5)
+    hung = runner.run_episodes(rig.prompts(1, 1, ["hangs"]), sampling())
     assert re.search(says("run_agent", "2 s"), hung.objects["error"][0])
     # What the scripts left running has ended with them.
     wait_until_gone(*map(int, (tmp_path / "pids").read_text().split()), timeout_s=120)
@@ -106,7 +108,7 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
     rig.tokenizer.chat_template = template + str(rig.tokenizer.chat_template)
 
     class Caller(Blocking):
-        def play(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             choice = chat(client, [user(prompt)], tools=[TOOL])
             assert choice.finish_reason == "tool_calls"
             assert choice.message.content == "Let me "
@@ -121,7 +123,7 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
             assert plain.message.content == f"Let me {CALL}"
             return {"reward": 1.0}
 
-    batch = rig.player(Caller()).play(rig.prompts(1, 1), sampling(90, temperature=0))
+    batch = rig.runner(Caller()).run_episodes(rig.prompts(1, 1), sampling(90, temperature=0))
     rig.close()
     assert batch.objects["error"] == ["", ""]
     assert batch["num_turns"].tolist() == [2, 1]

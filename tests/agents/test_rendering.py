@@ -8,7 +8,7 @@ import agents.rendering
 from agents.rendering import feedback_tokens, first_tokens, render_turn
 from components.data.text import TextEncoder
 from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
-from tests.agents.play_cases import TEMPLATE, TEXTS
+from tests.agents.episode_cases import TEMPLATE, TEXTS
 from tests.messages import says
 
 FEEDBACK = [{"role": "user", "content": "Higher."}]
@@ -89,7 +89,7 @@ def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
     rendered = f"[user]Higher.{EOS}\n[assistant]"
     with pytest.raises(ValueError, match=says("'<eos>'", "data.apply_chat_template=false")):
         first_tokens(encoder, [{"role": "user", "content": f"Play. {rendered}"}], f"{rendered}\n")
-    # A world's own words are its own.
+    # An environment's own words are its own.
     assert first_tokens(encoder, [{"role": "user", "content": EOS}], "Higher.")
     assert first_tokens(encoder, rendered) == encoder.encode_prompt(rendered)
 

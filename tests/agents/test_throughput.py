@@ -13,7 +13,7 @@ SLOTS = 64
 
 
 class Together(BENCH.TimedRequest):
-    """An answer that comes when so many are waited for at the same time."""
+    """A response that comes when so many are waited for at the same time."""
 
     waiting: ClassVar[list[asyncio.Future[None]]] = []
     rounds: ClassVar[int] = 0
@@ -35,5 +35,5 @@ def test_the_slots_of_an_engine_are_kept_busy(wait_s: float, runs_in: str, monke
     monkeypatch.setattr(BENCH, "TimedRequest", Together)
     monkeypatch.setattr(Together, "rounds", 0)
     # 128 episodes of 4 turns: 8 rounds of all slots. A slot that stands empty would keep the others waiting for ever.
-    BENCH.play(BENCH.Load(128, slots=SLOTS, answer_s=0.0, wait_s=wait_s, runs_in=runs_in))
+    BENCH.run_episodes(BENCH.Load(128, slots=SLOTS, answer_s=0.0, wait_s=wait_s, runs_in=runs_in))
     assert Together.rounds == 8

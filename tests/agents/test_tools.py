@@ -78,8 +78,8 @@ class Agent(ToolAgentInstance):
     max_calls = 3
     tool_timeout_s = 60
 
-    async def score(self, answer: str, label: Any) -> float:
-        return float(answer == label)
+    async def score(self, response: str, label: Any) -> float:
+        return float(response == label)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -90,7 +90,7 @@ def run(tool: Tool | Callable[..., Any], **arguments: Any) -> str:
     return asyncio.run((tool if isinstance(tool, Tool) else Tool.of(tool)).run(arguments))
 
 
-def answers(agent: ToolAgentInstance, text: str) -> list[str]:
+def responses(agent: ToolAgentInstance, text: str) -> list[str]:
     """What the policy reads after it has written `text`."""
     said = asyncio.run(agent.step({"action_text": text, "label": "", "observation_text": ""}))["environment_feedback"]
     return [message["content"] for message in said]
@@ -198,7 +198,7 @@ ONE, TWO = {"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}
         ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', [Call("a", {"x": 1})]),
         (f"```json\n{json.dumps(ONE)}\n```", [Call("a", {"x": 1})]),
         (f"[{json.dumps(ONE)}, {json.dumps(TWO)}]", [Call("a", {"x": 1}), Call("b")]),
-        # JSON, but no call: an answer.
+        # JSON, but no call: a response.
         ('{"name": "Ann", "age": 3}', []),
         ('the set {1, 2} and {"a": {"b": 1}}', []),
     ],
@@ -292,20 +292,20 @@ def test_calls_are_answered_each_by_a_message_and_an_answer_without_one_is_score
 
 def test_whatever_goes_wrong_is_an_error_that_the_policy_reads_and_is_counted() -> None:
     agent = Agent()
-    assert is_error(answers(agent, call("nothing")), "'nothing'", "look_up, add, fail")
-    assert is_error(answers(agent, call("fail", kind="lookup")), "KeyError: 'k'")
-    assert is_error(answers(agent, call("fail", kind="exit")), "SystemExit: bye")
-    assert is_error(answers(agent, call("fail", kind="stop")), "StopIteration")
-    assert is_error(answers(agent, "<tool_call>{"), "JSON", "line 1 column 2")
+    assert is_error(responses(agent, call("nothing")), "'nothing'", "look_up, add, fail")
+    assert is_error(responses(agent, call("fail", kind="lookup")), "KeyError: 'k'")
+    assert is_error(responses(agent, call("fail", kind="exit")), "SystemExit: bye")
+    assert is_error(responses(agent, call("fail", kind="stop")), "StopIteration")
+    assert is_error(responses(agent, "<tool_call>{"), "JSON", "line 1 column 2")
     agent.tool_timeout_s = 0.2  # pyright: ignore[reportAttributeAccessIssue]
-    assert is_error(answers(agent, call("wait_long")), "wait_long", "0.2 s")
+    assert is_error(responses(agent, call("wait_long")), "wait_long", "0.2 s")
     assert agent._logs == {"tool_calls": 6, "tool_errors": 6}
 
 
 def test_all_calls_of_a_turn_have_one_time_together() -> None:
     agent = Agent()
     agent.tool_timeout_s = 0.6  # pyright: ignore[reportAttributeAccessIssue]
-    first, *late = answers(agent, call("add", a=1, b=2) + call("nap") + call("add", a=1, b=2))
+    first, *late = responses(agent, call("add", a=1, b=2) + call("nap") + call("add", a=1, b=2))
     assert first == "3.0"
     assert is_error(late[:1], "nap", "0.6 s")
     # Its turn never came.
@@ -344,13 +344,13 @@ async def nap_until() -> str:
 def test_an_async_tool_that_blocks_is_interrupted() -> None:
     agent = Agent()
     agent.tool_timeout_s = 0.2  # pyright: ignore[reportAttributeAccessIssue]
-    assert is_error(answers(agent, call("block")), "block", "0.2 s")
+    assert is_error(responses(agent, call("block")), "block", "0.2 s")
 
 
 def test_results_in_the_users_role_are_one_message() -> None:
     agent = Agent()
     agent.result_role = "user"  # pyright: ignore[reportAttributeAccessIssue]
-    assert answers(agent, call("add", a=1, b=2) * 2) == ["3.0\n3.0"]
+    assert responses(agent, call("add", a=1, b=2) * 2) == ["3.0\n3.0"]
 
 
 def test_an_enum_is_an_argument() -> None:
@@ -362,13 +362,13 @@ def test_an_enum_is_an_argument() -> None:
 
 
 def test_a_long_result_is_cut_and_says_so() -> None:
-    assert answers(Agent(), call("long_text", length=40)) == ["x" * 40]
-    assert answers(Agent(), call("long_text", length=41)) == ["x" * 40 + "\n... (41 characters, cut after 40)"]
+    assert responses(Agent(), call("long_text", length=40)) == ["x" * 40]
+    assert responses(Agent(), call("long_text", length=41)) == ["x" * 40 + "\n... (41 characters, cut after 40)"]
 
 
 def test_only_so_many_calls_of_a_turn_are_run() -> None:
     agent = Agent()
-    found = answers(agent, call("add", a=0, b=0) * 5)
+    found = responses(agent, call("add", a=0, b=0) * 5)
     assert found[:3] == ["0.0"] * 3
     assert [is_error([text], 3) for text in found[3:]] == [True, True]
     assert agent._logs == {"tool_calls": 5, "tool_errors": 2}
@@ -388,7 +388,7 @@ def test_a_model_without_a_chat_template_gets_text() -> None:
 def test_half_a_character_does_not_reach_the_tokenizer() -> None:
     assert run(look_up, city="\ud800").encode()
     text = '<tool_call>{"name": "look_up", "arguments": {"city": "\\ud800"}}</tool_call>'
-    assert answers(Agent(), text)[0].encode()
+    assert responses(Agent(), text)[0].encode()
 
 
 def test_python_in_the_sandbox_is_a_tool() -> None:

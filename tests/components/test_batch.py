@@ -312,7 +312,7 @@ def test_a_shuffle_has_every_sequence_once_and_is_the_same_for_the_same_seed(len
 
 
 def test_the_order_of_a_shuffle_stays_what_it_is() -> None:
-    # Runs go on from a checkpoint with the order that they had; another generator would be another order.
+    # Runs resume from a checkpoint with the order that they had; another generator would be another order.
     batch = batch_of([1] * 8)
     assert (batch.shuffle(0)["reward"] * 2).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
     assert (batch.shuffle([3, 5])["reward"] * 2).tolist() == [4, 0, 2, 6, 5, 1, 3, 7]

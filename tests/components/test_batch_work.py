@@ -96,10 +96,10 @@ def slow_shares(lengths: Sequence[int], n: int, attention: float) -> list[list[i
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         full = [len(share) == len(lengths) // n for share in shares]
         larger = sum(len(share) > len(lengths) // n for share in shares)
-        room = [r for r in range(n) if len(shares[r]) < len(lengths) // n]
+        space = [r for r in range(n) if len(shares[r]) < len(lengths) // n]
         if larger < len(lengths) % n:
-            room += [r for r in range(n) if full[r]]
-        rank = min(room, key=lambda r: (costs[r], r))
+            space += [r for r in range(n) if full[r]]
+        rank = min(space, key=lambda r: (costs[r], r))
         shares[rank].append(i)
         costs[rank] += lengths[i] + attention * lengths[i] ** 2
     return [sorted(share) for share in shares]

@@ -34,17 +34,17 @@ class AgentTrial:
     def play_first(self) -> Played:
         """Play one episode; an agent that cannot is asked for nothing more."""
         self._given_up = self._given_up or "one episode could not be played"
-        played = self._play("alone", self.samples[:1], "one episode")
+        played = self._begin_waiting("alone", self.samples[:1], "one episode")
         self._given_up = ""
         return played
 
-    def play(self, how: str, samples: Sequence[Sample], what: str) -> Played:
+    def run_episodes(self, how: str, samples: Sequence[Sample], what: str) -> Played:
         """Play the samples; `how` is a method of Player, `what` says for the message what they are."""
         if self._given_up:
             self.fail(f"not asked for {what}: {self._given_up}")
-        return self._play(how, samples, what)
+        return self._begin_waiting(how, samples, what)
 
-    def _play(self, how: str, samples: Sequence[Sample], what: str) -> Played:
+    def _begin_waiting(self, how: str, samples: Sequence[Sample], what: str) -> Played:
         connection = self._connection or self._start()
         under_way: list[str] = []
         try:

@@ -131,7 +131,7 @@ class Shared(Agent):
         return await super().reset(states)
 
     async def step(self, states: dict[str, Any]) -> dict[str, Any]:
-        # Where an environment would wait, others go on.
+        # Where an environment would wait, others continue.
         await asyncio.sleep(0)
         Shared.count += 1
         return self.result(Shared.count)

@@ -52,23 +52,28 @@ class Played:
     """Calls that changed the states they were given, and how."""
 
 
-class Player:
+class EpisodeRunner:
     """Plays episodes with instances of one agent."""
 
-    def __init__(self, agent: Any, max_turns: int, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, agent: Any, max_turns: int, emit: Callable[[str, str], None]) -> None:
         """`tell` is told "begin" or "end", and of which call."""
         self.played = Played()
         self._agent = agent
         self._max_turns = max_turns
-        self._tell = tell
+        self._emit = emit
 
     async def alone(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play one after the other, each with an instance of its own."""
-        return [await self._play(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)]
+        return [
+            await self._begin_waiting(self._make(), sample, f"episode {number}")
+            for number, sample in enumerate(samples)
+        ]
 
     async def together(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play all at once, each with an instance of its own."""
-        plays = [self._play(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)]
+        plays = [
+            self._begin_waiting(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)
+        ]
         return list(await asyncio.gather(*plays))
 
     async def nested(self, samples: Sequence[Sample]) -> list[Episode]:
@@ -76,15 +81,15 @@ class Player:
         inner: list[Episode] = []
 
         async def meanwhile() -> None:
-            inner.append(await self._play(self._make(), samples[1], "episode 1"))
+            inner.append(await self._begin_waiting(self._make(), samples[1], "episode 1"))
 
-        return [await self._play(self._make(), samples[0], "episode 0", meanwhile), *inner]
+        return [await self._begin_waiting(self._make(), samples[0], "episode 0", meanwhile), *inner]
 
     async def again(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play all with one instance, after an episode that is left in the middle."""
         agent = self._make()
-        await self._play(agent, samples[0], "an episode that is left", max_turns=1)
-        return [await self._play(agent, sample, f"episode {number}") for number, sample in enumerate(samples)]
+        await self._begin_waiting(agent, samples[0], "an episode that is left", max_turns=1)
+        return [await self._begin_waiting(agent, sample, f"episode {number}") for number, sample in enumerate(samples)]
 
     async def unless_refused(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play, unless ValueError says why not."""
@@ -96,7 +101,7 @@ class Player:
     def _make(self) -> Any:
         if not inspect.isclass(self._agent):
             return copy.deepcopy(self._agent)
-        self._tell("begin", "making an instance")
+        self._emit("begin", "making an instance")
         try:
             return self._agent()
         except TypeError as error:
@@ -105,9 +110,9 @@ class Player:
                 "not async"
             ) from error
         finally:
-            self._tell("end", "making an instance")
+            self._emit("end", "making an instance")
 
-    async def _play(
+    async def _begin_waiting(
         self,
         agent: Any,
         sample: Sample,
@@ -140,12 +145,12 @@ class Player:
 
     async def _call(self, agent: Any, method: str, states: dict[str, Any], name: str) -> Any:
         before = copy.deepcopy(states)
-        self._tell("begin", name)
+        self._emit("begin", name)
         result = getattr(agent, method)(states)
         if not inspect.isawaitable(result):
             raise Fault(f"{method} returned a {type(result).__name__} that cannot be awaited; write async def {method}")
         result = await result
-        self._tell("end", name)
+        self._emit("end", name)
         if states != before:
             key = next(k for k in {**before, **states} if k not in before or k not in states or before[k] != states[k])
             change = f"from {before.get(key)!r:.80} to {states.get(key)!r:.80}"
@@ -174,7 +179,7 @@ def serve(connection: Connection, address: str, max_turns: int) -> None:
         return
     connection.send(("ready", ""))
 
-    def tell(what: str, call: str) -> None:
+    def emit(what: str, call: str) -> None:
         connection.send((what, call))
 
     while True:
@@ -182,10 +187,10 @@ def serve(connection: Connection, address: str, max_turns: int) -> None:
             how, samples = connection.recv()
         except EOFError:
             return
-        player = Player(agent, max_turns, tell)
+        runner = EpisodeRunner(agent, max_turns, emit)
         try:
-            player.played.episodes = asyncio.run(getattr(player, how)(samples))
-            connection.send(("played", player.played))
+            runner.played.episodes = asyncio.run(getattr(runner, how)(samples))
+            connection.send(("played", runner.played))
         except Fault as fault:
             connection.send(("fault", str(fault)))
         except BaseException as error:  # noqa: BLE001 - the agent may raise anything, SystemExit included

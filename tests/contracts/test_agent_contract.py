@@ -15,7 +15,7 @@ EPISODES = 8
 
 
 def alone(agent: AgentTrial) -> Played:
-    return agent.play("alone", repeated(agent.samples, EPISODES), "episodes one after the other")
+    return agent.run_episodes("alone", repeated(agent.samples, EPISODES), "episodes one after the other")
 
 
 def steady(agent: AgentTrial) -> list[Episode]:
@@ -60,12 +60,14 @@ def test_the_states_it_is_given_stay_as_they_were(agent: AgentTrial) -> None:
 
 @pytest.mark.parametrize("what", [*UNUSUAL_TEXTS, "a very long text"])
 def test_whatever_a_policy_says_is_answered(agent: AgentTrial, what: str) -> None:
-    agent.play("alone", [agent.samples[0].answered(UNUSUAL_TEXTS.get(what, LONG_TEXT))], f"a policy that says {what}")
+    agent.run_episodes(
+        "alone", [agent.samples[0].answered(UNUSUAL_TEXTS.get(what, LONG_TEXT))], f"a policy that says {what}"
+    )
 
 
 @pytest.mark.parametrize("what", UNUSUAL_LABELS)
 def test_an_unusual_label_is_played_or_refused_with_a_value_error(agent: AgentTrial, what: str) -> None:
-    agent.play("unless_refused", [agent.samples[0].labelled(UNUSUAL_LABELS[what])], what)
+    agent.run_episodes("unless_refused", [agent.samples[0].labelled(UNUSUAL_LABELS[what])], what)
 
 
 @pytest.mark.repeatable
@@ -76,20 +78,20 @@ def test_the_same_actions_give_the_same_episode(agent: AgentTrial) -> None:
 
 @pytest.mark.repeatable
 def test_reset_begins_anew(agent: AgentTrial) -> None:
-    again = agent.play("again", repeated(agent.samples, EPISODES), "episodes by one instance").episodes
+    again = agent.run_episodes("again", repeated(agent.samples, EPISODES), "episodes by one instance").episodes
     assert_same(agent, steady(agent), again, "after reset something was left; set everything anew in reset.")
 
 
 @pytest.mark.repeatable
 def test_two_instances_share_no_state(agent: AgentTrial) -> None:
     pair = repeated(agent.samples, 2)
-    nested = agent.play("nested", pair, "an episode between the reset and the first step of another").episodes
+    nested = agent.run_episodes("nested", pair, "an episode between the reset and the first step of another").episodes
     why = "an episode changed another instance's; keep its state in self, not in the class or the module."
     assert_same(agent, steady(agent)[:2], nested, why)
 
 
 @pytest.mark.repeatable
 def test_episodes_that_run_at_once_give_what_they_give_alone(agent: AgentTrial) -> None:
-    together = agent.play("together", repeated(agent.samples, EPISODES), "episodes at once").episodes
+    together = agent.run_episodes("together", repeated(agent.samples, EPISODES), "episodes at once").episodes
     why = "at once the episodes went otherwise than alone; keep their state in self, not in the class or the module."
     assert_same(agent, steady(agent), together, why)

@@ -67,7 +67,7 @@ EXPECTED: dict[str, Facts] = {
         **{LABEL + f"[{what}]": ("AttributeError", "ValueError") for what in ("a list", "a number", "an object")},
     },
     "percent": {SCORES: (50, "'scores'")},
-    "some_logs": {LOGS: ("extra_logs['empty']", "answer 0")},
+    "some_logs": {LOGS: ("extra_logs['empty']", "response 0")},
     "dying": dict.fromkeys((TEXT + UNSEEN, LOGS), ("exit code 3",)),
     # Parts in the user's folder, in order.
     "mine.rules:score": {},
@@ -86,7 +86,7 @@ EXPECTED: dict[str, Facts] = {
 """What fails for each part, with facts of its message. After ONE and SCHEMA a part is asked for nothing more."""
 DEADLINE_S = 8
 HANGING: dict[str, Facts] = {
-    "hanging": {ONE: (f"{DEADLINE_S} s", "answer 0", "What is 3 + 4?", "--deadline")},
+    "hanging": {ONE: (f"{DEADLINE_S} s", "response 0", "What is 3 + 4?", "--deadline")},
     "slow_when_long": {LONG: (f"{DEADLINE_S} s", "--deadline")},
     "Blocking": {SCHEMA: ("reset of episode 0", f"{DEADLINE_S} s", "--deadline")},
 }

@@ -108,7 +108,7 @@ def test_the_same_answers_get_the_same_rewards_again_and_in_a_new_process(scorin
 def test_its_arguments_stay_as_they_were(reward_function: RewardTrial) -> None:
     for line in reward_function.watch(repeated(reward_function.samples, ALONE), "a batch"):
         if ChangedArguments.__name__ in line:
-            reward_function.fail(f"{line}. Whoever calls it goes on with these lists: change a copy.")
+            reward_function.fail(f"{line}. Whoever calls it continues with these lists: change a copy.")
 
 
 def test_scores_if_it_gives_them_are_from_0_to_1(reward_function: RewardTrial) -> None:

@@ -33,7 +33,7 @@ class Fragile(BaseWorkload):
     def __init__(self, master_handle: Any = None, config: Any = None) -> None:
         super().__init__(master_handle, config)
         self.folder: Path = self.config["folder"]
-        self.heard: list[Any] = []
+        self.seen: list[Any] = []
         strike(self.folder, "construct", self)
 
     def setup(self) -> None:
@@ -41,23 +41,23 @@ class Fragile(BaseWorkload):
 
     @trainer_invocation(idempotent=True, replay="last")
     def load(self, value: str) -> None:
-        self.heard.append(("load", value))
+        self.seen.append(("load", value))
         strike(self.folder, "load", self)
 
     @trainer_invocation(idempotent=True, replay="last")
     def receive(self, version: int) -> None:
-        self.heard.append(("receive", version))
+        self.seen.append(("receive", version))
         strike(self.folder, "receive", self)
 
     @trainer_invocation(replay="last")
     def tune(self, value: int) -> None:
         if value < 0:
             raise ValueError("below zero")
-        self.heard.append(("tune", value))
+        self.seen.append(("tune", value))
 
     @trainer_invocation
     def forget(self) -> None:
-        self.heard.append(("forget",))
+        self.seen.append(("forget",))
 
     @trainer_invocation(idempotent=True)
     def double(self, items: list[int]) -> list[int]:
@@ -88,7 +88,7 @@ class Fragile(BaseWorkload):
 
     @trainer_invocation
     def story(self) -> tuple[int, list[Any]]:
-        return self.attempt, self.heard
+        return self.attempt, self.seen
 
     @trainer_invocation
     def pid(self) -> int:

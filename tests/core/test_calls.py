@@ -159,8 +159,8 @@ def test_call_batch_refuses_a_size_that_its_arguments_have_not(actors: RoleGroup
 
 @ON_RAY
 def test_every_worker_knows_who_it_is(ranks: RoleGroup, actors: RoleGroup) -> None:
-    (role, rank, world, local, port, threads, colour, master_port, _), second = ranks.identity()
-    assert (role, rank, world, local, threads, colour) == ("CRITIC", 0, 2, 0, "1", "blue")
+    (role, rank, environment, local, port, threads, colour, master_port, _), second = ranks.identity()
+    assert (role, rank, environment, local, threads, colour) == ("CRITIC", 0, 2, 0, "1", "blue")
     assert second[:4] == ("CRITIC", 1, 2, 1)
     assert port == second[4] > 0
     assert master_port == str(port)

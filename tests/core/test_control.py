@@ -98,8 +98,8 @@ print(before, both, alone, memory_bytes(child))
 def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.watch._STATUS_EVERY_S", 0.0)
     monkeypatch.setattr("core.watch._MEMORY_EVERY_S", 1000.0)
-    heard: list[Any] = []
-    watch = Watch([heard.append], print)
+    seen: list[Any] = []
+    watch = Watch([seen.append], print)
     for workers in ([("ACTOR", 0), ("ROLLOUT", 0)], [("ACTOR", 1), ("ROLLOUT", 1)], [("REWARD", 0)]):
         server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 7)})
         plan = HostPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
@@ -108,7 +108,7 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
         watch.hosts.append(WatchedHost(plan, None, expendable=False, link=link))
     for _ in range(3):
         watch.poll()
-    (event,) = heard
+    (event,) = seen
     assert isinstance(event, MemoryEvent)
     assert event.bytes.pop("DRIVER") > 10**6
     assert event.bytes == {"ACTOR+ROLLOUT": 14, "REWARD": 7}

@@ -122,7 +122,7 @@ def test_two_jobs_of_one_name_run_side_by_side_without_meeting() -> None:
 def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heard: list[Any] = []
+    seen: list[Any] = []
 
     def broken(event: Any) -> None:
         raise OSError("disk full")
@@ -131,10 +131,10 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
         trainer.RG_ACTOR.echo(b"1234")
         with pytest.raises(KeyError):
             trainer.RG_ACTOR.fail(1)
-        trainer.tell(JobResult(run_id="of my own", status="finished"))
+        trainer.emit(JobResult(run_id="of my own", status="finished"))
 
-    assert run(script, observers=[broken, heard.append]).status == "finished"
-    calls = [event for event in heard if isinstance(event, CallEvent) and event.role == "ACTOR"]
+    assert run(script, observers=[broken, seen.append]).status == "finished"
+    calls = [event for event in seen if isinstance(event, CallEvent) and event.role == "ACTOR"]
     told = [(call.rank, call.method, call.bytes, call.seconds is not None, call.failed) for call in calls]
     for rank in (0, 1):
         assert [(name, *rest) for r, name, *rest in told if r == rank] == [
@@ -143,8 +143,8 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
             ("fail", 0, False, False),
             ("fail", 0, True, rank == 1),
         ]
-    assert [event.kind for event in heard if isinstance(event, JobEvent)] == ["start", "end"]
-    assert [event.run_id for event in heard if isinstance(event, JobResult)] == ["of my own"]
+    assert [event.kind for event in seen if isinstance(event, JobEvent)] == ["start", "end"]
+    assert [event.run_id for event in seen if isinstance(event, JobResult)] == ["of my own"]
     (warning,) = (record.getMessage() for record in caplog.records if "broken" in record.getMessage())
     assert "broken" in warning
 

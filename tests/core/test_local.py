@@ -196,9 +196,9 @@ def test_calls_that_nobody_waits_for_are_carried_out_in_their_order_when_the_wor
 
 
 def test_observers_hear_of_every_call_and_of_the_job() -> None:
-    heard: list[Any] = []
-    assert run(lambda trainer: trainer.RG_ACTOR.echo(1), observers=[heard.append]).status == "finished"
-    calls = [(e.role, e.rank, e.method, e.seconds is None) for e in heard if isinstance(e, CallEvent)]
+    seen: list[Any] = []
+    assert run(lambda trainer: trainer.RG_ACTOR.echo(1), observers=[seen.append]).status == "finished"
+    calls = [(e.role, e.rank, e.method, e.seconds is None) for e in seen if isinstance(e, CallEvent)]
     assert calls == [
         ("TRAINER", 0, "run", True),
         ("ACTOR", 0, "echo", True),
@@ -207,7 +207,7 @@ def test_observers_hear_of_every_call_and_of_the_job() -> None:
         ("ACTOR", 1, "echo", False),
         ("TRAINER", 0, "run", False),
     ]
-    assert [e.kind for e in heard if isinstance(e, JobEvent)] == ["start", "end"]
+    assert [e.kind for e in seen if isinstance(e, JobEvent)] == ["start", "end"]
 
 
 def test_ctrl_c_lets_the_trainer_save_its_work(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
             kept.write_text(str(step + 1))
             if (trainer.attempt, step) == (1, 1):
                 trainer.RG_ACTOR.die(1)
-        trainer.say(f"attempt {trainer.attempt} began at {begin}")
+        trainer.info(f"attempt {trainer.attempt} began at {begin}")
 
     events: list[Any] = []
     builder = RLJobBuilder().device_type("CPU").config(script).recovery(max_restarts=1)

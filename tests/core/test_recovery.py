@@ -49,11 +49,11 @@ class Case:
             builder.role("actor").train("fragile.Fragile").total(ranks).resource(cpu=0.25)
         if tools:
             builder.role("tool").run("fragile.Fragile").total(tools).resource(cpu=0.25).max_restarts(tool_restarts)
-        self.job = builder.build().submit("fragile", log_dir=self.folder / "logs", observers=[self.hear])
+        self.job = builder.build().submit("fragile", log_dir=self.folder / "logs", observers=[self.on_event])
         assert self.left_behind(1 + ranks + tools) == []
         return self.job
 
-    def hear(self, event: Any) -> None:
+    def on_event(self, event: Any) -> None:
         self.events.append(event)
 
     @property
@@ -156,10 +156,10 @@ def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call
         return trainer.RG_TOOL.story()[0]
 
     assert case.strike("receive", "tool-0").run(script, ranks=0, tools=1).status == "finished"
-    attempt, heard = case.result
+    attempt, seen = case.result
     assert attempt == 2
-    assert heard[0] == ("load", "model")
-    assert set(heard[1:]) == {("receive", 1)}
+    assert seen[0] == ("load", "model")
+    assert set(seen[1:]) == {("receive", 1)}
 
 
 def test_an_instance_that_dies_during_a_checkpoint_is_replaced_and_the_checkpoint_is_written(case: Case) -> None:

@@ -20,10 +20,10 @@ from core import (
     Dispatch,
     RoleGroup,
     WorkerGroup,
+    info,
     nd_compute,
     register,
     rpc,
-    say,
     trainer_invocation,
 )
 from core.context import current
@@ -250,7 +250,7 @@ class Script(BaseTrainer):
     """Runs the function that the test put into the configuration."""
 
     def init(self) -> None:
-        say(f"hello from {self.name}")
+        info(f"hello from {self.name}")
 
     def fit(self) -> None:
         self.config(self)
@@ -264,7 +264,7 @@ class Plain:
         return 42
 
     def run(self) -> None:
-        say("plain ran")
+        info("plain ran")
 
 
 class FailsAtStart(BaseWorkload):

@@ -4,7 +4,7 @@ from typing import Any
 
 import ray
 
-from core import BaseWorkload, say
+from core import BaseWorkload, info
 
 
 @ray.remote
@@ -15,4 +15,4 @@ class Wrapped(BaseWorkload):
         super().__init__(master_handle, config)
 
     def run(self) -> None:
-        say(f"wrapped ran as {self.name}")
+        info(f"wrapped ran as {self.name}")

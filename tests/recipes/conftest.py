@@ -25,7 +25,7 @@ def policy(warm_starts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def player(warm_starts: Path) -> Path:
+def runner(warm_starts: Path) -> Path:
     """A model that has seen a few games: it guesses numbers, and four in ten halve what is left."""
     return warm_start("guess", 60, warm_starts)
 

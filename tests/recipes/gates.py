@@ -15,7 +15,7 @@ class Gate:
         return self.trace.exists()
 
     def open(self) -> None:
-        """Let the run go on."""
+        """Let the run continue."""
         self.key.touch()
 
 

@@ -24,7 +24,7 @@ def held_port() -> socket.socket:
 
 
 class Server:
-    """Gives answers the share of the label's letters that they have in their places."""
+    """Gives responses the share of the label's letters that they have in their places."""
 
     def __init__(self, held: socket.socket, fails: str = "never", at: int = 0) -> None:
         """At a `held_port`.
@@ -47,10 +47,10 @@ class Server:
 
 
 def rewards(request: Mapping[str, Sequence[str]]) -> list[float]:
-    """Of each answer, which follows its prompt in the query."""
-    answers = [query[len(prompt) :] for query, prompt in zip(request["query"], request["prompts"], strict=True)]
-    pairs = zip(answers, request["labels"], strict=True)
-    return [sum(a == b for a, b in zip(answer, label)) / len(label) for answer, label in pairs]
+    """Of each response, which follows its prompt in the query."""
+    responses = [query[len(prompt) :] for query, prompt in zip(request["query"], request["prompts"], strict=True)]
+    pairs = zip(responses, request["labels"], strict=True)
+    return [sum(a == b for a, b in zip(response, label)) / len(label) for response, label in pairs]
 
 
 class Handler(BaseHTTPRequestHandler):

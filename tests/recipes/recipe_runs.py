@@ -28,7 +28,7 @@ NOT_METRICS = {"step", "time", "nonfinite"}
 OUTSIDE_STEP = {"step", "checkpoint", "save_checkpoint", "testing"}
 """What has a time and no share in the step's."""
 OF_STEPS = {"perf/tokens_per_second", "perf/samples_per_second"}
-"""What every step of every recipe logs, and what those log besides whose steps have answers."""
+"""What every step of every recipe logs, and what those log besides whose steps have responses."""
 OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/truncated_share"}
 
 
@@ -70,7 +70,7 @@ class RunFolder:
             assert any("perf/memory_gb" in line for line in lines)
 
     def _rollouts(self, step: int) -> tuple[set[str], bool]:
-        """What the rewards of a step logged, by name, and whether any prompt of it has several answers."""
+        """What the rewards of a step logged, by name, and whether any prompt of it has several responses."""
         path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
         if not path.exists():
             return set(), False

@@ -23,7 +23,7 @@ Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
 
 
 def experience() -> Batch:
-    """Two answers of three tokens after a prompt of two, with all columns that any role reads."""
+    """Two responses of three tokens after a prompt of two, with all columns that any role reads."""
     names = ("logprob", "advantage", "value", "return", "rollout_logprob", "reference_logprob")
     columns = {name: torch.full((10,), 0.25) for name in names}
     mask_N = torch.tensor([False, False, True, True, True] * 2)
@@ -55,7 +55,7 @@ def prompts() -> Batch:
 
 
 def in_flight(begin: str, collect: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """Answers that are begun, and those of them that are there after a while."""
+    """Responses that are begun, and those of them that are there after a while."""
     return [(begin, ([prompts()], SamplingConfig(max_new_tokens=4))), (collect, (5.0,))]
 
 
@@ -121,7 +121,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
 
 
 def pairs() -> Batch:
-    """Two answers of three tokens to the same, of which the first is better."""
+    """Two responses of three tokens to the same, of which the first is better."""
     tokens = experience().only("tokens")
     mask_N = torch.tensor([False, False, True, True, True] * 2)
     found = {"margin": torch.tensor([0.5, 0.5]), "reference_logprob": torch.tensor([-3.0, -2.0])}
@@ -130,14 +130,14 @@ def pairs() -> Batch:
 
 def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
     """Of reward_model and dpo."""
-    state, answers = str(folder / "state"), pairs().only("tokens", "loss_mask")
+    state, responses = str(folder / "state"), pairs().only("tokens", "loss_mask")
     kept = [("save_state", (state,)), ("load_state", (state,))]
     if recipe == "reward_model":
-        calls = [("load", (model, 1)), ("train_step", (pairs(),)), ("score", (answers.only("tokens"),)), *kept]
+        calls = [("load", (model, 1)), ("train_step", (pairs(),)), ("score", (responses.only("tokens"),)), *kept]
         return {"Reward": [*calls, ("save", (str(folder / "saved"),))]}
-    reference = [("load_reference", (model,)), ("reference_logprobs", (answers,)), ("drop_reference", ())]
+    reference = [("load_reference", (model,)), ("reference_logprobs", (responses,)), ("drop_reference", ())]
     calls = [*reference, ("load", (model, 1)), ("train_step", (pairs(),))]
-    return {"Actor": [*calls, ("logprobs", (answers,)), *kept, ("save", (str(folder / "saved"),))]}
+    return {"Actor": [*calls, ("logprobs", (responses,)), *kept, ("save", (str(folder / "saved"),))]}
 
 
 def verl_calls(model: str, folder: Path) -> Calls:

@@ -24,7 +24,7 @@ class AgentInstance(AgentInstanceBase):
     async def reset(self, states, **kwargs):
         self.turns = 0
         if states["label"] == "abcde":
-            raise RuntimeError("no such world")
+            raise RuntimeError("no such environment")
         return {"observation": states["observation"]}
 
     async def step(self, states, **kwargs):
@@ -125,7 +125,7 @@ def asynchronous(policy: Path, agent: Path, *more: str) -> list[str]:
 
 
 def prompts_of(run: RunFolder) -> list[int]:
-    """Which prompts were trained on, in order, each once for all its answers."""
+    """Which prompts were trained on, in order, each once for all its responses."""
     return [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
 
 
@@ -150,7 +150,7 @@ def test_a_queue_of_no_batches_is_the_synchronous_run_bit_for_bit(
 def test_a_killed_asynchronous_run_goes_on_and_trains_on_every_prompt_once(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    # From the third checkpoint on no episode goes on, so that it is killed with some in the queue and some begun.
+    # From the third checkpoint on no episode continues, so that it is killed with some in the queue and some begun.
     gate = Gate(tmp_path / "run/checkpoints/step_3", tmp_path / "go")
     agent = tmp_path / "agent.py"
     agent.write_text(source(gate).replace("is_shut()", "is_shut(label)") + AGENT)

@@ -35,10 +35,12 @@ from training.warm_start import WARM_START_PREFIX, resolve_model
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},
-    {"prompt": "", "chosen": "a longer answer to nothing at all", "rejected": "no"},
+    {"prompt": "", "chosen": "a longer response to nothing at all", "rejected": "no"},
     {"prompt": "name a fruit:", "chosen": " fig", "rejected": ""},
 ]
-"""The second has no prompt, and no token stands before its answers' first; the answer of the last is its end token."""
+"""The second has no prompt, and no token stands before its responses' first; the response of the last is its end
+token.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +64,10 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def answer_logprobs(folder: Path, prompt: str, answer: str) -> list[float]:
-    """Of each token of an answer, by transformers' own logits of one sequence."""
+def transformers_logprobs(folder: Path, prompt: str, response: str) -> list[float]:
+    """Of each token of a response, by transformers' own logits of one sequence."""
     tokenizer, model = load_tokenizer(folder, pad_with_end=True), loaded(folder)
-    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
     ids = [*before, *after, tokenizer.eos_token_id]
     with torch.no_grad():
         logprob_TV = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -79,13 +81,13 @@ def pairs_of(folder: Path, rows: list[dict[str, str]]) -> Batch:
 
 
 def gaps(policy: Path, reference: Path) -> list[float]:
-    """By how much the log-ratio of the chosen answer is above that of the other, of each pair of ROWS."""
-    ratios = [
-        [sum(answer_logprobs(policy, row["prompt"], row[k])) - sum(answer_logprobs(reference, row["prompt"], row[k]))
-         for k in ("chosen", "rejected")]
-        for row in ROWS
-    ]  # fmt: skip
-    return [chosen - rejected for chosen, rejected in ratios]
+    """By how much the log-ratio of the chosen response is above that of the other, of each pair of ROWS."""
+    found = []
+    for row in ROWS:
+        own = {k: sum(transformers_logprobs(policy, row["prompt"], row[k])) for k in ("chosen", "rejected")}
+        base = {k: sum(transformers_logprobs(reference, row["prompt"], row[k])) for k in ("chosen", "rejected")}
+        found.append((own["chosen"] - base["chosen"]) - (own["rejected"] - base["rejected"]))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,11 @@ def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
     config = DPOConfig(pretrain="x", dataset="x", nll_loss_coef=nll_loss_coef, **options)
     batch = pairs_of(policy, ROWS)
     of_reference = [
-        sum(answer_logprobs(reference, row["prompt"], row[k])) for row in ROWS for k in ("chosen", "rejected")
+        sum(transformers_logprobs(reference, row["prompt"], row[k])) for row in ROWS for k in ("chosen", "rejected")
     ]
     batch = batch.with_sequences(reference_logprob=torch.tensor(of_reference))
     output = loss(load_policy(policy), batch, Totals(tokens=1, sequences=6), config)
-    nll = [-sum(x) / len(x) for x in (answer_logprobs(policy, row["prompt"], row["chosen"]) for row in ROWS)]
+    nll = [-sum(x) / len(x) for x in (transformers_logprobs(policy, row["prompt"], row["chosen"]) for row in ROWS)]
     expected = sum(map(of_gap, gaps(policy, reference))) / 3 + nll_loss_coef * sum(nll) / 3
     assert output.loss.item() == pytest.approx(expected, abs=2e-5)
     output.loss.backward()
@@ -274,7 +276,7 @@ def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "max_samples=2760", "eval_samples=200"]})["run"]
     assert run.summary["steps"] == 40
-    # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own answers.
+    # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own responses.
     assert run.metrics[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
     end = run.run_dir / "checkpoints" / "step_40" / "hf"
     # Measured: greedy .04 -> .94, sampled .19 -> .75.
@@ -284,7 +286,7 @@ def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
 
 
 def truth(folder: Path, temperature: float) -> float:
-    """Share of 300 held-out prompts of the task that a policy answers right."""
+    """Share of 300 held-out prompts of the task that a policy responses right."""
     task = get_task("sort")
     rows, tokenizer = task.rows("heldout", 300, seed=0), load_tokenizer(folder)
     encoder = TextEncoder(tokenizer)
@@ -294,10 +296,10 @@ def truth(folder: Path, temperature: float) -> float:
     )
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=8)
     done = HFRolloutEngine(folder).generate(prompts, sampling)
-    answers = done["tokens"].split(done.lengths.tolist())
+    responses = done["tokens"].split(done.lengths.tolist())
     texts = [
-        tokenizer.decode(answer[length:], skip_special_tokens=True)
-        for answer, length in zip(answers, prompts.lengths.tolist(), strict=True)
+        tokenizer.decode(response[length:], skip_special_tokens=True)
+        for response, length in zip(responses, prompts.lengths.tolist(), strict=True)
     ]
     return sum(task.score(str(text), row["label"]) for text, row in zip(texts, rows, strict=True)) / 300
 

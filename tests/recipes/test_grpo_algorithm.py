@@ -1,4 +1,4 @@
-"""recipes/grpo/algorithm.py: what each option makes of the same four answers, by hand."""
+"""recipes/grpo/algorithm.py: what each option makes of the same four responses, by hand."""
 
 import math
 from typing import Any
@@ -16,15 +16,15 @@ from training.options import RolloutOptions
 
 
 def config(**algorithm: Any) -> GRPOConfig:
-    """Two prompts, two answers each, of 4 tokens at most."""
+    """Two prompts, two responses each, of 4 tokens at most."""
     common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
     common.rollout = RolloutOptions(max_new_tokens=4)
     common.algorithm = AlgorithmOptions(**algorithm)
     return common
 
 
-def answers() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' answers are not next to each other."""
+def responses() -> Batch:
+    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
@@ -44,7 +44,7 @@ def answers() -> Batch:
 def test_every_token_of_an_answer_is_worth_what_the_answer_is_beside_the_others(
     std_norm: bool, worth: list[float]
 ) -> None:
-    experience = add_advantages(answers(), config(std_norm=std_norm))
+    experience = add_advantages(responses(), config(std_norm=std_norm))
     a, b, c, d = worth
     assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-5)
     assert experience["shaped_reward"].tolist() == [1.0, 4.0, 3.0, 2.0]
@@ -53,14 +53,14 @@ def test_every_token_of_an_answer_is_worth_what_the_answer_is_beside_the_others(
 
 @pytest.mark.parametrize("std_norm", [True, False])
 def test_a_prompt_whose_answers_earn_the_same_teaches_nothing(std_norm: bool) -> None:
-    equal = answers().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
+    equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
     experience = add_advantages(equal, config(std_norm=std_norm))
     assert experience["advantage"][[0, 1, 5, 6, 7]].tolist() == [0.0] * 5
 
 
 def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
-    # Free are 4 - 3 = 1 tokens. Answers of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
-    found = shaped_rewards(answers(), config(overlong_buffer=3, overlong_penalty=3.0))
+    # Free are 4 - 3 = 1 tokens. Responses of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
+    found = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
     assert found.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
 
 
@@ -68,9 +68,9 @@ def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
     ("correction", "weights"), [("tis", [1, 2, 2, 0.5, 2, 2, 1, 1]), ("icepop", [1, 0, 0, 0, 0, 0, 1, 1])]
 )
 def test_tokens_that_the_engine_saw_otherwise_count_otherwise(correction: Any, weights: list[float]) -> None:
-    # p / q of the four answers' tokens: 1 | 4 4 | 1/4 4 | 8 1 1.
+    # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1.
     gap_N = torch.tensor([1, 1, 1, 4, 4, 1, 0.25, 4, 1, 8, 1, 1]).log()
-    batch = answers().with_tokens(logprob=gap_N - 9, rollout_logprob=torch.full((12,), -9.0))
+    batch = responses().with_tokens(logprob=gap_N - 9, rollout_logprob=torch.full((12,), -9.0))
     experience = add_advantages(batch, config(correction=correction, correction_range=(0.5, 2.0)))
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
@@ -94,7 +94,7 @@ NOW = -math.log(4)
 
 
 def learnt_from(old: list[float]) -> Batch:
-    """An answer of two tokens with advantage 1, and one of one token with advantage -2, each after a prompt of one;
+    """A response of two tokens with advantage 1, and one of one token with advantage -2, each after a prompt of one;
     `old` are the three ratios that the policy has moved by.
     """
     one, two, three = (NOW - math.log(ratio) for ratio in old)
@@ -122,11 +122,11 @@ TOTALS = Totals(tokens=3, sequences=2)
         # -1.2, -1.2, 1.6 over three tokens; and with clip-higher -1.28, -1.25, 1.6.
         ({}, (-1.2 - 1.2 + 1.6) / 3),
         ({"clip_high": 0.28}, (-1.28 - 1.25 + 1.6) / 3),
-        # Means over answers, their sums, and their sums over the 4 tokens that there may be.
+        # Means over responses, their sums, and their sums over the 4 tokens that there may be.
         ({"loss_aggregation": "seq-mean-token-mean"}, (-1.2 + 1.6) / 2),
         ({"loss_aggregation": "seq-mean-token-sum"}, (-2.4 + 1.6) / 2),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, (-2.4 + 1.6) / 2 / 4),
-        # GSPO: both tokens of the first answer have the root of 1.5 * 1.25.
+        # GSPO: both tokens of the first response have the root of 1.5 * 1.25.
         ({"ratio": "sequence", "clip_high": 1.0}, (-2 * math.sqrt(1.875) + 1.6) / 3),
         # The first token counts twice, the last not at all.
         ({"correction": "tis"}, (-2.4 - 1.2) / 3),
@@ -175,6 +175,6 @@ def test_each_epoch_takes_every_response_once_in_an_order_of_its_own() -> None:
     assert parts[:2] != parts[2:]
     assert parts == [part.tolist() for part in minibatches(8, settings, step=1)]
     assert parts != [part.tolist() for part in minibatches(8, settings, step=2)]
-    # At the end of filtered data, of fewer answers, fewer optimizer steps are made, each of about four answers.
+    # At the end of filtered data, of fewer responses, fewer optimizer steps are made, each of about four responses.
     assert [len(part) for part in minibatches(5, settings, step=1)] == [5, 5]
     assert [len(part) for part in minibatches(1, settings, step=1)] == [1, 1]

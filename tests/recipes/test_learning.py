@@ -11,7 +11,7 @@ from local_runs import run_locally
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
 OPTIONS = {
-    # 16 steps of 64 prompts x 8 answers, as in tiny.yaml, which is read because no model is named.
+    # 16 steps of 64 prompts x 8 responses, as in tiny.yaml, which is read because no model is named.
     "grpo": "data.max_rows=1024 evaluation.max_rows=512 evaluation.samples_per_prompt=1",
     "reinforce_pp": "data.max_rows=1024 evaluation.max_rows=512 evaluation.samples_per_prompt=1",
     # 20, the first two of the critic alone.

@@ -1,4 +1,4 @@
-"""recipes/openrlhf_ppo/algorithm.py: what each estimator and penalty makes of the same four answers, by hand."""
+"""recipes/openrlhf_ppo/algorithm.py: what each estimator and penalty makes of the same four responses, by hand."""
 
 import math
 from typing import Any, get_args
@@ -13,7 +13,7 @@ from recipes.openrlhf_ppo.config import PolicyLoss, PPOConfig
 
 
 def config(**changes: Any) -> PPOConfig:
-    """Two prompts, two answers each, no reference."""
+    """Two prompts, two responses each, no reference."""
     common: dict[str, Any] = {"pretrain": "x", "prompt_data": "x", "scorer": "sort", "init_kl_coef": 0.0}
     sizes: dict[str, Any] = {
         "rollout_batch_size": 2,
@@ -24,8 +24,8 @@ def config(**changes: Any) -> PPOConfig:
     return PPOConfig(**(common | sizes | changes))
 
 
-def answers() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' answers are not next to each other."""
+def responses() -> Batch:
+    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
@@ -59,21 +59,21 @@ def answers() -> Batch:
     ],
 )
 def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
-    found = shaped_rewards(answers(), config(advantage_estimator=estimator))
+    found = shaped_rewards(responses(), config(advantage_estimator=estimator))
     assert found.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo"])
 def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator: str) -> None:
     settings = config(advantage_estimator=estimator)
-    experience = add_advantages(answers(), settings, 0.0)
-    a, b, c, d = shaped_rewards(answers(), settings).tolist()
+    experience = add_advantages(responses(), settings, 0.0)
+    a, b, c, d = shaped_rewards(responses(), settings).tolist()
     assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
 def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> None:
-    experience = add_advantages(answers(), config(advantage_estimator=estimator), 0.0)
+    experience = add_advantages(responses(), config(advantage_estimator=estimator), 0.0)
     advantage_M = experience["advantage"][experience["action_mask"]]
     assert advantage_M.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantage_M.square().mean().item() == pytest.approx(1, abs=1e-5)
@@ -81,7 +81,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> 
 
 def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> None:
     settings = config(advantage_estimator="reinforce", no_advantage_std_norm=True, gamma=0.5)
-    experience = add_advantages(answers(), settings, 0.0)
+    experience = add_advantages(responses(), settings, 0.0)
     # Returns: 1 | 2 4 | 1.5 3 | 0.5 1 2, of which the mean is 15 / 8.
     returns = [1, 2, 4, 1.5, 3, 0.5, 1, 2]
     mask_N = experience["action_mask"]
@@ -90,24 +90,24 @@ def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> Non
 
 
 def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
-    # Allowed without a penalty: 8 - 6 = 2 tokens. The last answer has 3: one sixth of the buffer, times 3.
-    found = shaped_rewards(answers(), config(overlong_buffer_len=6, overlong_penalty_factor=3.0))
+    # Allowed without a penalty: 8 - 6 = 2 tokens. The last response has 3: one sixth of the buffer, times 3.
+    found = shaped_rewards(responses(), config(overlong_buffer_len=6, overlong_penalty_factor=3.0))
     assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
 
 
 @pytest.mark.parametrize(("coef", "last"), [(0.0, 0.0), (0.25, 0.5), (-1.0, -1.0)])
 def test_only_the_answer_that_was_cut_off_is_penalised(coef: float, last: float) -> None:
-    found = shaped_rewards(answers(), config(stop_properly_penalty_coef=coef))
+    found = shaped_rewards(responses(), config(stop_properly_penalty_coef=coef))
     assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
 
 
 def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
     settings = config(advantage_estimator="rloo", reward_clip_range=(-1.5, 0.5))
-    assert shaped_rewards(answers(), settings).tolist() == [-1.5, 0.5, 0.5, -1.5]
+    assert shaped_rewards(responses(), settings).tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
 def test_a_prompt_with_equal_rewards_teaches_nothing() -> None:
-    equal = answers().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
+    equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
     experience = add_advantages(equal, config(advantage_estimator="group_norm"), 0.0)
     assert experience["advantage"][:2].tolist() == [0.0, 0.0]
     assert experience["advantage"][5:8].tolist() == [0.0, 0.0, 0.0]
@@ -128,7 +128,7 @@ class Fixed(torch.nn.Module):
 
 
 def trained_on() -> Batch:
-    """Five answers of two tokens to a prompt of one, whose old policy and engine are a little off."""
+    """Five responses of two tokens to a prompt of one, whose old policy and engine are a little off."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(4, (15,), generator=generator)
     return Batch(
@@ -187,7 +187,7 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
 @pytest.mark.parametrize(
     ("options", "weights"),
     [
-        # p / q of the four answers' tokens: 1 | 4 4 | 1/4 4 | 8 1 1, their geometric means 1, 4, 1, 2.
+        # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1, their geometric means 1, 4, 1, 2.
         ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
         ({"use_icepop": True}, [1, 0, 0, 0, 0, 0, 1, 1]),
         ({"vllm_is_correction_type": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
@@ -195,17 +195,17 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
 )
 def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str, Any], weights: list[float]) -> None:
     gap = torch.tensor([0, 1, 0, 4, 4, 0, 0.25, 4, 0, 8, 1, 1]).clamp(min=1e-3).log()
-    batch = answers().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
+    batch = responses().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
     settings = config(enable_vllm_is_correction=True, vllm_is_truncated_threshold=(0.5, 2.0), **options)
     experience = add_advantages(batch, settings, 0.0)
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
-    batch = answers().with_tokens(logprob=torch.zeros(12), reference_logprob=torch.ones(12))
+    batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=torch.ones(12))
     common = {"advantage_estimator": "reinforce", "init_kl_coef": 0.5, "no_advantage_std_norm": True}
     apart = add_advantages(batch, config(**common, use_kl_loss=True, kl_estimator="k2"), 0.5)
     within = add_advantages(batch, config(**common), 0.25)
-    # d = -1 at each token, so a weight of 1/4 adds 1/4 per token that is left: 2 at the second one of answer 2.
+    # d = -1 at each token, so a weight of 1/4 adds 1/4 per token that is left: 2 at the second one of response 2.
     assert apart["return"][:5].tolist() == [0.0, 1.0, 0.0, 4.0, 4.0]
     assert within["return"][:5].tolist() == [0.0, 1.25, 0.0, 4.5, 4.25]

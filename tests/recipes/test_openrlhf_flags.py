@@ -413,7 +413,7 @@ def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["--dry_run", "actor_num_gpus_per_node=5000", "train_batch_size=512"]) == 2
-    # 512 answers for 5,000 ranks is said first.
+    # 512 responses for 5,000 ranks is said first.
     assert "5000 actor ranks" in capsys.readouterr().err
     assert main(["--dry_run", "vllm_num_engines=5000"]) == 2
     assert re.search(says("vllm_num_engines=5000", "CPU cores"), capsys.readouterr().err)

@@ -30,7 +30,7 @@ QUICK = [
     "zero_stage=0",
     "init_kl_coef=0",
 ]
-"""Steps of 8 prompts x 2 answers, one optimizer step each."""
+"""Steps of 8 prompts x 2 responses, one optimizer step each."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def questions(path: Path, count: int = 8) -> Path:
 
 
 def rollouts(run: LocalRun, step: int = 1) -> dict[str, list[Any]]:
-    """The columns of a step's answers."""
+    """The columns of a step's responses."""
     return pyarrow.parquet.read_table(run.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pydict()
 
 
@@ -84,8 +84,8 @@ def test_two_ppo_steps_on_gsm8k_through_a_chat_template(bytes_policy: Path, tmp_
     shown = re.search(r"first prompt \((\d+) characters, (\d+) tokens\): '\[user\] .*ids.*: \[61, 87, 85", run.out)
     assert shown and shown[1] == shown[2]
     assert all("critic/loss" in entry and "actor/loss" in entry for entry in run.metrics)
-    answers = rollouts(run)
-    assert set(answers["prompt"]) <= set(rendered)
+    responses = rollouts(run)
+    assert set(responses["prompt"]) <= set(rendered)
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(run.run_dir / "checkpoints" / "step_2" / "hf")
@@ -133,22 +133,22 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
     ]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
-    answers = rollouts(run)
+    responses = rollouts(run)
     wanted: list[list[float]] = []
     for i, path in enumerate(paths, 1):
         model: Any = AutoModelForSequenceClassification.from_pretrained(path)
         with torch.inference_mode():
             logits = [
-                model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in answers["tokens"]
+                model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in responses["tokens"]
             ]
         wanted.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
     total = [a + 0.5 * b for a, b in zip(*wanted, strict=True)]
     assert max(total) - min(total) > 0.1
-    assert answers["reward"] == pytest.approx(total, abs=1e-4)
+    assert responses["reward"] == pytest.approx(total, abs=1e-4)
     assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(wanted[1]) / 16, abs=1e-4)
     # The critic starts as the first reward model: the value before the last token is its score of the row up to there.
     model = AutoModelForSequenceClassification.from_pretrained(paths[0])
-    row, value = answers["tokens"][0], answers["value"][0]
+    row, value = responses["tokens"][0], responses["value"][0]
     with torch.inference_mode():
         score = float(model.score(model.model(torch.tensor([row[:-1]])).last_hidden_state)[0, -1, 0])
     assert value[-1] == pytest.approx((score - 0.25) / 0.5, abs=1e-4)
@@ -156,7 +156,7 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
 
 
 class RewardServer:
-    """A reward server of OpenRLHF's protocol: the reward of an answer is its label."""
+    """A reward server of OpenRLHF's protocol: the reward of a response is its label."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -169,8 +169,8 @@ class RewardServer:
                 outer.requests.append(request)
                 refused = len(outer.requests) <= outer.refuse_first
                 rewards = [float(label) for label in request["labels"]]
-                answer = {"rewards": rewards, "scores": [r / 8 for r in rewards], "extra_logs": {"seen": rewards}}
-                body = json.dumps({} if refused else answer).encode()
+                response = {"rewards": rewards, "scores": [r / 8 for r in rewards], "extra_logs": {"seen": rewards}}
+                body = json.dumps({} if refused else response).encode()
                 self.send_response(503 if refused else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -205,14 +205,14 @@ def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     assert "critic/loss" not in run.metrics[0]
-    answers = rollouts(run)
-    assert answers["reward"] == [float(label) for label in answers["label"]]
-    assert answers["score"] == [label / 8 for label in answers["label"]]
+    responses = rollouts(run)
+    assert responses["reward"] == [float(label) for label in responses["label"]]
+    assert responses["score"] == [label / 8 for label in responses["label"]]
     assert run.metrics[0]["reward/seen"] == 3.5
     assert all(server.requests for server in servers)
     requests = [request for server in servers for request in server.requests]
     assert all(set(request) == {"query", "prompts", "labels"} and len(request["query"]) == 2 for request in requests)
-    # 16 answers in pairs, and one pair twice.
+    # 16 responses in pairs, and one pair twice.
     assert len(requests) == 9
     for request in requests:
         assert all(query.startswith(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True))
@@ -237,7 +237,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def test_reward_code_that_fails_for_too_many_answers_ends_the_run(bytes_policy: Path, tmp_path: Path) -> None:
-    # Two answers to each of eight prompts: two bad labels are 4 of 16, above a tenth and above two.
+    # Two responses to each of eight prompts: two bad labels are 4 of 16, above a tenth and above two.
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3, 4)"))
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=rloo"]
     options += [f"remote_rm_url={tmp_path}/reward.py"]
@@ -255,9 +255,9 @@ def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(bytes_poli
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     assert run.metrics[0]["reward/failed"] == 1
-    assert re.search(r"answer \d+ .*cannot judge this", run.out)
-    answers = rollouts(run)
-    assert answers["reward"] == [0.0 if label == 9 else float(label) for label in answers["label"]]
+    assert re.search(r"response \d+ .*cannot judge this", run.out)
+    responses = rollouts(run)
+    assert responses["reward"] == [0.0 if label == 9 else float(label) for label in responses["label"]]
 
 
 # --- what cannot be

@@ -31,13 +31,13 @@ SMALL = {
     "init_kl_coef": 0,
     "advantage_estimator": "group_norm",
 }
-"""Two steps of 16 prompts x 4 answers, two optimizer steps each."""
+"""Two steps of 16 prompts x 4 responses, two optimizer steps each."""
 
 COIN = """
 def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": [float(sum(map(ord, query)) % 2) for query in queries]}
 """
-"""About half of all answers are right, so that the answers of about an eighth of the prompts are all alike."""
+"""About half of all responses are right, so that the responses of about an eighth of the prompts are all alike."""
 
 Start = Callable[..., LocalRun]
 
@@ -142,7 +142,7 @@ def test_an_adapted_kl_weight_and_an_average_go_on_where_they_were(start: Start,
     options = {"init_kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 128, "use_kl_loss": True, "kl_estimator": "k3+"}
     options |= {"enable_ema": True, "policy_loss_type": "clip_cov", "enable_vllm_is_correction": True}
     whole = start(**options, num_episodes=2)
-    # 64 answers a step are half of the horizon, so the weight moves by a tenth.
+    # 64 responses a step are half of the horizon, so the weight moves by a tenth.
     for before, after in pairwise(whole.metrics):
         factor = 1.1 if before["actor/kl_to_reference"] > 1e-9 else 0.9
         assert after["actor/kl_coef"] == pytest.approx(factor * before["actor/kl_coef"])

@@ -31,7 +31,7 @@ SMALL = [
     "zero_stage=1",
     "init_kl_coef=0",
 ]
-"""Two steps of 16 prompts x 4 answers, two optimizer steps each."""
+"""Two steps of 16 prompts x 4 responses, two optimizer steps each."""
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
     prompts = tokenizer([row["input"] for row in rows], return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**prompts, max_new_tokens=8, do_sample=False)
-    answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    score = sum(task.score(answer, row["label"]) for answer, row in zip(answers, rows, strict=True)) / 32
+    responses = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    score = sum(task.score(response, row["label"]) for response, row in zip(responses, rows, strict=True)) / 32
     assert score == one_rank.summary["score"]["end_greedy"]
 
 
@@ -118,7 +118,7 @@ def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
-    # Micro-batches cut by answers instead of by tokens.
+    # Micro-batches cut by responses instead of by tokens.
     cut = ["use_dynamic_batch=false", "micro_train_batch_size=5", "micro_rollout_batch_size=16"]
     two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks, *cut).wait()
     assert two.code == 0, two.err
@@ -138,7 +138,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(policy: 
     (tmp_path / "reward.py").write_text(REWARD_FILE)
     rows = [{"question": f"{letters}>", "answer": "abc"} for letters in ("abcde", "edcba", "fghij", "kblaa")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = f"""pretrain={policy} prompt_data={tmp_path}/prompts.jsonl input_key=question label_key=answer
+    options = f"""pretrain={policy} prompt_data={tmp_path}/prompts.jsonl input_key=question label_key=response
         remote_rm_url={tmp_path}/reward.py rollout_batch_size=4 n_samples_per_prompt=2 train_batch_size=4
         use_dynamic_batch=true generate_max_len=8 init_kl_coef=0.1 kl_estimator=k3 use_kl_loss=true
         colocate_actor_ref=true actor_learning_rate=1e-2 num_episodes=2 lr_warmup_ratio=0 zero_stage=3

@@ -1,4 +1,4 @@
-"""recipes/reinforce_pp/algorithm.py: what each option makes of the same four answers, by hand."""
+"""recipes/reinforce_pp/algorithm.py: what each option makes of the same four responses, by hand."""
 
 import math
 from typing import Any
@@ -15,21 +15,21 @@ HALF = math.log(2)
 
 
 def config(**algorithm: Any) -> ReinforceConfig:
-    """Two prompts, two answers each; no KL and no whitening where it is not asked for."""
+    """Two prompts, two responses each; no KL and no whitening where it is not asked for."""
     common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
     common.algorithm = AlgorithmOptions(**({"kl_coef": 0.0, "whiten": False} | algorithm))
     return common
 
 
-def answers() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' answers are not next to each other."""
+def responses() -> Batch:
+    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
         {
             "tokens": torch.arange(12),
             "action_mask": torch.tensor(mask),
-            # The policy is twice as sure as the reference of the second answer's tokens, and agrees elsewhere.
+            # The policy is twice as sure as the reference of the second response's tokens, and agrees elsewhere.
             "logprob": torch.full((12,), -1.0),
             "reference_logprob": torch.tensor([-1, -1, -1, -1 - HALF, -1 - HALF, -1, -1, -1, -1, -1, -1, -1]),
         },
@@ -39,7 +39,7 @@ def answers() -> Batch:
 
 def learnt(**algorithm: Any) -> list[float]:
     """The advantages of the eight tokens that the policy made."""
-    experience = add_advantages(answers(), config(**algorithm))
+    experience = add_advantages(responses(), config(**algorithm))
     assert experience["advantage"][~experience["action_mask"]].tolist() == [0.0] * 4
     return experience["advantage"][experience["action_mask"]].tolist()
 
@@ -56,12 +56,12 @@ def learnt(**algorithm: Any) -> list[float]:
 )
 def test_what_is_subtracted_from_a_reward(baseline: Any, shaped: list[float]) -> None:
     a, b, c, d = shaped
-    assert shaped_rewards(answers(), config(baseline=baseline)).tolist() == shaped
+    assert shaped_rewards(responses(), config(baseline=baseline)).tolist() == shaped
     assert learnt(baseline=baseline) == pytest.approx([a, b, b, c, c, d, d, d])
 
 
 def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
-    found = shaped_rewards(answers(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
+    found = shaped_rewards(responses(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
     assert found.tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
@@ -71,7 +71,7 @@ def test_a_discount_makes_early_tokens_worth_less() -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "each"),
-    # d is ln 2 at the two tokens of the second answer.
+    # d is ln 2 at the two tokens of the second response.
     [("k1", HALF), ("abs", HALF), ("k2", HALF**2 / 2), ("k3", 0.5 - 1 + HALF)],
 )
 def test_the_kl_is_taken_off_each_token_on_the_way_and_the_reward_comes_at_the_end(estimator: Any, each: float) -> None:

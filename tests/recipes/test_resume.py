@@ -26,8 +26,8 @@ REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     while is_shut():
         time.sleep(0.01)
-    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
-    return {"rewards": [sum(a == b for a, b in zip(answer, label)) / 5 for answer, label in zip(answers, labels)]}
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    return {"rewards": [sum(a == b for a, b in zip(response, label)) / 5 for response, label in zip(responses, labels)]}
 """
 SFT = ["pretrain=new:sort", "dataset=task:sort", "eval_samples=32", "train_batch_size=32", "zero_stage=1"]
 

@@ -1,4 +1,4 @@
-"""A run on given answers that was killed goes on from its checkpoint, and ends as one that was not."""
+"""A run on given responses that was killed resumes from its checkpoint, and ends as one that was not."""
 
 import json
 import os

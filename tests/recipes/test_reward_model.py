@@ -60,8 +60,8 @@ class Runs(NamedTuple):
 def rows_of_pairs() -> list[dict[str, Any]]:
     rng = random.Random(0)
     letters = [mark * 3 for mark in MARKS for _ in range(2)]
-    answers = [{"chosen": "y" * rng.randint(1, 9), "rejected": "n" * rng.randint(1, 9)} for _ in letters]
-    return [{"prompt": prompt, "margin": 1.5} | pair for prompt, pair in zip(letters, answers, strict=True)]
+    responses = [{"chosen": "y" * rng.randint(1, 9), "rejected": "n" * rng.randint(1, 9)} for _ in letters]
+    return [{"prompt": prompt, "margin": 1.5} | pair for prompt, pair in zip(letters, responses, strict=True)]
 
 
 def as_chat(row: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def as_chat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_written(row: dict[str, Any]) -> dict[str, Any]:
-    """The same pair with what the template writes after an answer."""
+    """The same pair with what the template writes after a response."""
     return row | {key: row[key] + "\n" for key in ("chosen", "rejected")}
 
 

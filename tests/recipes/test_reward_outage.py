@@ -87,7 +87,7 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
     options = [*PPO.split(), *JUDGED.split(), f"pretrain={policy}"]
     dead, slow, whole = meet("openrlhf_ppo", tmp_path, "remote_rm_url", options, outages)
 
-    # Died in step 3, before it was trained on: its answers wait. Slow after step 4 was: that is not taken back.
+    # Died in step 3, before it was trained on: its responses wait. Slow after step 4 was: that is not taken back.
     checked_failure(dead, "ConnectError")
     (queued,) = state(tmp_path, 2)["stream"]["queue"]
     assert queued["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
@@ -98,7 +98,7 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
     assert whole.code == 0, whole.err
     lines = RunFolder(tmp_path / "disturbed").metrics
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    # Held-out answers are scored by eval_scorer, which gives all or nothing; the server gives fifths of an answer.
+    # Held-out responses are scored by eval_scorer, which gives all or nothing; the server gives fifths of a response.
     for line in (lines[1], lines[3], lines[5]):
         assert (line["eval/sort_pass1"] * 32).is_integer()
         assert line["eval/sort_reward"] > line["eval/sort_pass1"]

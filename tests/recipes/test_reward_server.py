@@ -111,10 +111,10 @@ def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
 
     def ask(number: int) -> None:
         own = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
-        answer = server.post({"query": own}, **AUTHORIZATION).json()
-        assert answer["rewards"] == pytest.approx([expected[text] for text in own], abs=1e-5)
-        assert answer["scores"] == answer["rewards"]
-        assert answer["extra_logs"] == {"truncated": [0.0] * len(own)}
+        response = server.post({"query": own}, **AUTHORIZATION).json()
+        assert response["rewards"] == pytest.approx([expected[text] for text in own], abs=1e-5)
+        assert response["scores"] == response["rewards"]
+        assert response["extra_logs"] == {"truncated": [0.0] * len(own)}
 
     with ThreadPoolExecutor(16) as clients:
         list(clients.map(ask, range(120)))
@@ -128,18 +128,18 @@ def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
 @pytest.mark.full
 def test_an_end_token_in_the_text_is_the_end_and_not_a_second_one(server: Server, expected: dict[str, float]) -> None:
     text, score = next(iter(expected.items()))
-    answer = server.post({"query": [text + "<eos>", text + "<eos>\n", text]}, **AUTHORIZATION).json()
-    assert answer["rewards"] == pytest.approx([score] * 3, abs=1e-5)
+    response = server.post({"query": [text + "<eos>", text + "<eos>\n", text]}, **AUTHORIZATION).json()
+    assert response["rewards"] == pytest.approx([score] * 3, abs=1e-5)
 
 
 @pytest.mark.full
 def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder: Path) -> None:
     long = "ponmlkjihgfedcba>" * 3 + "abcde"
-    answer = server.post({"query": [long, "dbcaf>abcdf"]}, **AUTHORIZATION).json()
-    assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
+    response = server.post({"query": [long, "dbcaf>abcdf"]}, **AUTHORIZATION).json()
+    assert response["extra_logs"]["truncated"] == [1.0, 0.0]
     rows = scored_tokens(long, TextEncoder(load_tokenizer(folder)))[-MAX_LEN:]
     alone = RewardModel(folder).score(Batch.from_rows({"tokens": [rows]}))
-    assert answer["rewards"][0] == pytest.approx(float(alone), abs=1e-5)
+    assert response["rewards"][0] == pytest.approx(float(alone), abs=1e-5)
     assert "troupe_reward_truncated_total 1.0" in server.get("metrics", **AUTHORIZATION).text
 
 
@@ -163,9 +163,9 @@ def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder:
 def test_what_is_no_query_is_refused_with_the_reason(
     server: Server, body: Any, status: int, facts: list[object]
 ) -> None:
-    answer = server.post(body, **AUTHORIZATION)
-    assert answer.status_code == status
-    assert re.search(says(*facts), answer.json()["detail"])
+    response = server.post(body, **AUTHORIZATION)
+    assert response.status_code == status
+    assert re.search(says(*facts), response.json()["detail"])
 
 
 @pytest.mark.full
@@ -173,8 +173,8 @@ def test_only_who_brings_the_token_is_answered(server: Server) -> None:
     assert TOKEN not in server.said and "with a token" in server.said
     for headers in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer é"}):
         sent = {name.encode(): value.encode() for name, value in headers.items()}
-        answer = httpx.post(server.url, json={"query": []}, headers=sent, timeout=GUARD_S)
-        assert (answer.status_code, TOKEN in answer.text) == (401, False)
+        response = httpx.post(server.url, json={"query": []}, headers=sent, timeout=GUARD_S)
+        assert (response.status_code, TOKEN in response.text) == (401, False)
     assert server.get("metrics").status_code == 401
     assert server.get("health").json()["status"] == "ok"
     assert server.post({"query": []}, **AUTHORIZATION).json()["rewards"] == []
@@ -202,14 +202,14 @@ def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected
         while takes_connections(address):
             time.sleep(0.01)
         client.send(body)
-        answer = json.loads(client.getresponse().read())
+        response = json.loads(client.getresponse().read())
         client.close()
         out, _ = server.process.communicate(timeout=GUARD_S)
     finally:
         server.stop()
     assert (server.process.returncode, out) == (0, "serve: stopped\n")
     # The config has mean 0.5 and standard deviation 2.
-    assert answer["rewards"] == pytest.approx([(score - 0.5) / 2 for score in expected.values()], abs=1e-5)
+    assert response["rewards"] == pytest.approx([(score - 0.5) / 2 for score in expected.values()], abs=1e-5)
 
 
 def takes_connections(address: httpx.URL) -> bool:
@@ -253,7 +253,7 @@ def waiting_in(service: ScoringService) -> float | None:
 def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expected: dict[str, float]) -> None:
     texts = [text for text in expected if len(text) == 11][:9]  # 12 tokens each, with the end token
 
-    async def play() -> list[float]:
+    async def run_episodes() -> list[float]:
         service, model = held_service(folder)
         async with service:
             first = asyncio.create_task(service.score(texts[:1]))
@@ -268,13 +268,13 @@ def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expe
             assert passes == [1, 2, 3]
             return [score[0].reward for score in scores]
 
-    assert asyncio.run(play()) == pytest.approx([expected[text] for text in texts], abs=1e-5)
+    assert asyncio.run(run_episodes()) == pytest.approx([expected[text] for text in texts], abs=1e-5)
 
 
 def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, expected: dict[str, float]) -> None:
     texts = list(expected)
 
-    async def play() -> None:
+    async def run_episodes() -> None:
         service, model = held_service(folder)
         config = ServeConfig(reward_pretrain=str(folder), max_len=MAX_LEN, queue_size=8)
         transport = httpx.ASGITransport(make_app(service, config))
@@ -291,11 +291,11 @@ def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, ex
             scores = [one.reward for one in [*await waiting, *await more]]
             assert scores == pytest.approx([expected[text] for text in texts[:10]], abs=1e-5)
 
-    asyncio.run(play())
+    asyncio.run(run_episodes())
 
 
 def test_who_has_gone_is_not_scored(folder: Path) -> None:
-    async def play() -> None:
+    async def run_episodes() -> None:
         service, model = held_service(folder)
         app = make_app(service, ServeConfig(reward_pretrain=str(folder)))
         sent: list[dict[str, Any]] = []
@@ -327,7 +327,7 @@ def test_who_has_gone_is_not_scored(folder: Path) -> None:
             model.gate.release(9)
             assert len(await others) == 8
 
-    asyncio.run(play())
+    asyncio.run(run_episodes())
 
 
 @pytest.mark.full

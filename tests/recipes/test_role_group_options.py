@@ -133,7 +133,8 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("cores", "options", "threads"),
     [
-        # Roles that take turns have all cores each; ranks and engines that work at the same time share them.
+        # Roles that work one after the other have all cores each; ranks and engines that work at the same time share
+        # them.
         (4, [], {"ACTOR": 4, "ROLLOUT": 4, "REFERENCE": 4}),
         (4, ["placement.rollout_engines=2"], {"ACTOR": 4, "ROLLOUT": 2, "REFERENCE": 4}),
         (4, ["placement.actor_ranks=2", "train.zero_stage=2"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 4}),
@@ -262,7 +263,7 @@ def test_options_of_one_recipe_that_cannot_be_are_refused(
 def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_starts(
     refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "ab>", "answer": "ab"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"question": "ab>", "response": "ab"}\n')
     options = [option.replace("DIR", str(tmp_path)) for option in options]
     if any(option.startswith("data.path=") and "jsonl" in option for option in options):
         options.append("evaluation.path=null")

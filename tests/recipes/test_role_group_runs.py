@@ -21,8 +21,8 @@ def reward_func(queries, prompts, labels, **kwargs):
     # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
     while is_shut():
         time.sleep(0.01)
-    answers = [query[len(prompt):len(prompt) + 5] for query, prompt in zip(queries, prompts)]
-    return {"rewards": [sum(a < b for a, b in zip(answer, answer[1:])) / 4 for answer in answers]}
+    responses = [query[len(prompt):len(prompt) + 5] for query, prompt in zip(queries, prompts)]
+    return {"rewards": [sum(a < b for a, b in zip(response, response[1:])) / 4 for response in responses]}
 """
 COMMON = """
     data.path=task:sort data.max_prompt_tokens=16 evaluation.path=task:sort evaluation.max_rows=32
@@ -71,7 +71,7 @@ def reinforce(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFold
 
 
 def agree(one: RunFolder, other: RunFolder) -> None:
-    """The same answers, and the rest within 1e-5."""
+    """The same responses, and the rest within 1e-5."""
     assert one.summary["steps"] == other.summary["steps"] == 2
     for step in (1, 2):
         tokens = [Batch.load(run.run_dir / f"rollouts/step_{step:06d}.parquet")["tokens"] for run in (one, other)]

@@ -52,8 +52,8 @@ def test_two_ranks_learn_from_a_jsonl_of_prompts_and_responses_and_export_what_t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "step_30" / "hf")
     prompt = tokenizer("ccccc>", return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True) == "ccccc"
+    response = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(response, skip_special_tokens=True) == "ccccc"
 
 
 def test_the_whole_configuration_is_printed_and_nothing_starts(

@@ -1,4 +1,4 @@
-"""recipes/verl_ppo: what its estimators and losses make of the same answers, by hand."""
+"""recipes/verl_ppo: what its estimators and losses make of the same responses, by hand."""
 
 import math
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ def config(*options: str) -> VerlPPOConfig:
     return read_config([*OWN, *SIZES, *options])
 
 
-def answers(**columns: torch.Tensor) -> Batch:
+def responses(**columns: torch.Tensor) -> Batch:
     """Three to prompt 7, of two tokens each, that earn 4, 1 and 4; and one to prompt 2 that earns 5. A prompt is one
-    token. The policy is surer than the reference, by half a nat, of the first answer's last token.
+    token. The policy is surer than the reference, by half a nat, of the first response's last token.
     """
     mask_N = torch.tensor([False, True, True] * 4)
     reference_N = torch.full((12,), -1.0)
@@ -42,8 +42,8 @@ def answers(**columns: torch.Tensor) -> Batch:
 
 
 def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
-    """Of each answer, whose two tokens have the same."""
-    found = add_advantages(answers(**columns), config(*options), 0.1)
+    """Of each response, whose two tokens have the same."""
+    found = add_advantages(responses(**columns), config(*options), 0.1)
     advantage_BT = found["advantage"].reshape(4, 3)
     assert advantage_BT[:, 0].tolist() == [0.0] * 4
     assert advantage_BT[:, 1].tolist() == advantage_BT[:, 2].tolist()
@@ -64,7 +64,7 @@ ROOT3 = math.sqrt(3)
         ("algorithm.adv_estimator=rloo", [1.5, -3, 1.5, 0]),
         # Two are the best, so that nobody is ahead.
         ("algorithm.adv_estimator=grpo_passk", [0, 0, 0, 0]),
-        # Times 4 answers over the 3 whose prompt's differ, and halved.
+        # Times 4 responses over the 3 whose prompt's differ, and halved.
         ("algorithm.adv_estimator=gpg algorithm.f_norm=2", [2 / 3, -4 / 3, 2 / 3, 0]),
         # All are equally long, so that the baseline is the mean.
         ("algorithm.adv_estimator=opo", [1, -2, 1, 0]),
@@ -101,7 +101,7 @@ def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
     # A tenth of the half nat: 3.95, 1, 4, about their mean 8.95 / 3.
     expected = [3.95 - 8.95 / 3, 1 - 8.95 / 3, 4 - 8.95 / 3, 0]
     assert advantages(*options, "algorithm.use_kl_in_reward=True") == pytest.approx(expected, abs=1e-5)
-    assert add_advantages(answers(), config(*options, "algorithm.use_kl_in_reward=True"), 0.1)[
+    assert add_advantages(responses(), config(*options, "algorithm.use_kl_in_reward=True"), 0.1)[
         "shaped_reward"
     ].tolist() == pytest.approx([3.95, 1, 4, 5])
 
@@ -109,11 +109,11 @@ def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
 def test_the_weight_of_the_kl_follows_its_target() -> None:
     adaptive = "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=100"
     control = KLController(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
-    # Half a nat over two tokens, in one of four answers: 1/16, a quarter beyond the target, and a fifth counts.
-    metrics = control.adapt(answers())
+    # Half a nat over two tokens, in one of four responses: 1/16, a quarter beyond the target, and a fifth counts.
+    metrics = control.adapt(responses())
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0625)
     assert control.coef == pytest.approx(0.001 * (1 + 0.2 * 4 / 100))
-    assert KLController(config()).adapt(answers()) == {}
+    assert KLController(config()).adapt(responses()) == {}
 
 
 def test_verls_names_of_the_kl_estimators_are_ours() -> None:
@@ -124,13 +124,13 @@ def test_verls_names_of_the_kl_estimators_are_ours() -> None:
 @pytest.mark.parametrize(
     ("options", "weights", "kept"),
     [
-        # The first answer's first token has become 4 times as likely, the last one's last a quarter as likely.
+        # The first response's first token has become 4 times as likely, the last one's last a quarter as likely.
         ("rollout_is=token", [2, 1, 1, 1, 1, 1, 1, 0.25], 8),
         ("rollout_is=token rollout_is_threshold=0.5_2.0", [0, 1, 1, 1, 1, 1, 1, 0], 8),
         ("rollout_is=sequence", [2, 2, 1, 1, 1, 1, 0.25, 0.25], 8),
         ("rollout_is=token rollout_is_batch_normalize=True", [x / (8.25 / 8) for x in (2, 1, 1, 1, 1, 1, 1, 0.25)], 8),
         ("rollout_rs=token_k1 rollout_rs_threshold=2.0", None, 6),
-        # The means over the answers are the roots, 2 and 1/2.
+        # The means over the responses are the roots, 2 and 1/2.
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=3.0", None, 8),
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=1.5", None, 4),
         ("rollout_rs=token_k1,seq_sum_k2 rollout_rs_threshold=9.0,0.5", None, 4),
@@ -140,17 +140,17 @@ def test_what_the_engine_judges_otherwise_is_weighed_or_left_out(
     options: str, weights: list[float] | None, kept: int
 ) -> None:
     given = [f"algorithm.rollout_correction.{option}" for option in options.split()]
-    found = add_advantages(answers(), config("algorithm.adv_estimator=grpo", *given), 0.0)
+    found = add_advantages(responses(), config("algorithm.adv_estimator=grpo", *given), 0.0)
     assert int(found["action_mask"].sum()) == kept
     if weights is not None:
-        assert found["correction"][answers()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+        assert found["correction"][responses()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
 def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> None:
     given = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
     rule = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=1.5"]
     found = add_advantages(
-        answers(), config(*given, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
+        responses(), config(*given, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
     )
     assert found["shaped_reward"].tolist() == [4, 1, 4, 5]
     # The first is left out, and the mean of the three is 3 nevertheless.

@@ -168,7 +168,7 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
     said: list[str] = []
     path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
     config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
-    source = prompt_source(config, read_rows(config), byte_tokenizer(), say=said.append)
+    source = prompt_source(config, read_rows(config), byte_tokenizer(), info=said.append)
     return source.take(len(source))["prompt"], said
 
 
@@ -222,9 +222,9 @@ def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not(
 
 def test_a_source_is_resumed_in_the_middle_of_an_epoch() -> None:
     config = config_of("data.train_max_samples=10", "data.truncation=left", "data.max_prompt_length=3")
-    source = prompt_source(config, read_rows(config), byte_tokenizer(), say=lambda line: None)
+    source = prompt_source(config, read_rows(config), byte_tokenizer(), info=lambda line: None)
     source.take(13)
-    other = prompt_source(config, read_rows(config), byte_tokenizer(), say=lambda line: None)
+    other = prompt_source(config, read_rows(config), byte_tokenizer(), info=lambda line: None)
     other.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert other.take(9)["prompt_id"].tolist() == source.take(9)["prompt_id"].tolist()
 
@@ -308,7 +308,7 @@ def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token_and_it_
     config = config_of(f"actor_rollout_ref.model.tokenizer_path={tmp_path}", "data.train_max_samples=2")
     tokenizer, said = config.tokenizer(), list[str]()
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<eos>", "<eos>")
-    prompt_source(config, read_rows(config), tokenizer, say=said.append)
+    prompt_source(config, read_rows(config), tokenizer, info=said.append)
     assert len(said) == 1
     assert "'<eos>'" in said[0]
 
@@ -316,11 +316,11 @@ def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token_and_it_
 # --- the rewards
 
 
-def answers(*rows: tuple[str, str, str], **columns: Sequence[float]) -> Batch:
-    """One answer for each (data source, answer, label), to the prompt "q", each with an end token."""
+def responses(*rows: tuple[str, str, str], **columns: Sequence[float]) -> Batch:
+    """One response for each (data source, response, label), to the prompt "q", each with an end token."""
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode("q")
-    texts = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer, _ in rows]
+    texts = [[*tokenizer.encode(response), tokenizer.eos_token_id] for _, response, _ in rows]
     acted = [[0] * len(prompt) + [1] * len(text) for text in texts]
     batch = Batch.from_rows({"tokens": [prompt + text for text in texts], "action_mask": acted})
     batch = batch.with_tokens(action_mask=batch["action_mask"].bool())
@@ -340,7 +340,7 @@ def rewarded(samples: Batch, *options: str) -> tuple[Batch, list[str]]:
 
 
 def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
-    samples = answers(
+    samples = responses(
         ("openai/gsm8k", "#### 7", "7"),
         ("openai/gsm8k", "so 7", "7"),
         ("HuggingFaceH4/MATH-500", r"\boxed{0.5}", r"\frac{1}{2}"),
@@ -357,7 +357,7 @@ def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
     flexible, _ = rewarded(samples.select([0, 1]), "custom_reward_function.reward_kwargs.method=flexible")
     assert flexible["reward"].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="data source 'mine'"):
-        rewarded(answers(("mine", "a", "a")))
+        rewarded(responses(("mine", "a", "a")))
 
 
 SCORE = """
@@ -375,7 +375,7 @@ def of_lists(data_sources, solution_strs, ground_truths, extra_infos):
 def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(SCORE)
     own = [f"custom_reward_function.path={tmp_path}/score.py"]
-    samples = answers(("x", "ab", "ab"), ("y", "bad", ""), ("y", "abc", "")).with_objects(
+    samples = responses(("x", "ab", "ab"), ("y", "bad", ""), ("y", "abc", "")).with_objects(
         extra_info=[{"index": 5}, None, None]
     )
     found, said = rewarded(samples, *own, "custom_reward_function.reward_kwargs.scale=-2")
@@ -386,7 +386,7 @@ def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_p
     assert found["info"] == [{"why": "ab"}, None, {"why": "abc"}]
     found.save(tmp_path / "rollouts.parquet")
     assert Batch.load(tmp_path / "rollouts.parquet")["info"] == found["info"]
-    assert re.search(says("answer 1", "reward 0", "KeyError: 'bad'"), said[0])
+    assert re.search(says("response 1", "reward 0", "KeyError: 'bad'"), said[0])
     batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
     assert rewarded(samples, *own, *batch)[0]["reward"].tolist() == [3.0] * 3
 
@@ -395,14 +395,14 @@ def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> 
     body = "    time.sleep(3)\n    return [1.0] * len(data_sources)\n"
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
-    # Longer than one answer may take, and far from what sixty may.
+    # Longer than one response may take, and far from what sixty may.
     with ScoreWorkers(code, RewardSettings(timeout_s=2, max_failed_share=0.0)) as workers:
         assert workers(*[["a"] * 60] * 4, extras=[None] * 60).reward_B.tolist() == [1.0] * 60
 
 
 def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:
-    # Of at most 10 tokens the last 4 are the buffer; with the end token the answers have 4, 8 and 10.
-    samples = answers(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
+    # Of at most 10 tokens the last 4 are the buffer; with the end token the responses have 4, 8 and 10.
+    samples = responses(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
     own = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
     found, _ = rewarded(samples, *own, f"{BUFFER}.penalty_factor=2")
     assert found["reward"].tolist() == [1.0, 0.0, -1.0]
@@ -417,36 +417,36 @@ def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
     rows = [("exact_match", "a", "a"), ("exact_match", "a", "b"), ("chat", "a", "")]
     model = [0.5, -2.0, 3.0]
     own = f"{RM}unused".split()
-    found, _ = rewarded(answers(*rows, rm_score=model), *own)
+    found, _ = rewarded(responses(*rows, rm_score=model), *own)
     assert found["reward"].tolist() == found["log_model"].tolist() == model
     # Of the prompt whose data source has no function the model's score is the only one.
     assert found["score"].tolist() == [1.0, 0.0, 3.0]
     assert found["log_function"].isnan().tolist() == [False, False, True]
     weighted = [*own, "reward_model.function_weight=2"]
-    found, _ = rewarded(answers(*rows[:2], rm_score=model[:2]), *weighted)
+    found, _ = rewarded(responses(*rows[:2], rm_score=model[:2]), *weighted)
     assert found["reward"].tolist() == [2.5, -2.0]
     with pytest.raises(ValueError, match="data source 'chat'"):
-        rewarded(answers(*rows, rm_score=model), *weighted)
+        rewarded(responses(*rows, rm_score=model), *weighted)
 
 
 def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_counts() -> None:
     rows = [("openai/gsm8k", "#### 1", "1"), ("openai/gsm8k", "#### 1", "one"), ("openai/gsm8k", "#### 1", "1")]
     own = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
-    found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
+    found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
     assert (found["reward"].tolist(), found["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
-    assert re.search(says("answer 1", "score 0", "'one'"), said[0])
-    found, said = rewarded(answers(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
+    assert re.search(says("response 1", "score 0", "'one'"), said[0])
+    found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
     assert (found["reward"].tolist(), found["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
-    assert re.search(says("answer 1", "reward 0", "'one'"), said[0])
+    assert re.search(says("response 1", "reward 0", "'one'"), said[0])
 
 
 def test_episodes_keep_the_rewards_of_their_world() -> None:
-    episodes = answers(("mine", "a", ""), ("mine", "b", ""), reward=[0.25, 0.0], score=[1.0, 0.0]).with_objects(
+    episodes = responses(("mine", "a", ""), ("mine", "b", ""), reward=[0.25, 0.0], score=[1.0, 0.0]).with_objects(
         status=["finished", "error"], error=[None, "it broke"]
     )
     found, said = rewarded(episodes)
     assert found["reward"].tolist() == [0.25, 0.0]
     assert len(said) == 1
-    assert re.search(says("answer 1", "reward 0", "it broke"), said[0])
+    assert re.search(says("response 1", "reward 0", "it broke"), said[0])
     with pytest.raises(ValueError, match=says("episodes", "reward", "executor")):
-        rewarded(answers(("mine", "a", "")), "agent.func_path=env:guess")
+        rewarded(responses(("mine", "a", "")), "agent.func_path=env:guess")

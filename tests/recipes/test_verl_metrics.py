@@ -19,8 +19,8 @@ def config(rollout_is: str | None = None) -> Any:
 
 
 def experience() -> Batch:
-    """Three answers of 2, 1 and 0 tokens to prompts of 1, 2 and 1. The policy holds the first token for half as likely
-    as the engine, the last for twice as likely; of the masked ones nothing is read.
+    """Three responses of 2, 1 and 0 tokens to prompts of 1, 2 and 1. The policy holds the first token for half as
+    likely as the engine, the last for twice as likely; of the masked ones nothing is read.
     """
     half, nan = math.log(0.5), math.nan
     return Batch(
@@ -104,7 +104,7 @@ def test_trainer_and_engine_are_compared_by_hand() -> None:
         abs=1e-6,
     )
     # In halvings (log 2): the trainer's 2 and 1, mean 1.5, and 1; the engine's 1 and 1, mean 1, and 2.
-    # Per answer 0.5 and -1. Per token log p - log q is -1, 0, 1, and p / q is 1/2, 1, 2.
+    # Per response 0.5 and -1. Per token log p - log q is -1, 0, 1, and p / q is 1/2, 1, 2.
     log_2 = math.log(2)
     expected = {
         "training_log_ppl": 1.25 * log_2,
@@ -190,8 +190,8 @@ def test_speed_by_hand() -> None:
 
 
 def test_held_out_answers_are_told_as_verl_tells_them() -> None:
-    answers = experience().with_objects(datasource=["gsm", "gsm", "math"], info_pred=["4", "5", None])
-    found = heldout_metrics(answers.with_sequences(num_turns=torch.tensor([1, 3, 2])))
+    responses = experience().with_objects(datasource=["gsm", "gsm", "math"], info_pred=["4", "5", None])
+    found = heldout_metrics(responses.with_sequences(num_turns=torch.tensor([1, 3, 2])))
     assert found == {
         "val-aux/gsm/score/mean@1": 0.5,
         "val-aux/gsm/format/mean@1": 0.5,

@@ -57,7 +57,7 @@ def local(options: list[str], policy: Path, tmp_path_factory: pytest.TempPathFac
         "actor_rollout_ref.rollout.val_kwargs.temperature=1 actor_rollout_ref.rollout.val_kwargs.n=4 "
         f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}/long/checkpoints/step_6",
     }
-    # The second goes on from the middle of the first.
+    # The second resumes from the middle of the first.
     runs["from_a_path"] += "/checkpoints/step_2"
     return {**run_locally("verl_ppo", folder, {name: [*options, *text.split()] for name, text in runs.items()})}
 
@@ -163,7 +163,7 @@ def test_the_first_update_of_each_step_starts_at_ratio_one_and_the_engine_agrees
         assert line["rollout/logprob_gap_max"] < 1e-4
 
 
-# --- going on
+# --- continuing
 
 
 STOPS = """
@@ -239,7 +239,7 @@ def test_the_reference_beside_the_policy_or_in_its_process_gives_the_same_bit_fo
 def test_the_kl_in_the_reward_is_taken_off_and_its_weight_follows_its_target(local: dict[str, RunFolder]) -> None:
     first, second = local["within"].metrics
     assert (first["actor/reward_kl_penalty"], first["actor/reward_kl_penalty_coeff"]) == (0, 0.5)
-    # Far below the target of 1 nat, after 32 answers with a horizon of 64: times 1 - 0.2 * 32 / 64.
+    # Far below the target of 1 nat, after 32 responses with a horizon of 64: times 1 - 0.2 * 32 / 64.
     assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.9)
     batch = batches(local["within"])[1]
     kl_N = (batch["logprob"] - batch["reference_logprob"]) * batch["action_mask"]
@@ -261,8 +261,8 @@ def test_weights_are_verified_after_each_step_where_that_is_asked_for(local: dic
     assert all(line["timing_s/verify"] > 0 for line in local["loss"].metrics)
     began, policy = calls(local["loss"]), "actor_rollout_ref"
     received = [i for i, call in enumerate(began) if call == f"{policy}.receive_weights"]
-    judged = [f"{policy}.generate_sequences", f"{policy}.compute_log_prob", f"{policy}.compute_log_prob"]
-    assert [began[i + 1 : i + 4] for i in received] == [judged] * 2
+    inferred = [f"{policy}.generate_sequences", f"{policy}.compute_log_prob", f"{policy}.compute_log_prob"]
+    assert [began[i + 1 : i + 4] for i in received] == [inferred] * 2
 
 
 def test_a_reward_model_and_half_of_a_function_of_the_users_own_make_the_reward(local: dict[str, RunFolder]) -> None:
@@ -370,7 +370,7 @@ def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what
 def test_pools_apart_sample_ahead_and_a_killed_run_of_them_trains_on_every_prompt_once(
     policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    # After the second checkpoint no answer is rewarded, until the run has been killed.
+    # After the second checkpoint no response is rewarded, until the run has been killed.
     gate = Gate(tmp_path / "run/checkpoints/step_2", tmp_path / "go")
     given = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
     run = Run("verl_ppo", ray_address, tmp_path / "run", *given, "reward_model.timeout_s=600")

@@ -15,7 +15,7 @@ from tests.messages import says
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
-    # How many different letters: answers differ in it from the start.
+    # How many different letters: responses differ in it from the start.
     return {"rewards": [len(set(query[len(prompt):])) for query, prompt in zip(queries, prompts)]}
 """
 VLLM = ["--rollout_engine", "vllm", "--verify_weight_sync"]
@@ -52,13 +52,13 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
 
 
 @pytest.mark.nightly
-def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, player: Path, tmp_path: Path) -> None:
+def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runner: Path, tmp_path: Path) -> None:
     options = """data.path=task:guess data.max_rows=40 evaluation.path=task:guess evaluation.max_rows=8
         agent.func_path=env:guess agent.max_turns=3 agent.max_tokens=64 prompts_per_step=8 samples_per_prompt=4
         minibatches=2 rollout.max_new_tokens=4 train.learning_rate=1e-3 placement.collocate=false
         --async_train --partial_rollout asynchronous.in_flight_prompts=12
     """
-    run = Run("multi_turn", ray_address, tmp_path / "run", f"model.path={player}", *VLLM, *options.split()).wait()
+    run = Run("multi_turn", ray_address, tmp_path / "run", f"model.path={runner}", *VLLM, *options.split()).wait()
     assert run.code == 0, run.err
     assert run.summary["score"]["examples"] == 8
     samples = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]

@@ -13,14 +13,14 @@ SMALL = """
     actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=1e-3 actor_rollout_ref.rollout.n=4 trainer.total_epochs=1
 """
-"""Two steps of 8 prompts x 4 answers, two optimizer steps each."""
+"""Two steps of 8 prompts x 4 responses, two optimizer steps each."""
 LONG = """
     data.train_max_samples=96 data.train_batch_size=16
     actor_rollout_ref.actor.shuffle=true actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=100
     trainer.critic_warmup=1 trainer.save_freq=2 trainer.test_freq=3 trainer.max_actor_ckpt_to_keep=10
 """
-"""Six steps of 16 prompts x 8 answers, with everything that a checkpoint has to hold."""
+"""Six steps of 16 prompts x 8 responses, with everything that a checkpoint has to hold."""
 KL = """
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.5
     algorithm.kl_ctrl.target_kl=1 algorithm.kl_ctrl.horizon=64
@@ -36,9 +36,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
     while is_shut():
         time.sleep(0.01)
-    answer, first = solution_str[:5], (extra_info or {}).get("first", "")
-    score = sum(a < b for a, b in zip(answer, answer[1:])) / 4 + bonus
-    return {"score": score, "letters": len(answer), "extra": float(first == "a")}
+    response, first = solution_str[:5], (extra_info or {}).get("first", "")
+    score = sum(a < b for a, b in zip(response, response[1:])) / 4 + bonus
+    return {"score": score, "letters": len(response), "extra": float(first == "a")}
 """
 
 

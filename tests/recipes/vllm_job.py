@@ -14,7 +14,7 @@ from training.roles.rollout import RolloutWorker
 
 PROMPTS, TOKENS = 200, 90
 LAST = 30
-"""A step of vLLM's in the middle of what an engine generates: each is one more token of some of the answers."""
+"""A step of vLLM's in the middle of what an engine generates: each is one more token of some of the responses."""
 
 
 class Engine(RolloutWorker):
@@ -30,8 +30,8 @@ class Engine(RolloutWorker):
         """Die in the middle of what is generated next, if this is the first engine."""
         if self.rank > 0:
             return
-        player: Any = self.player
-        vllm = player.engine._llm.llm_engine
+        runner: Any = self.runner
+        vllm = runner.engine._llm.llm_engine
         step, steps = vllm.step, itertools.count(1)
 
         def last_steps() -> Any:
@@ -43,7 +43,7 @@ class Engine(RolloutWorker):
 
 
 class Disturbed(BaseTrainer):
-    """Lets the engines answer the same prompts twice, and kills one in the middle of the second time."""
+    """Lets the engines response the same prompts twice, and kills one in the middle of the second time."""
 
     config: GRPOConfig
 

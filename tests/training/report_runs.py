@@ -30,21 +30,21 @@ def tokenizer(folder: Path) -> None:
 
 
 def rollouts(path: Path, prompts: int = 3, evil: bool = False) -> None:
-    """Two answers to each prompt, of rewards 0 and 1, whose last token is another turn's."""
+    """Two responses to each prompt, of rewards 0 and 1, whose last token is another turn's."""
     rows = [[1 + p % 3, 4, 5 if evil else 2, 3 - i, 6, 0] for p in range(prompts) for i in range(2)]
-    answers = [r for _ in range(prompts) for r in (0.0, 1.0)]
+    responses = [r for _ in range(prompts) for r in (0.0, 1.0)]
     batch = Batch.from_rows(
         {
             "tokens": rows,
             "action_mask": [[False, False, True, True, False, True] for _ in rows],
             "rollout_logprob": [[0.0, 0.0, -0.5, -2.0, 0.0, -0.25] for _ in rows],
             "logprob": [[-9.0, -9.0, -0.5, -2.125, -9.0, -0.25] for _ in rows],
-            "advantage": [[0.0, 0.0, *[2 * r - 1] * 2, 0.0, 2 * r - 1] for r in answers],
+            "advantage": [[0.0, 0.0, *[2 * r - 1] * 2, 0.0, 2 * r - 1] for r in responses],
         },
         {
             "prompt_id": [100 + p for p in range(prompts) for _ in range(2)],
             "sample_id": [0, 1] * prompts,
-            "reward": answers,
+            "reward": responses,
         },
         {
             "prompt": [EVIL if evil else f"{WORDS[1 + p % 3]}>" for p in range(prompts) for _ in range(2)],

@@ -1,6 +1,6 @@
 """A job that a test looks at through a terminal, and what libraries write in its driver.
 
-python -m tests.training.terminal_roles RUN_DIR SECONDS runs it; its sleepers answer after so many seconds.
+python -m tests.training.terminal_roles RUN_DIR SECONDS runs it; its sleepers response after so many seconds.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ class Watched(BaseTrainer):
     def fit(self) -> None:
         """Say a line, and show what a model might have written."""
         asleep = self.RG_SLEEPER.slumber(self.config)
-        self.say("the first line")
+        self.info("the first line")
         for step in (1, 2, 3):
             metrics = {"reward/score": step / 4, "timing_s/step": 0.5}
             sample = {"prompt": "1+1=", "answer": "\x1b[2J[bold]2[/bold]\r\x07", "reward": 1.0}
-            self.tell(StepEvent(step, 3, 0.0, metrics, tuple(metrics), sample))
+            self.emit(StepEvent(step, 3, 0.0, metrics, tuple(metrics), sample))
         asleep.result()
 
 

@@ -38,7 +38,7 @@ def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_
         ahead.check(True, "ray", 4, "placement.collocate=false")
     with pytest.raises(ValueError, match=says("backend=local", "backend=ray")):
         ahead.check(False, "local", 4, "placement.collocate=false")
-    # Without a queue the roles take turns, as they do without the option.
+    # Without a queue the roles work one after the other, as they do without the option.
     AsyncOptions(enabled=True, queue_size=0).check(True, "local", 4, "placement.collocate=false")
 
 

@@ -17,25 +17,25 @@ from training.dynamic_sampling import Filled, PromptFilter, fill_groups
 
 
 class Loader:
-    """Prompts 0, 1, 2, ...: each answered `answers` times, prompt i with scores of mean `means[i]`."""
+    """Prompts 0, 1, 2, ...: each answered `responses` times, prompt i with scores of mean `means[i]`."""
 
-    def __init__(self, means: Sequence[float], answers: int = 2) -> None:
+    def __init__(self, means: Sequence[float], responses: int = 2) -> None:
         self.means = means
-        self.answers = answers
+        self.responses = responses
         self.asked: list[int] = []
         """The count of each round."""
 
     def generate(self, count: int) -> Batch:
         start = sum(self.asked)
         self.asked.append(count)
-        ids = [i for i in range(start, start + count) for _ in range(self.answers)]
+        ids = [i for i in range(start, start + count) for _ in range(self.responses)]
         return Batch.from_rows(
             {"tokens": [list(range(i % 3 + 1)) for i in ids]},
             per_sequence={
                 "prompt_id": torch.tensor(ids, dtype=torch.int64),
                 "score": torch.tensor([self.means[i] for i in ids]),
             },
-            objects={"text": [f"answer {row % self.answers} to {i}" for row, i in enumerate(ids)]},
+            objects={"text": [f"response {row % self.responses} to {i}" for row, i in enumerate(ids)]},
         )
 
     def fill(self, wanted: int) -> Filled:
@@ -58,7 +58,7 @@ def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
     assert ids_of(filled) == [1, 1, 3, 3, 6, 6]
     assert (filled.prompts_seen, filled.prompts_kept, filled.rounds) == (7, 3, 4)
     assert filled.batch is not None
-    assert filled.batch["text"][2:4] == ["answer 0 to 3", "answer 1 to 3"]
+    assert filled.batch["text"][2:4] == ["response 0 to 3", "response 1 to 3"]
     assert filled.batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
 
 
@@ -93,7 +93,7 @@ def test_a_stop_is_seen_between_two_rounds() -> None:
 def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
     # One prompt in twelve passes, and each round asks for the one that is missing.
     loader, said = Loader(([0.0] * 11 + [0.5]) * 2), []
-    filled = fill_groups(loader.generate, 1, 24, between_0_and_1, say=said.append)
+    filled = fill_groups(loader.generate, 1, 24, between_0_and_1, info=said.append)
     (line,) = said
     assert re.search(says("0 of 1", 10, 14), line)
     assert filled.metrics == {
@@ -120,9 +120,9 @@ patterns = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=60)
 @given(patterns, st.integers(1, 20), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_every_group_that_was_accepted_is_there_once_and_in_order(
-    means: list[float], wanted: int, answers: int
+    means: list[float], wanted: int, responses: int
 ) -> None:
-    loader = Loader(means, answers)
+    loader = Loader(means, responses)
     filled = loader.fill(wanted)
     # One prompt after the other, until there are enough.
     slow: list[int] = []
@@ -131,7 +131,7 @@ def test_every_group_that_was_accepted_is_there_once_and_in_order(
         if 0.0 < means[seen] < 1.0:
             slow.append(seen)
         seen += 1
-    assert ids_of(filled) == [i for i in slow for _ in range(answers)]
+    assert ids_of(filled) == [i for i in slow for _ in range(responses)]
     assert filled.prompts_kept == len(slow) <= wanted
     assert filled.prompts_seen == sum(loader.asked) == seen <= len(means)
     assert filled.rounds == len(loader.asked)
@@ -151,8 +151,8 @@ def test_answers_to_a_prompt_need_not_lie_together() -> None:
     ("keep", "facts"),
     [
         (lambda batch: torch.tensor([True, True, False, True]), ["keep", "prompt 1"]),
-        (lambda batch: torch.ones(4), ["keep", "torch.float32", "[4]", "4 answers", "bool"]),
-        (lambda batch: torch.ones(2).bool(), ["keep", "torch.bool", "[2]", "4 answers"]),
+        (lambda batch: torch.ones(4), ["keep", "torch.float32", "[4]", "4 responses", "bool"]),
+        (lambda batch: torch.ones(2).bool(), ["keep", "torch.bool", "[2]", "4 responses"]),
     ],
 )
 def test_a_filter_that_cannot_be_is_named(keep: Callable[[Batch], torch.Tensor], facts: list[str]) -> None:
@@ -200,19 +200,19 @@ class Steps:
             passes=passes,
             fewest=fewest,
             stopped=lambda: self.stop_after is not None and self.prompts.taken >= self.stop_after,
-            say=self.said.append,
+            info=self.said.append,
         )
 
-    def answer(self, count: int) -> Batch:
-        """Two answers to each: one is right where the prompt teaches something, else both are."""
+    def response(self, count: int) -> Batch:
+        """Two responses to each: one is right where the prompt teaches something, else both are."""
         asked = self.prompts.take(count).repeat(2)
         taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
         is_first_B = torch.arange(2).repeat(count) == 0
         return asked.with_sequences(score=(is_first_B | ~taught_B).float())
 
     def fill(self, step: int, wanted: int) -> list[int] | None:
-        """The prompts of a step, one for each answer."""
-        batch = self.filter.fill(step, wanted, self.answer)
+        """The prompts of a step, one for each response."""
+        batch = self.filter.fill(step, wanted, self.response)
         return None if batch is None else batch["prompt_id"].tolist()
 
 
@@ -231,9 +231,9 @@ def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
 
 def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are() -> None:
     steps = Steps(bounds=())
-    answer = steps.answer
-    steps.answer = lambda count: (found := answer(count)).with_sequences(score=found["score"] * 6 - 5)
-    # Scores of 1 and -5, whose mean is no share of right answers.
+    response = steps.response
+    steps.response = lambda count: (found := response(count)).with_sequences(score=found["score"] * 6 - 5)
+    # Scores of 1 and -5, whose mean is no share of right responses.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) == [7, 7]
     (line,) = steps.said

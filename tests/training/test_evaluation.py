@@ -16,13 +16,15 @@ def prompts() -> Batch:
 
 
 class Policy:
-    """Answers with one token each; the second answer to a prompt is right, and greedy ones are when it has learnt."""
+    """Responses with one token each; the second response to a prompt is right, and greedy ones are when it has
+    learnt.
+    """
 
     def __init__(self) -> None:
         self.learnt = False
         self.asked: list[tuple[int, float]] = []
 
-    def answer(self, asked: Batch, temperature: float) -> Batch:
+    def response(self, asked: Batch, temperature: float) -> Batch:
         self.asked.append((len(asked), temperature))
         right_B = (asked["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
         return Batch(
@@ -39,14 +41,16 @@ class Policy:
 
 
 def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Evaluation:
-    return Evaluation(batch, policy.answer, temperature=0.5, samples_per_prompt=2, best_metric_key="", say=said.append)
+    return Evaluation(
+        batch, policy.response, temperature=0.5, samples_per_prompt=2, best_metric_key="", info=said.append
+    )
 
 
 def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
     scores.start(0)
-    # Sampled and greedy once each, then two answers to each of two prompts.
+    # Sampled and greedy once each, then two responses to each of two prompts.
     assert policy.asked == [(2, 1.0), (2, 0.0), (4, 0.5)]
     assert scores.scores["start"]["eval/a_pass1"] == 0.5
     assert scores.scores["start"]["eval/a_pass2"] == 1.0
@@ -73,7 +77,7 @@ def test_a_run_that_is_not_scored_at_its_start_is_summed_up_by_its_end() -> None
     assert scores.is_best(scores.at_step(is_last=False))
     assert scores.finish(7) == {"start": None, "start_greedy": None, "end": 0.0, "end_greedy": 1.0, "examples": 2}
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.000", "1.000"]
-    # Of the step four answers; of the end one sampled and one greedy to each prompt, and four again.
+    # Of the step four responses; of the end one sampled and one greedy to each prompt, and four again.
     assert [count for count, _ in policy.asked] == [4, 2, 2, 4]
 
 
@@ -81,12 +85,12 @@ def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
     policy = Policy()
     scores = Evaluation(
         prompts(),
-        policy.answer,
+        policy.response,
         temperature=0.0,
         samples_per_prompt=2,
         best_metric_key="",
-        say=lambda _: None,
-        further=lambda answers: {"val-core/a/reward/best@2/mean": float(answers["score"].max())},
+        info=lambda _: None,
+        further=lambda responses: {"val-core/a/reward/best@2/mean": float(responses["score"].max())},
     )
     found = scores.at_step(is_last=False)
     assert (found["val-core/a/reward/best@2/mean"], found["eval/a_pass1"]) == (1.0, 0.5)

@@ -1,4 +1,4 @@
-"""Numbers on held-out prompts, worked by hand. B answers."""
+"""Numbers on held-out prompts, worked by hand. B responses."""
 
 import math
 
@@ -10,7 +10,7 @@ from training.evaluation_metrics import best_metric, heldout_metrics
 
 
 def test_two_sources_by_hand() -> None:
-    # Two answers per prompt, in any order. gsm: prompt 7 scores 1 and 0, prompt 3 scores 0 and 0.5.
+    # Two responses per prompt, in any order. gsm: prompt 7 scores 1 and 0, prompt 3 scores 0 and 0.5.
     #   mean (1 + 0 + 0 + 0.5) / 4 = 0.375, best (1 + 0.5) / 2 = 0.75, lengths (4 + 8 + 2 + 6) / 4 = 5, one of 4 cut.
     # aime: prompt 7 again, another one: 0.25 and 0.75; mean 0.5, best 0.75, lengths (10 + 20) / 2 = 15, both cut.
     # Over all: (20 + 30) / 6 tokens, 3 of 6 cut.
@@ -92,7 +92,7 @@ def test_columns_that_disagree_are_named() -> None:
     one_B, prompt_B = torch.ones(3), torch.arange(3)
     with pytest.raises(ValueError, match=says("score_B", "[3]", "response_length_B", "[2]")):
         heldout_metrics(one_B, prompt_B, ["s"] * 3, torch.ones(2), one_B)
-    with pytest.raises(ValueError, match=says("2 sources", "3 answers")):
+    with pytest.raises(ValueError, match=says("2 sources", "3 responses")):
         heldout_metrics(one_B, prompt_B, ["s"] * 2, one_B, one_B)
     with pytest.raises(ValueError, match="held-out"):
         heldout_metrics(one_B[:0], prompt_B[:0], [], one_B[:0], one_B[:0])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from training.tracking.alarms import ALARMS
-from training.tracking.metrics import GROUPS, METRICS, house_name, metric_of
+from training.tracking.metrics import GROUPS, METRICS, canonical_name, metric_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,9 +37,9 @@ def test_other_systems_names_lead_to_names_of_the_house() -> None:
         house = metric_of(metric.same_as)
         assert house is not None and house.name == metric.same_as and not house.same_as
         assert (metric.unit, metric.row) == (house.unit, house.row), metric.name
-    assert house_name("actor/ppo_kl") == "actor/approx_kl"
-    assert house_name("actor/approx_kl") == "actor/approx_kl"
-    assert house_name("mine/own") == "mine/own"
+    assert canonical_name("actor/ppo_kl") == "actor/approx_kl"
+    assert canonical_name("actor/approx_kl") == "actor/approx_kl"
+    assert canonical_name("mine/own") == "mine/own"
 
 
 @pytest.mark.parametrize(

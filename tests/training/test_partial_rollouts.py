@@ -1,6 +1,6 @@
 """Prompts that are under way on several engines: engines that are told after which round each prompt is done.
 
-A prompt is one token, its own id. An answer is that token, and the version of the weights that began it.
+A prompt is one token, its own id. A response is that token, and the version of the weights that began it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.player import Collected
+from agents.runner import Collected
 from components.batch import Batch
 from training.partial_rollouts import GroupsInFlight
 from training.rollout_queue import SampleStream
@@ -21,7 +21,7 @@ SAMPLES = 2
 
 @dataclass
 class Engines:
-    """Each finishes what it plays after so many rounds of `collect`; one that was replaced knows nothing any more."""
+    """Each finishes what it runs after so many rounds of `collect`; one that was replaced knows nothing any more."""
 
     count: int = 2
     rounds: Mapping[int, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Engines:
             done = {key: version for key, (rounds, version) in own.items() if rounds <= 0}
             for key in done:
                 del own[key]
-            found.append(Collected(answers(done) if done else None, list(own)))
+            found.append(Collected(responses(done) if done else None, list(own)))
         return found
 
     def groups(self, in_flight: int, most_stale: int) -> GroupsInFlight:
@@ -71,11 +71,11 @@ class Engines:
             most_stale=most_stale,
             version=lambda: self.version,
             stopped=lambda: self.stop,
-            say=self.said.append,
+            info=self.said.append,
         )
 
 
-def answers(done: Mapping[int, int]) -> Batch:
+def responses(done: Mapping[int, int]) -> Batch:
     keys = [key for key in done for _ in range(SAMPLES)]
     own = {"prompt_id": torch.tensor(keys), "weight_version": torch.tensor([done[key] for key in keys])}
     return Batch.from_rows({"tokens": [[key] for key in keys]}, own, {"label": [str(key) for key in keys]})
@@ -84,7 +84,7 @@ def answers(done: Mapping[int, int]) -> Batch:
 def ids(batch: Batch | None) -> list[int]:
     assert batch is not None
     kept = batch["prompt_id"].tolist()
-    assert kept[::SAMPLES] == kept[1::SAMPLES], "answers to a prompt are not side by side"
+    assert kept[::SAMPLES] == kept[1::SAMPLES], "responses to a prompt are not side by side"
     assert batch["label"] == [str(key) for key in kept]
     return kept[::SAMPLES]
 

@@ -293,8 +293,8 @@ def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
 def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
     """An nvidia-smi that shows GPUs of these sizes, or the first of them where some are chosen by name."""
     sizes = " ".join(map(str, mebibytes))
-    answers = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
-    (path / "nvidia-smi").write_text(f"#!/bin/sh\n{answers}\n")
+    responses = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
+    (path / "nvidia-smi").write_text(f"#!/bin/sh\n{responses}\n")
     (path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
     gpu_bytes.cache_clear()

@@ -1,4 +1,4 @@
-"""Phases by a clock that is told what to show, and checkpoints that are due, best, failed, and gone on from."""
+"""Phases by a clock that is told what to show, and checkpoints that are due, best, failed, and continued from."""
 
 import errno
 import json
@@ -39,12 +39,12 @@ def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: p
 
 
 def test_what_is_done_beside_the_steps_is_told_and_not_counted() -> None:
-    heard: list[Any] = []
-    clock = PhaseClock(heard.append)
-    assert clock.told("evaluate", lambda x, y=0: x + y)(1, y=2) == 3
+    seen: list[Any] = []
+    clock = PhaseClock(seen.append)
+    assert clock.outside_step("evaluate", lambda x, y=0: x + y)(1, y=2) == 3
     with pytest.raises(KeyError), clock.phase("train"):
-        clock.told("checkpoint", {}.__getitem__)("gone")
-    phases = [(event.phase, event.seconds is None) for event in heard]
+        clock.outside_step("checkpoint", {}.__getitem__)("gone")
+    phases = [(event.phase, event.seconds is None) for event in seen]
     assert phases[:2] == [("evaluate", True), ("evaluate", False)]
     assert phases[2:] == [("train", True), ("checkpoint", True), ("checkpoint", False), ("train", False)]
     assert clock.take().keys() == {"timing_s/train", "timing_s/step"}
@@ -131,7 +131,7 @@ class Box:
             every=every,
             config={"rate": 0.1} | config,
             run_id=run_id,
-            say=self.said.append,
+            info=self.said.append,
         )
 
     def write(self, folder: Path) -> None:
@@ -275,7 +275,7 @@ class Ahead:
             every=1,
             config={},
             run_id="",
-            say=self.said.append,
+            info=self.said.append,
         )
 
     def generate(self, step: int) -> Batch:

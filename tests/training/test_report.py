@@ -217,9 +217,9 @@ def test_long_answers_many_groups_and_many_steps_are_left_out_in_part_and_counte
 
 def test_a_cut_answer_keeps_the_prompt_and_both_ends() -> None:
     assert keep(10, 3, 10) == [(0, 10)]
-    # 25 places for the prompt of 1,000, of which the end gets a quarter; 75 for the answer.
+    # 25 places for the prompt of 1,000, of which the end gets a quarter; 75 for the response.
     assert keep(2000, 1000, 100) == [(0, 19), (994, 1000), (1000, 1057), (1982, 2000)]
-    # A short prompt leaves its places to the answer.
+    # A short prompt leaves its places to the response.
     assert keep(1000, 4, 100) == [(0, 4), (4, 76), (976, 1000)]
 
 
@@ -293,7 +293,7 @@ def test_a_run_that_did_not_finish_says_so(summary: dict[str, Any], told: str, t
 
 
 def big_run(folder: Path) -> Path:
-    """100,000 steps, and steps of 64 answers of 32,768 tokens."""
+    """100,000 steps, and steps of 64 responses of 32,768 tokens."""
     names = [f"actor/m{i}" for i in range(4)]
     noise = np.random.default_rng(0)
     table = noise.random((1000, 4)).round(6).tolist()
@@ -332,7 +332,7 @@ def test_a_huge_run_fits_in_two_megabytes_and_says_what_is_left_out(tmp_path: Pa
     step = run["rollouts"]["steps"][0]
     assert (step["of"], step["of_groups"]) == (64, 8)
     assert step["cut"] == len(step["groups"]) * 8
-    left = [-n for answer in step["groups"][0]["answers"] for whose, n in answer["runs"] if whose < 0]
+    left = [-n for response in step["groups"][0]["answers"] for whose, n in response["runs"] if whose < 0]
     assert len(left) == 8
 
 

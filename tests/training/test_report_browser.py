@@ -206,9 +206,9 @@ def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
     before = prompt.input_value()
     page.keyboard.press("n")
     assert prompt.input_value() != before
-    page.get_by_role("button", name="Reward 1: 3 answers").press("Enter")
+    page.get_by_role("button", name="Reward 1: 3 responses").press("Enter")
     expect(page.locator(".answer")).to_have_count(1)
-    expect(page.locator(".answer strong")).to_have_text("reward 1")
+    expect(page.locator(".response strong")).to_have_text("reward 1")
     page.keyboard.press("f")
     expect(page.locator(".answer")).to_have_count(2)
     token = page.locator(".answer").nth(1).locator(".bubble.own .tok").nth(1)
@@ -223,16 +223,16 @@ def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
 def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> None:
     page = show("one")
     info = page.locator(".token-info")
-    page.locator(".answer .bubble.own .tok").nth(1).hover()
+    page.locator(".response .bubble.own .tok").nth(1).hover()
     expect(info).to_contain_text("log-probability −2.12")
     expect(info).to_contain_text("mismatch −0.12")
-    answer = page.locator(".answer").first
-    answer.focus()
+    response = page.locator(".answer").first
+    response.focus()
     page.keyboard.press("End")
     expect(info).to_contain_text("<eos>")
     page.keyboard.press("ArrowLeft")
     expect(info).to_contain_text("not learnt from")
-    assert answer.evaluate("a => getComputedStyle(a).outlineStyle") == "solid"
+    assert response.evaluate("a => getComputedStyle(a).outlineStyle") == "solid"
 
 
 def test_turns_are_bubbles_and_the_common_prompt_stands_above_them(show: Open) -> None:

@@ -289,7 +289,7 @@ def test_a_state_holds_the_queue_and_where_the_prompts_were_before_the_batch_und
     assert states["prompts"] == {"taken": 6}
     own = {"metrics": {}, "seconds": {}, "most_stale": 4}
     assert states["stream"] == {"step": 1, "queue": [{"batch": [2, 3], **own}, {"batch": [4, 5], **own}]}
-    # It goes on inline as well; only what was drawn before may be as old as it was allowed to be.
+    # It continues inline as well; only what was drawn before may be as old as it was allowed to be.
     resumed = ahead(later := Prompts(), 5, 0)
     later.load_state_dict(states["prompts"])
     resumed.load_state_dict(states["stream"])

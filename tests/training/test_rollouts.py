@@ -1,4 +1,4 @@
-"""What is said of a step's answers."""
+"""What is said of a step's responses."""
 
 import json
 import math
@@ -27,8 +27,8 @@ from training.rollouts import check_staleness, keep_failed, over_updates, record
 from training.tracking import StepEvent, Tracker
 
 
-def answers() -> Batch:
-    """Two prompts of one token, two answers each, of 1, 2, 1 and 1 tokens."""
+def responses() -> Batch:
+    """Two prompts of one token, two responses each, of 1, 2, 1 and 1 tokens."""
     mask = [False, True, False, True, True, False, True, False, True]
     return Batch(
         [2, 3, 2, 2],
@@ -53,7 +53,7 @@ def answers() -> Batch:
 
 
 def test_a_step_is_described_by_hand() -> None:
-    found = rollout_metrics(answers(), 0.6, 2.0)
+    found = rollout_metrics(responses(), 0.6, 2.0)
     assert found["reward/reward"] == 2.0
     assert found["reward/score"] == 0.75
     assert found["reward/failed"] == 1.0
@@ -70,11 +70,11 @@ def test_a_step_is_described_by_hand() -> None:
 
 
 def test_prompts_with_one_answer_have_no_groups() -> None:
-    assert "reward/group_std" not in rollout_metrics(answers().select([0, 2]))
+    assert "reward/group_std" not in rollout_metrics(responses().select([0, 2]))
 
 
 def test_without_a_pass_of_the_trainer_its_log_probabilities_are_compared_with_none() -> None:
-    alone = answers().only(*(name for name in answers().names if name != "logprob"))
+    alone = responses().only(*(name for name in responses().names if name != "logprob"))
     found = rollout_metrics(alone)
     assert found["reward/reward"] == 2.0
     assert [name for name in found if "logprob" in name or "mismatch" in name] == []
@@ -88,11 +88,11 @@ def test_each_prompt_is_asked_side_by_side_and_its_samples_are_numbered() -> Non
 
 
 def test_answers_are_cut_off_or_finished_in_words() -> None:
-    assert with_status(answers())["status"] == ["finished", "truncated", "finished", "finished"]
+    assert with_status(responses())["status"] == ["finished", "truncated", "finished", "finished"]
 
 
 class Lengths:
-    """Rewards the length of each response; the answers in `failing` get none."""
+    """Rewards the length of each response; the responses in `failing` get none."""
 
     def __init__(self, failing: Sequence[int] = ()) -> None:
         self.failing = failing
@@ -111,7 +111,7 @@ class Lengths:
 
 
 def texts(count: int) -> Batch:
-    """The prompt "ab", each time with one answer more: "c", "cc", ..., and an end token that no response shows."""
+    """The prompt "ab", each time with one response more: "c", "cc", ..., and an end token that no response shows."""
     tokenizer = character_tokenizer("abc")
     rows = [
         [*tokenizer.encode("ab" + "c" * (i + 1), add_special_tokens=False), tokenizer.eos_token_id]
@@ -139,7 +139,9 @@ def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
     scored = add_rewards(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
     assert scored["reward_failed"].tolist() == [1, 0, 1, 1, 0, 1]
     assert len(said) == 4
-    for line, facts in zip(said, (["answer 0", "no number in 0"], ["answer 2"], ["answer 3", "no number in 3"], [1])):
+    for line, facts in zip(
+        said, (["response 0", "no number in 0"], ["response 2"], ["response 3", "no number in 3"], [1])
+    ):
         assert re.search(says(*facts), line)
 
 
@@ -157,18 +159,18 @@ def test_metrics_of_a_step_are_means_over_its_updates_and_tell_the_first_apart()
 
 def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(tmp_path: Path) -> None:
     path = tmp_path / "failed" / "step_000012-actor.parquet"
-    assert keep_failed(str(tmp_path), 12, "ACTOR", answers(), rank=1) == f"the batch is in {path}"
+    assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=1) == f"the batch is in {path}"
     assert not path.exists()
-    assert keep_failed(str(tmp_path), 12, "ACTOR", answers(), rank=0) == f"the batch is in {path}"
+    assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=0) == f"the batch is in {path}"
     assert Batch.load(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
 
 
 def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
     told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, tell=told.append, shown=("eval/score", "reward/"))
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append, shown=("eval/score", "reward/"))
     metrics = {"reward/score": 0.5, "actor/loss": 2.0}
     texts = {"prompt": ["a", "a", "b", "b"], "label": [1, 1, 2, 2]}
-    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()).with_objects(**texts))
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()).with_objects(**texts))
     record_step(tracker, 3, 9, metrics, samples, character_tokenizer("abcdefghi"))
     tracker.close()
     (event,) = told
@@ -183,8 +185,8 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
 
 def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, tensorboard="true", tell=told.append)
-    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()))
+    tracker = Tracker(tmp_path, "demo", {}, 0, tensorboard="true", emit=told.append)
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
     tokenizer: Any = object()  # it has neither decode nor save_pretrained
     for step in (1, 11):
@@ -200,8 +202,8 @@ def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog:
 
 def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
     told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, tell=told.append)
-    samples = with_status(answers().with_sequences(prompt_length=torch.ones(4).long()))
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append)
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
     for pass_of_trainer in ({}, {"rollout/logprob_gap_mean": 0.25}):
         metrics = {"actor/first_engine_gap": 0.5, **pass_of_trainer}
@@ -211,52 +213,52 @@ def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_th
 
 
 def test_an_engine_that_missed_an_update_is_found() -> None:
-    check_staleness(answers().select([0, 1]), 4)
-    with pytest.raises(RuntimeError, match=says("1 answers", "version [3]", "version 4")):
-        check_staleness(answers(), 4)
+    check_staleness(responses().select([0, 1]), 4)
+    with pytest.raises(RuntimeError, match=says("1 responses", "version [3]", "version 4")):
+        check_staleness(responses(), 4)
     with pytest.raises(RuntimeError, match=says("version [4]", "version 3", 1)):
-        check_staleness(answers(), 3, most=1)
+        check_staleness(responses(), 3, most=1)
 
 
 def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
-    checked = check_staleness(answers(), 5, most=2)
+    checked = check_staleness(responses(), 5, most=2)
     assert checked["staleness"].tolist() == [1, 1, 2, 1]
     with pytest.raises(RuntimeError, match=says("version [3]", "version 5", 1)):
-        check_staleness(answers(), 5, most=1)
+        check_staleness(responses(), 5, most=1)
     found = rollout_metrics(checked)
     assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.25, 2.0)
     assert "rollout/token_staleness_mean" not in found
-    # The five answer tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
+    # The five response tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
     version_N = torch.tensor([-1, 4, -1, 4, 5, -1, 3, -1, 5])
     found = rollout_metrics(checked.with_tokens(token_version=version_N))
     assert found["rollout/token_staleness_mean"] == pytest.approx(0.8)
-    assert [name for name in rollout_metrics(answers()) if "staleness" in name] == []
+    assert [name for name in rollout_metrics(responses()) if "staleness" in name] == []
 
 
 def test_a_log_that_answers_lack_is_averaged_over_the_others_and_left_out_where_all_lack_it() -> None:
     nan = math.nan
     found = rollout_metrics(
-        answers().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
+        responses().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
     )
     assert found["reward/wins"] == 0.5
     assert "reward/none" not in found
 
 
 def test_episodes_are_counted_by_how_they_ended() -> None:
-    played = answers().with_sequences(num_turns=torch.tensor([1, 2, 3, 4]))
+    played = responses().with_sequences(num_turns=torch.tensor([1, 2, 3, 4]))
     found = rollout_metrics(played.with_objects(status=["finished", "truncated", "error", "finished"]))
     shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "aborted", "error")]
     assert (shares, found["rollout/turns_mean"]) == ([0.5, 0.25, 0.0, 0.25], 2.5)
-    assert "rollout/finished_share" not in rollout_metrics(with_status(answers()))
+    assert "rollout/finished_share" not in rollout_metrics(with_status(responses()))
 
 
 def test_a_status_that_is_there_stays() -> None:
-    assert with_status(answers().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
+    assert with_status(responses().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
 
 
 def test_of_episodes_with_several_sequences_the_main_one_is_judged() -> None:
-    assert main_branches(answers())["reward"].tolist() == [1, 3, 2, 2]
-    assert main_branches(answers().with_sequences(branch=torch.tensor([0, 1, 0, 0])))["reward"].tolist() == [1, 2, 2]
+    assert main_branches(responses())["reward"].tolist() == [1, 3, 2, 2]
+    assert main_branches(responses().with_sequences(branch=torch.tensor([0, 1, 0, 0])))["reward"].tolist() == [1, 2, 2]
 
 
 def test_a_sample_that_branched_is_compared_once() -> None:

@@ -96,7 +96,7 @@ def test_a_frame_says_how_far_the_run_is_what_it_gained_who_does_what_and_shows_
         "TRAINER     generate  4 s",
         "ROLLOUT x4  generate  4 s  2 ranks, rank 3 longest",
         "! step 3: the policy is far away; lower the learning rate",
-        "an answer of step 3: reward 0.5, label 2",
+        "a response of step 3: reward 0.5, label 2",
         "1+1=",
         "2↵or 3",
     ]
@@ -285,9 +285,9 @@ def test_lines_scroll_above_the_frame_and_a_narrower_window_leaves_nothing_of_it
     person, program = glass
     drawn = Screen(os.dup(program), lambda width, height: [Text("x" * 60), Text(f"{width} {height}")], "utf-8")
     text = read_on(person, until_text="79 23")
-    drawn.say("one\x1b[2J")
+    drawn.info("one\x1b[2J")
     text = read_on(person, text, until_text="one")
-    drawn.say("two")
+    drawn.info("two")
     text = read_on(person, text, until_text="two")
     resize(program, 40, 24)
     # The line of 60 cells stands there as two now.
@@ -301,7 +301,7 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(glass: tuple[int, int], m
     monkeypatch.setattr(screen, "_LAST_FRAME_WITHIN_S", 0.1)
     drawn = Screen(os.dup(glass[1]), lambda *_: [Text("frame")], "utf-8")
     for _ in range(2000):
-        drawn.say("x" * 70)  # more than a terminal's buffer holds
+        drawn.info("x" * 70)  # more than a terminal's buffer holds
     drawn.close()
     os.close(glass[1])
 
@@ -313,7 +313,7 @@ def test_a_view_that_fails_is_switched_off_and_the_lines_go_on(
         raise RuntimeError(f"{width} {height}")
 
     drawn = Screen(os.dup(glass[1]), broken, "utf-8")
-    drawn.say("still here")
+    drawn.info("still here")
     drawn.close()
     os.close(glass[1])
     assert "still here" in read_on(glass[0])
@@ -421,7 +421,7 @@ def test_on_a_terminal_a_hang_shows_its_name_until_two_interrupts_end_it(
     assert re.fullmatch(r"step 3 of 3  stopped  .* elapsed(  .* GB)?  ━*", lines[top + 1])
     assert lines[top + 2].split() == ["reward/score", "0.75", "▁▅█"]
     assert re.fullmatch(r"SLEEPER x2  slumber +\d.*", lines[top + 5])
-    assert lines[top + 6 : top + 9] == ["an answer of step 3: reward 1", "1+1=", "�[2J[bold]2[/bold] �"]
+    assert lines[top + 6 : top + 9] == ["a response of step 3: reward 1", "1+1=", "�[2J[bold]2[/bold] �"]
     assert lines[-1] == ""
     assert re.search(says("demo: stopped", tmp_path / "logs"), lines[-2])
     assert "odd" not in text

@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: P
     assert [json.loads(line)["step"] for line in lines[:-1]] == list(range(1, len(lines)))
     assert scalars(tmp_path / "tensorboard", "reward")
     assert list((tmp_path / "rollouts").iterdir()) == []
-    # The resumed run, with room again, goes on with the steps that are whole.
+    # The resumed run, with room again, continues with the steps that are whole.
     tracker = Tracker(tmp_path, "toy", {}, seed=0, resume_step=len(lines))
     tracker.log(len(lines) + 1, {"reward": 1.0})
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

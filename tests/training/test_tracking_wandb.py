@@ -41,9 +41,9 @@ def stored_records(path: Path) -> Iterator[Any]:
     """The records of a .wandb file: 7 bytes of header, then blocks of 32 KiB with checksum, length, type, data."""
     data, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
+        space = 32768 - at % 32768
+        if space < 7:
+            at += space
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         record += data[at + 7 : at + 7 + length]

@@ -1,4 +1,4 @@
-"""What several answers to a prompt are worth together, worked by hand. B answers."""
+"""What several responses to a prompt are worth together, worked by hand. B responses."""
 
 import math
 
@@ -13,7 +13,7 @@ NAN = math.nan
 
 
 def test_the_majority_of_a_draw_is_worth_what_its_first_answer_is() -> None:
-    # Votes 0, 1, 1: vote 1, whose first answer is worth 5. 2, 0, 2, ...: vote 2, whose first is worth 1.
+    # Votes 0, 1, 1: vote 1, whose first response is worth 5. 2, 0, 2, ...: vote 2, whose first is worth 1.
     # 1, 0, 0, 1: a tie, and 1 was drawn first; 0, 1, 1, 0: a tie, and 0 was. All different: the first.
     value_kR = np.array([[9.0, 5.0, 7.0, 3.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]).T
     vote_kR = np.array([[0, 1, 1, 2], [2, 0, 2, 1], [1, 0, 0, 1], [0, 1, 1, 0]]).T
@@ -29,7 +29,7 @@ def test_one_answer_to_each_prompt_has_a_mean_and_nothing_else() -> None:
 
 
 def test_two_answers_to_each_prompt_by_hand() -> None:
-    # The answers to prompt 7 earn 1 and 0, in any order; those to prompt 3 both 0.5.
+    # The responses to prompt 7 earn 1 and 0, in any order; those to prompt 3 both 0.5.
     # Mean (0.5 + 0.5) / 2, deviation (0.5 + 0) / 2. Of two draws from 1 and 0 the best is 1 three times in four, the
     # worst one in four; the deviation of both is sqrt(3) / 4. Of prompt 3 all is 0.5, and nothing deviates.
     found = validation_metrics(torch.tensor([1.0, 0.5, 0.0, 0.5]), torch.tensor([7, 3, 7, 3]), ["s"] * 4)
@@ -54,7 +54,7 @@ def test_what_most_answers_say_counts_where_there_are_predictions() -> None:
     said = ["4", "4", "5", "4", None, None, None, None]
     found = validation_metrics(reward_B, torch.zeros(8), ["a"] * 4 + ["b"] * 4, predictions=said)
     assert found["val-core/a/reward/maj@4/mean"] == pytest.approx(216 / 256, abs=0.035)
-    # Of two answers the first drawn wins either way: 0.75.
+    # Of two responses the first drawn wins either way: 0.75.
     assert found["val-aux/a/reward/maj@2/mean"] == pytest.approx(0.75, abs=0.042)
     assert not any(name.startswith(("val-core/b/reward/maj", "val-aux/b/reward/maj")) for name in found)
     assert "val-core/b/reward/best@4/mean" in found
@@ -95,5 +95,5 @@ def test_what_does_not_fit_together_is_named() -> None:
         validation_metrics(one_B, torch.tensor([4, 4, 5]), ["s"] * 3)
     with pytest.raises(ValueError, match=says("reward_B", "[3]", "acc", "[2]")):
         validation_metrics(one_B, torch.arange(3), ["s"] * 3, {"acc": one_B[:2]})
-    with pytest.raises(ValueError, match=says("2 predictions", "3 answers")):
+    with pytest.raises(ValueError, match=says("2 predictions", "3 responses")):
         validation_metrics(one_B, torch.arange(3), ["s"] * 3, predictions=["1", "2"])

@@ -179,7 +179,7 @@ def test_a_model_name_that_is_no_warm_start_stays_as_it_is() -> None:
         resolve_model("warm_start:sorting")
 
 
-def answers(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
+def responses(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
     """One response to each of the first held-out prompts, with its label."""
     from components.engines.config import SamplingConfig
     from components.engines.hf_engine import HFRolloutEngine
@@ -202,7 +202,7 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path
     folder = ensure_warm_start(WarmStartSettings(seed=seed), tmp_path)
 
     def scores(temperature: float) -> tuple[float, float]:
-        pairs = answers(folder, task, temperature, 2048)
+        pairs = responses(folder, task, temperature, 2048)
         right = sum(task.score(text, label) for text, label in pairs)
         reversed_ = sum(task.score(text[::-1], label) for text, label in pairs)
         return right / 2048, reversed_ / 2048
@@ -221,7 +221,7 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path
 def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(tmp_path: Path, seed: int) -> None:
     task = WordTask()
     folder = ensure_warm_start(WarmStartSettings(task="word", seed=seed), tmp_path)
-    pairs = answers(folder, task, 1.0, 512)
+    pairs = responses(folder, task, 1.0, 512)
     styles = [task.style(*pair) for pair in pairs]
     marks, reasons, in_form, right_in_form = (sum(s[name] for s in styles) / 512 for name in styles[0])
     sampled = sum(task.score(*pair) for pair in pairs) / 512

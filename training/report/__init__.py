@@ -71,7 +71,7 @@ class _Keeper(threading.Thread):
             if now != self._seen:
                 write_report([self._run_dir], self._run_dir / "report.html")
                 self._seen = now
-        # A full disk, a file of a kind that nobody thought of: the run goes on whatever it is.
+        # A full disk, a file of a kind that nobody thought of: the run continues whatever it is.
         except Exception as error:  # noqa: BLE001
             self._off = True
             logger.warning("report.html of %s is switched off: %s: %s", self._run_dir, type(error).__name__, error)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from training.tracking.metrics import METRICS, Metric, Row, house_name, metric_of
+from training.tracking.metrics import METRICS, Metric, Row, canonical_name, metric_of
 
 MAX_CURVES = 300
 MAX_ROWS = 48
@@ -158,18 +158,18 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
 
 
 def pack_curves(curves: Mapping[str, Curve], score: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Curves under the house's names, with at most `most` points together, and the held-out scores of the start."""
+    """Curves under our names, with at most `most` points together, and the held-out scores of the start."""
     names = list(curves)[:MAX_CURVES]
     each = max(40, most // max(1, len(names)))
     packed: dict[str, Any] = {}
-    for name in sorted(names, key=lambda n: house_name(n) != n):  # the house's own before what is the same
+    for name in sorted(names, key=lambda n: canonical_name(n) != n):  # our own before what is the same
         x, y = (np.asarray(column) for column in (curves[name].x, curves[name].y))
-        start = number(score.get(START_SCORES.get(house_name(name), "")))
+        start = number(score.get(START_SCORES.get(canonical_name(name), "")))
         if start is not None and len(x) and x[0] > 0:
             x, y = np.concatenate([[0.0], x]), np.concatenate([[start], y])
         few_x, few_y = thin(x, y, each)
         curve = {"x": steps_between([int(v) for v in few_x]), "y": [short(v) for v in few_y], "of": len(x)}
-        packed.setdefault(house_name(name), curve | ({"name": name} if house_name(name) != name else {}))
+        packed.setdefault(canonical_name(name), curve | ({"name": name} if canonical_name(name) != name else {}))
     return packed
 
 

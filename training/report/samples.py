@@ -21,7 +21,7 @@ MIN_STEPS = 6
 MAX_GROUPS = 12
 MAX_IN_GROUP = 16
 TOKENS_TO_READ = 600
-"""Of an answer; where answers are longer, there are fewer steps, so that so much of each is there."""
+"""Of a response; where responses are longer, there are fewer steps, so that so much of each is there."""
 BINS = 12
 PER_TOKEN = ("logprob", "advantage", "reference_logprob", "value")
 PER_SAMPLE = ("sample_id", "branch", "reward", "score", "shaped_reward", "status", "error", "weight_version")
@@ -168,7 +168,7 @@ _WANTED = ("lengths", "tokens", "action_mask", "rollout_logprob", "prompt_id", "
 
 
 def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """One step: the histogram of all its rewards, and some of its groups with all that is said of their answers."""
+    """One step: the histogram of all its rewards, and some of its groups with all that is said of their responses."""
     lengths = np.asarray(columns["lengths"])
     reward = np.asarray(columns.get("reward", np.full(len(lengths), np.nan)), dtype=float)
     prompt = columns.get("prompt_id", range(len(lengths)))
@@ -187,17 +187,17 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
         used += cost
         first = own[0]
         about = {n: str(columns[n][first])[:1000] for n in ("prompt", "label", "datasource") if n in columns}
-        answers = [{"bin": bin_of[i], **_answer(columns, i, most_each, vocabulary)} for i in own]
-        groups.append({"id": group, "of": len(members[group]), **about, "answers": answers})
+        responses = [{"bin": bin_of[i], **_answer(columns, i, most_each, vocabulary)} for i in own]
+        groups.append({"id": group, "of": len(members[group]), **about, "answers": responses})
         if len(groups) == MAX_GROUPS:
             break
-    cut = sum(any(kind < 0 for kind, _ in answer["runs"]) for group in groups for answer in group["answers"])
+    cut = sum(any(kind < 0 for kind, _ in response["runs"]) for group in groups for response in group["answers"])
     groups.sort(key=lambda group: -float(worth[members[group["id"]]].mean()))
     return {"of": len(lengths), "of_groups": len(members), "bins": bins, "cut": cut, "groups": groups}
 
 
 def _some(reward: np.ndarray) -> list[int]:
-    """The answers of a group that are shown: all, or of a large one some of every reward."""
+    """The responses of a group that are shown: all, or of a large one some of every reward."""
     if len(reward) <= MAX_IN_GROUP:
         return list(range(len(reward)))
     order = np.argsort(reward, kind="stable")
@@ -234,11 +234,11 @@ def keep(length: int, start: int, most: int) -> list[tuple[int, int]]:
         return [(0, length)]
     before = min(start, max(most // 4, most - (length - start)))
     ranges = []
-    for low, high, room in ((0, start, before), (start, length, most - before)):
-        if high - low <= room:
+    for low, high, space in ((0, start, before), (start, length, most - before)):
+        if high - low <= space:
             ranges.append((low, high))
         else:
-            ranges += [(low, low + room - room // 4), (high - room // 4, high)]
+            ranges += [(low, low + space - space // 4), (high - space // 4, high)]
     return [(low, high) for low, high in ranges if low < high]
 
 
@@ -263,21 +263,21 @@ def _answer(columns: Mapping[str, Any], i: int, most: int, vocabulary: Vocabular
         runs += [[int(mask[a]), int(b - a)] for a, b in zip([low, *changes], [*changes, high])]
         reach = high
     kept = np.concatenate([np.arange(low, high) for low, high in ranges]) if ranges else np.arange(0)
-    answer: dict[str, Any] = {"length": len(tokens), "policy": int(mask.sum()), "runs": runs}
-    answer["t"] = [at for low, high in ranges for at in vocabulary.indices(tokens[low:high].tolist())]
+    response: dict[str, Any] = {"length": len(tokens), "policy": int(mask.sum()), "runs": runs}
+    response["t"] = [at for low, high in ranges for at in vocabulary.indices(tokens[low:high].tolist())]
     own = kept[mask[kept]]
     for name in PER_TOKEN:
         if name in columns:
-            answer[name] = _numbers(row(name)[own], 3)
+            response[name] = _numbers(row(name)[own], 3)
     if "logprob" in columns and "rollout_logprob" in columns:
-        answer["mismatch"] = _numbers(row("logprob")[own] - row("rollout_logprob")[own], 2)
+        response["mismatch"] = _numbers(row("logprob")[own] - row("rollout_logprob")[own], 2)
     elif "rollout_logprob" in columns:
-        answer["logprob"] = _numbers(row("rollout_logprob")[own], 3)
+        response["logprob"] = _numbers(row("rollout_logprob")[own], 3)
     for name in PER_SAMPLE:
         if name in columns:
             value = columns[name][i]
-            answer[name] = (value or "")[:1000] if isinstance(value, str | None) else short(float(value))
-    return answer
+            response[name] = (value or "")[:1000] if isinstance(value, str | None) else short(float(value))
+    return response
 
 
 def _numbers(values: np.ndarray, digits: int) -> list[float | None] | float | None:

@@ -1,6 +1,6 @@
 """The engine that samples from the policy."""
 
-from agents.player import Collected, open_player
+from agents.runner import Collected, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from components.engines.weight_sync import WeightHandle
@@ -17,7 +17,7 @@ class RolloutWorker(BaseWorkload):
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load the policy as it is at the start."""
-        self.player = open_player(
+        self.runner = open_runner(
             model_path,
             self.config.rollout_engine(),
             self.config.agent,
@@ -32,26 +32,26 @@ class RolloutWorker(BaseWorkload):
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        return self.player.play(prompts, sampling, alone=alone)
+        return self.runner.run_episodes(prompts, sampling, alone=alone)
 
     @trainer_invocation(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
         """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
         for mine in prompts:
             if mine is not None:
-                self.player.begin(mine, sampling)
+                self.runner.begin(mine, sampling)
 
     @trainer_invocation(idempotent=True)
     def collect(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
-        return self.player.collect(seconds)
+        return self.runner.collect(seconds)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
-        self.player.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes that the engine may have."""
-        self.player.close()
+        self.runner.close()

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def driver_log(path: Path, say: Callable[[str], None], descriptors: tuple[int, ...]) -> Iterator[None]:
+def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, ...]) -> Iterator[None]:
     """Let what is written to file descriptors, 2 among them, go to a file while the block lasts.
 
     Warnings that the project's and the user's own code logs are said too. A file that cannot be opened leaves
@@ -29,7 +29,7 @@ def driver_log(path: Path, say: Callable[[str], None], descriptors: tuple[int, .
         except OSError as error:
             logger.warning("%s is not written: %s", path, error)
         else:
-            undo.enter_context(_logging_to(path, say))
+            undo.enter_context(_logging_to(path, info))
         yield
 
 
@@ -56,9 +56,9 @@ def _flush() -> None:
 
 
 @contextmanager
-def _logging_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     """Let all warnings go to the file, with their time, and our own to `say`."""
-    to_file, to_screen = logging.FileHandler(path, encoding="utf-8"), _OwnWarnings(say)
+    to_file, to_screen = logging.FileHandler(path, encoding="utf-8"), _OwnWarnings(info)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (to_file, to_screen):
         handler.setLevel(logging.WARNING)
@@ -74,10 +74,10 @@ def _logging_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 class _OwnWarnings(logging.Handler):
     """The same rule as in the processes of a job: what comes from no installed package is for the user."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, info: Callable[[str], None]) -> None:
         super().__init__()
-        self._say = say
+        self._info = info
 
     def emit(self, record: logging.LogRecord) -> None:
         if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
-            self._say(f"warning: {record.getMessage()}")
+            self._info(f"warning: {record.getMessage()}")

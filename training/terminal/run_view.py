@@ -14,9 +14,9 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from core import CallEvent, JobEvent, MemoryEvent
-from training.tracking.metrics import house_name
+from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
+from training.tracking.metrics import canonical_name
 from training.tracking.plain import duration
-from training.tracking.told import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.tracker import console_number
 
 SLOW_S, HUNG_S = 60.0, 300.0
@@ -101,10 +101,10 @@ class RunView:
                 (4, self._alarm_lines()),
                 (5, self._sample_lines(width)),
             ]
-        room, kept = height, dict[int, list[Text]]()
+        space, kept = height, dict[int, list[Text]]()
         for rank, lines in sorted(blocks, key=lambda block: block[0]):
-            kept[rank] = lines[: max(0, room)]
-            room -= len(kept[rank])
+            kept[rank] = lines[: max(0, space)]
+            space -= len(kept[rank])
         frame = [line for rank, _ in blocks for line in kept[rank]]
         for line in frame:
             line.truncate(width, overflow="ellipsis")
@@ -181,8 +181,8 @@ class RunView:
         return self._clock() if self._ended is None else self._ended
 
     def _title_line(self, width: int) -> Text:
-        room = width - 6
-        title = self._title if cell_len(self._title) <= room else f"…{self._title[-room + 1 :]}"
+        space = width - 6
+        title = self._title if cell_len(self._title) <= space else f"…{self._title[-space + 1 :]}"
         return Text(f"── {title} ".ljust(width, "─"), style="dim")
 
     def _progress_line(self, width: int) -> Text:
@@ -191,11 +191,11 @@ class RunView:
         parts += [self._status or self._time_left(), f"{duration(self._now() - self._began)} elapsed"]
         parts += [f"{self._memory / 1e9:.1f} GB"] * (self._memory > 0)
         text = "  ".join(part for part in parts if part)
-        room = min(width - len(text) - 2, _BAR_WIDTH)
-        if not self._steps or room < _BAR_WIDTH // 3:
+        space = min(width - len(text) - 2, _BAR_WIDTH)
+        if not self._steps or space < _BAR_WIDTH // 3:
             return Text(text, style="bold")
-        full = round(room * min(1.0, self._step / self._steps))
-        return Text.assemble((text, "bold"), "  ", ("━" * full, "green"), ("─" * (room - full), "dim"))
+        full = round(space * min(1.0, self._step / self._steps))
+        return Text.assemble((text, "bold"), "  ", ("━" * full, "green"), ("─" * (space - full), "dim"))
 
     def _time_left(self) -> str:
         if len(self._pace) < 2 or not self._steps:
@@ -210,8 +210,8 @@ class RunView:
         lines: list[Text] = []
         for name in names:
             head = f"{name:<{longest}}  {console_number(self._curves[name][-1]):>9}  "
-            room = max(0, min(_SPARK_WIDTH, width - len(head)))
-            lines.append(Text.assemble(head, (sparkline(self._curves[name], room), "cyan")))
+            space = max(0, min(_SPARK_WIDTH, width - len(head)))
+            lines.append(Text.assemble(head, (sparkline(self._curves[name], space), "cyan")))
         return lines
 
     def _other_lines(self, width: int) -> list[Text]:
@@ -276,7 +276,7 @@ def _ranks(size: int, busy: int, longest: int, differ: bool) -> str:
 
 
 def _is_eval(name: str) -> bool:
-    return house_name(name).startswith("eval/")
+    return canonical_name(name).startswith("eval/")
 
 
 def _headlines(shown: Sequence[str]) -> list[str]:
@@ -284,7 +284,7 @@ def _headlines(shown: Sequence[str]) -> list[str]:
     with it; and the first of an evaluation.
     """
     own = [name for name in shown if not _is_eval(name)]
-    rewards = [name for name in own if house_name(name).startswith("reward/")]
+    rewards = [name for name in own if canonical_name(name).startswith("reward/")]
     found = (rewards or own)[:1]
     if found and found[0].endswith("loss"):
         found += [name for name in own if name.endswith("accuracy")][:1]
@@ -292,12 +292,16 @@ def _headlines(shown: Sequence[str]) -> list[str]:
 
 
 def _sample_texts(step: int, sample: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """One line about an answer, the end of its prompt, and the answer, each with its style."""
+    """One line about a response, the end of its prompt, and the response, each with its style."""
     about = [
         f"{name} {console_number(sample[name])}" for name in ("reward", "score", "status", "label") if name in sample
     ]
-    prompt, answer = (str(sample.get(name, "")) for name in ("prompt", "answer"))
-    texts = [(f"an answer of step {step}: {', '.join(about)}", ""), (prompt[-_KEPT:], "dim"), (answer[:_KEPT], "cyan")]
+    prompt, response = (str(sample.get(name, "")) for name in ("prompt", "answer"))
+    texts = [
+        (f"a response of step {step}: {', '.join(about)}", ""),
+        (prompt[-_KEPT:], "dim"),
+        (response[:_KEPT], "cyan"),
+    ]
     return [(printable(text), style) for text, style in texts]
 
 

@@ -50,7 +50,7 @@ class Screen:
         self._thread = threading.Thread(target=self._draw_on, name="troupe-screen", daemon=True)
         self._thread.start()
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Let a line scroll up above the frame."""
         self._lines.append(line)
         self._wake.set()

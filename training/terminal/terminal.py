@@ -15,7 +15,7 @@ from typing import Any
 from training.terminal.driver_log import driver_log
 from training.terminal.run_view import RunView
 from training.terminal.screen import Screen
-from training.tracking.told import AlarmEvent, StepEvent
+from training.tracking.event_types import AlarmEvent, StepEvent
 from training.tracking.tracker import console_line
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class Terminal:
                 self._screen = Screen(os.dup(sys.stdout.fileno()), self._view.frame, sys.stdout.encoding)
                 undo.callback(self._screen.close)
             # A frame must be the only thing that is written to the terminal.
-            undo.enter_context(driver_log(self._log, self.say, (2,) if self._screen is None else (1, 2)))
-            lines = _Lines(self.say)
+            undo.enter_context(driver_log(self._log, self.info, (2,) if self._screen is None else (1, 2)))
+            lines = _Lines(self.info)
             undo.callback(lines.end)
             undo.enter_context(redirect_stdout(lines))
             self._undo = undo.pop_all()
@@ -67,14 +67,14 @@ class Terminal:
         """Take in what the job tells."""
         self._view.take(event)
         if isinstance(event, AlarmEvent):
-            self.say(f"warning: {event.text}; {event.advice}")
+            self.info(f"warning: {event.text}; {event.advice}")
         elif self._screen is None and isinstance(event, StepEvent) and event.shown:
-            self.say(console_line(event.step, {name: event.metrics[name] for name in event.shown}))
+            self.info(console_line(event.step, {name: event.metrics[name] for name in event.shown}))
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Show a line."""
         if self._screen is not None:
-            self._screen.say(line)
+            self._screen.info(line)
             return
         try:
             print(line, file=self._out, flush=True)
@@ -89,14 +89,14 @@ class Terminal:
 class _Lines(io.TextIOBase):
     """A stdout that hands on whole lines."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, info: Callable[[str], None]) -> None:
+        self._info = info
         self._begun = ""
 
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            self._say(line)
+            self._info(line)
         return len(text)
 
     def end(self) -> None:

@@ -8,11 +8,11 @@ torch.
 """
 
 from training.tracking.environment import write_environment
+from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.events import EventLog
 from training.tracking.redaction import redact
 from training.tracking.run_folder import open_run_folder
 from training.tracking.summary import Status, empty_summary, finish_summary, read_summary
-from training.tracking.told import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.tracker import Tracker, config_text, console_line, write_config
 from training.tracking.wandb_sink import WandbConfig
 

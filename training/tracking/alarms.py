@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.tracking.metrics import house_name
-from training.tracking.told import AlarmEvent
+from training.tracking.event_types import AlarmEvent
+from training.tracking.metrics import canonical_name
 
 logger = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
-"""A step's metrics under the house's names, of those that are finite numbers."""
+"""A step's metrics under our names, of those that are finite numbers."""
 
 MOST_KL = 0.5
 """Nats per token that a policy may move within a step. Demonstrations: up to 0.21, at their first step."""
@@ -34,15 +34,15 @@ MOVES = 0.05
 LEAST_ENTROPY = 0.1
 """Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
 SOLVED = 0.9
-"""From this score on a policy may be sure of itself, and the answers to a prompt may be alike."""
+"""From this score on a policy may be sure of itself, and the responses to a prompt may be alike."""
 MOST_GAP = 0.05
 """Nats per token between engine and trainer of the same weights: bfloat16 makes about 0.01 of it."""
 MOST_STALE_GAP = 1.0
-"""The same where the answers are of older weights."""
+"""The same where the responses are of older weights."""
 MOST_EQUAL = 0.9
-"""Of the answers, to prompts whose answers all earned the same."""
+"""Of the responses, to prompts whose responses all earned the same."""
 MOST_TRUNCATED = 0.5
-"""Of the answers."""
+"""Of the responses."""
 BEGINNING = 100
 """So many lines of metrics have the first value of each, also of what is logged now and then."""
 
@@ -72,7 +72,7 @@ def _moves_far(now: Numbers, _: Numbers) -> bool:
     return now["actor/clipped_share"] > MOST_CLIPPED and now.get("actor/approx_kl", 0.0) > MOVES
 
 
-def _is_sure_of_wrong_answers(now: Numbers, first: Numbers) -> bool:
+def _is_sure_of_wrong_responses(now: Numbers, first: Numbers) -> bool:
     few = now["actor/entropy"] < LEAST_ENTROPY * first["actor/entropy"]
     return few and now.get("reward/score", 0.0) < SOLVED
 
@@ -94,7 +94,7 @@ ALARMS = (
         name="kl",
         watches="actor/approx_kl",
         when=f"over {MOST_KL}",
-        text="the policy moved {now:.2f} nats per token within one step, too far from the answers it learns from",
+        text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
         advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size; "
         "epochs, max_epochs, ppo_epochs); cut gradients at a smaller norm (train.max_norm, max_norm, grad_clip)",
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
@@ -111,7 +111,7 @@ ALARMS = (
         name="clipping",
         watches="actor/clipped_share",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
-        text="{now:.0%} of the tokens are clipped, so that little of what the answers teach gets through",
+        text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
         advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size)",
         sounds=_moves_far,
     ),
@@ -119,20 +119,20 @@ ALARMS = (
         name="entropy",
         watches="actor/entropy",
         when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
-        text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its answers are not right "
-        "yet: it writes nearly the same each time, and finds nothing new to learn from",
+        text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its responses are not "
+        "right yet: it writes nearly the same each time, and finds nothing new to learn from",
         advice=f"{LOWER_RATE}; clip less above (algorithm.clip_high, eps_clip_low_high, clip_ratio_high); reward "
         "entropy (entropy_loss_coef, entropy_coeff); weigh the KL to the reference more (algorithm.kl_coef, "
         "init_kl_coef, kl_loss_coef)",
-        sounds=_is_sure_of_wrong_answers,
+        sounds=_is_sure_of_wrong_responses,
         steps=2,
     ),
     Alarm(
         name="mismatch",
         watches="rollout/logprob_gap_mean",
-        when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where answers are of older weights",
-        text="engine and trainer are {now:.3f} nats per token apart about the same answers: the policy learns from "
-        "answers that it would not give",
+        when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where responses are of older weights",
+        text="engine and trainer are {now:.3f} nats per token apart about the same responses: the policy learns from "
+        "responses that it would not give",
         advice="see whether the engine has the trainer's weights (rollout.verify_weight_sync, verify_weight_sync) and "
         "samples from all it computes (top_p=1, top_k off); let both compute in the same precision; or correct the "
         "loss for it (algorithm.correction, enable_vllm_is_correction, rollout_correction.rollout_is)",
@@ -143,10 +143,10 @@ ALARMS = (
         name="equal_groups",
         watches="reward/zero_variance_share",
         when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
-        text="{now:.0%} of the answers earn what all others to their prompt earn, so comparing them teaches nothing",
-        advice="look at the answers: is the reward ever right, or always? Take prompts that the policy solves now and "
-        "then; draw more answers (samples_per_prompt, n_samples_per_prompt, rollout.n) at temperature 1; leave such "
-        "prompts out (algorithm.filter_range, dynamic_filtering, filter_groups.enable)",
+        text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
+        advice="look at the responses: is the reward ever right, or always? Take prompts that the policy solves now "
+        "and then; draw more responses (samples_per_prompt, n_samples_per_prompt, rollout.n) at temperature 1; leave "
+        "such prompts out (algorithm.filter_range, dynamic_filtering, filter_groups.enable)",
         sounds=_is_all_equal,
         steps=3,
     ),
@@ -154,7 +154,7 @@ ALARMS = (
         name="failed_rewards",
         watches="reward/failed",
         when="over 0, twice in a row",
-        text="answers whose reward could not be computed: {now:.0f} in this step; they got 0",
+        text="responses whose reward could not be computed: {now:.0f} in this step; they got 0",
         advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
         "(reward.timeout_s, reward_timeout, reward_model.timeout_s; of an agent agent.step_timeout_s, "
         "agent_step_timeout)",
@@ -165,9 +165,9 @@ ALARMS = (
         name="length",
         watches="rollout/truncated_share",
         when=f"over {MOST_TRUNCATED}, twice in a row",
-        text="{now:.0%} of the answers are cut off at the limit, mostly before they say what the reward looks for",
-        advice="allow longer answers (rollout.max_new_tokens, generate_max_len, data.max_response_length; of an agent "
-        "agent.max_turns, agent_max_turns); or take something off long ones (algorithm.overlong_buffer, "
+        text="{now:.0%} of the responses are cut off at the limit, mostly before they say what the reward looks for",
+        advice="allow longer responses (rollout.max_new_tokens, generate_max_len, data.max_response_length; of an "
+        "agent agent.max_turns, agent_max_turns); or take something off long ones (algorithm.overlong_buffer, "
         "overlong_buffer_len, reward_manager)",
         sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
         steps=2,
@@ -209,7 +209,7 @@ class Alarms:
         return fresh
 
     def recall(self, file: Path) -> None:
-        """Take the first values of a run that is gone on with from its metrics.jsonl, where there is one."""
+        """Take the first values of a run that is continued with from its metrics.jsonl, where there is one."""
         try:
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in itertools.islice(lines, BEGINNING):
@@ -221,8 +221,8 @@ class Alarms:
 
     def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
         numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
-        # A house's name that is logged beside another system's is what its text speaks of.
-        named = {house_name(name): x for name, x in numbers.items()} | numbers
+        # A project's name that is logged beside another system's is what its text speaks of.
+        named = {canonical_name(name): x for name, x in numbers.items()} | numbers
         now = {name: x for name, x in named.items() if math.isfinite(x)}
         for name, x in now.items():
             self._first.setdefault(name, x)

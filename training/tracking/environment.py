@@ -95,10 +95,10 @@ def git_state(code: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     # Variables of a git hook would point at another repository; a lock on the index would be a change.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return answer("git", "-C", str(folder), *arguments, env=environment | {"GIT_OPTIONAL_LOCKS": "0"})
+    return output_of("git", "-C", str(folder), *arguments, env=environment | {"GIT_OPTIONAL_LOCKS": "0"})
 
 
-def answer(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
+def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
     """What a program prints; None when it is not there, fails, or takes too long."""
     found = shutil.which(program)
     if found is None:
@@ -121,7 +121,7 @@ def answer(program: str, *arguments: str, env: dict[str, str] | None = None) -> 
 
 
 def _hardware() -> dict[str, Any]:
-    gpus = answer("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -23,7 +23,7 @@ _ALARM_LINE = '{"event": "alarm"'
 class EventLog:
     """Appends every event that it is called with. After its first failure it says so once, and is off.
 
-    Several processes may append to one file; each line is a single write. A resumed run goes on behind what is there.
+    Several processes may append to one file; each line is a single write. A resumed run continues behind what is there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class EventLog:
             logged = {part.name for part in dataclasses.fields(event) if part.metadata.get("logged", True)}
             record = {name: value for name, value in dataclasses.asdict(event).items() if name in logged}
             self._lines.add(json_line({"event": event_name(type(event)), **plain(record)}))
-        # A full disk, a value that cannot be read: the run goes on whatever it is.
+        # A full disk, a value that cannot be read: the run continues whatever it is.
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Row = Literal["better", "healthy", "says", "fast"]
-"""Which question of the report a metric answers: is it better, is it healthy, what does it say, how fast is it."""
+"""Which question of the report a metric responses: is it better, is it healthy, what does it say, how fast is it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def metric_of(name: str) -> Metric | None:
     return None
 
 
-def house_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The name under which all recipes' metrics can be compared."""
     metric = metric_of(name)
     if metric is None or not metric.same_as:

@@ -38,7 +38,7 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
     if resume == "none" and metrics.is_file() and metrics.stat().st_size:
         _unlock(folder)
         raise ValueError(
-            f"run_dir={run_dir} holds a run already; name another folder, set resume=auto to go on with it, "
+            f"run_dir={run_dir} holds a run already; name another folder, set resume=auto to continue with it, "
             "or remove that one"
         )
     return folder
@@ -89,7 +89,7 @@ def _unlock(folder: Path) -> None:
 
 
 def _forget_locks() -> None:
-    # The parent goes on holding them; a forked child that outlived it would hold them too.
+    # The parent continues holding them; a forked child that outlived it would hold them too.
     for folder in list(_locks):
         _unlock(folder)
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from training.tracking.environment import write_environment
+from training.tracking.event_types import StepEvent
 from training.tracking.plain import plain, write_whole
 from training.tracking.redaction import hide_in_text, redact
 from training.tracking.sinks import JsonLines, SampleSink, Sink, TensorBoard, tensorboard_folder
 from training.tracking.summary import begin_summary, check_fields, merge_summary
-from training.tracking.told import StepEvent
 from training.tracking.wandb_sink import Wandb, WandbConfig
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Tracker:
         resume_step: int = 0,
         state: Mapping[str, Any] | None = None,
         code: Path | None = None,
-        tell: Callable[[Any], object] = lambda _: None,
+        emit: Callable[[Any], object] = lambda _: None,
         shown: Sequence[str] = (),
     ) -> None:
         """Open the run's files; write its config and environment.
@@ -59,14 +59,14 @@ class Tracker:
             tensorboard: write TensorBoard's files too: "true" puts them in `<run_dir>/tensorboard`, a path there;
                 None, "" and "false" leave it off.
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
-            state: `state_dict()` of the tracker that the checkpoint was written with: W&B goes on in the same run.
+            state: `state_dict()` of the tracker that the checkpoint was written with: W&B continues in the same run.
             code: the recipe's folder; W&B keeps its Python files.
             tell: takes a StepEvent for every line of metrics; a workload's `tell` brings it to the driver.
             shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
                 all of that group.
         """
         self.run_dir = Path(run_dir)
-        self._announce, self._shown = tell, tuple(shown)
+        self._announce, self._shown = emit, tuple(shown)
         self._sinks: dict[str, Sink] = {}
         self._off: set[str] = set()
         self._wandb_id: str | None = (state or {}).get(WANDB_ID) if wandb is not None else None
@@ -89,7 +89,7 @@ class Tracker:
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a tracker that goes on from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
+        """What a tracker that resumes from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
         return {WANDB_ID: self._wandb_id}
 
     @property
@@ -112,21 +112,21 @@ class Tracker:
             step: its number.
             metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
             steps: how many the run is to have; 0: not known.
-            sample: gives one answer of the step, for who watches.
+            sample: gives one response of the step, for who watches.
             show: whether a person is to see a line of it, where lines are what they see.
         """
         values: dict[str, Any] = {}
         if self._guard("metrics", lambda: values.update(plain(metrics))):
-            self._tell(lambda sink: sink.log(step, values))
+            self._emit(lambda sink: sink.log(step, values))
             shown = tuple(name for wanted in self._shown for name in values if show and _is(name, wanted))
-            answer: dict[str, Any] = {}
+            response: dict[str, Any] = {}
             if sample is not None:
-                self._guard("an answer of each step", lambda: answer.update(plain(sample())))
-            event = StepEvent(step, steps, time.time(), values, shown, answer or None)
+                self._guard("a response of each step", lambda: response.update(plain(sample())))
+            event = StepEvent(step, steps, time.time(), values, shown, response or None)
             self._guard("what is told of steps", lambda: self._announce(event))
 
     def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Show prompts, answers, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them,
+        """Show prompts, responses, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them,
         and is not asked where there is neither.
 
         The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
@@ -135,7 +135,7 @@ class Tracker:
             return
         values: list[dict[str, Any]] = []
         if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
-            self._tell(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
+            self._emit(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
 
     def rollouts(self, step: int, batch: Batch) -> None:
         """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each; objects that no file can
@@ -184,7 +184,7 @@ class Tracker:
 
         self._guard(name, open_it)
 
-    def _tell(self, act: Callable[[Sink], object]) -> None:
+    def _emit(self, act: Callable[[Sink], object]) -> None:
         for name, sink in list(self._sinks.items()):
             if not self._guard(name, lambda sink=sink: act(sink)):
                 del self._sinks[name]
@@ -195,7 +195,7 @@ class Tracker:
             return False
         try:
             act()
-        # A full disk, a network that is gone, a bug in a sink: the training goes on whatever it is.
+        # A full disk, a network that is gone, a bug in a sink: the training continues whatever it is.
         except Exception as error:  # noqa: BLE001
             self._off.add(name)
             what = f"{type(error).__name__}: {hide_in_text(str(error))}"

@@ -1,4 +1,4 @@
-"""W&B as a reader of a run: online where there is a key and somebody answers, else on disk in the run folder."""
+"""W&B as a reader of a run: online where there is a key and somebody responses, else on disk in the run folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Wandb:
     """One run of W&B, or its continuation."""
 
     def __init__(self, run_dir: Path, config: Any, options: WandbConfig, run_id: str | None = None) -> None:
-        """Start the run, or go on with the one called `run_id`.
+        """Start the run, or continue with the one called `run_id`.
 
         W&B's own steps may not go back, and do so when a run resumes from a checkpoint before its last line. So they
         are left to W&B, and ours are a metric by which all others are drawn.
@@ -78,7 +78,7 @@ class Wandb:
 
     @property
     def run_id(self) -> str:
-        """The name under which W&B knows the run; a resumed run goes on with it."""
+        """The name under which W&B knows the run; a resumed run continues with it."""
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Reward(FlatRole):
 
     def by_code(self, samples: Batch, source: RewardSource) -> dict[str, Tensor]:
         """What reward code says about the text of the responses."""
-        scored = add_rewards(samples, source, self.tokenizer, self.say)
+        scored = add_rewards(samples, source, self.tokenizer, self.info)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
     @rpc(remote_call.end_job, idempotent=True)

@@ -1,6 +1,6 @@
 """The engine that samples from the policy."""
 
-from agents.player import Collected
+from agents.runner import Collected
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from core import rpc
@@ -36,9 +36,9 @@ class Rollout(FlatRole, RolloutWorker):
     @rpc(remote_call.sleep_rollout, idempotent=True)
     def sleep(self) -> int:
         """Free the accelerator; returns how many bytes."""
-        return self.player.sleep()
+        return self.runner.sleep()
 
     @rpc(remote_call.wake_rollout, idempotent=True)
     def wake(self, for_weights: bool) -> None:
         """Be ready to generate, or only to receive weights."""
-        self.player.wake(for_weights)
+        self.runner.wake(for_weights)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from agents.player import Collected, open_player
+from agents.runner import Collected, open_runner
 from components.batch import Batch
 from components.engines.causal import evaluate, load_policy, token_logprobs
 from components.engines.config import SamplingConfig
@@ -49,7 +49,7 @@ class ActorRolloutRefWorker(Learner):
             self.reference = self.load(model_path, dtype=config.dtype).to(self.device).eval().requires_grad_(False)
         if "rollout" in self.parts:
             in_flight, tokenizer = config.asynchronous.partial_rollout, config.tokenizer
-            self.player = open_player(model_path, config.rollout_engine(), config.agent, tokenizer, in_flight=in_flight)
+            self.runner = open_runner(model_path, config.rollout_engine(), config.agent, tokenizer, in_flight=in_flight)
             self.sleeps = config.sleeps
 
     def load(self, model_path: str, **options: Any) -> Any:
@@ -68,22 +68,22 @@ class ActorRolloutRefWorker(Learner):
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
         if self.sleeps:
-            self.player.wake()
-        rollouts = self.player.play(prompts, sampling, alone=alone)
+            self.runner.wake()
+        rollouts = self.runner.run_episodes(prompts, sampling, alone=alone)
         if self.sleeps:
-            self.player.sleep()
+            self.runner.sleep()
         return rollouts
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, idempotent=True)
     def begin(self, prompts: Batch | None, sampling: SamplingConfig) -> None:
         """Begin responses that `collect` brings once they are whole groups."""
         if prompts is not None:
-            self.player.begin(prompts, sampling)
+            self.runner.begin(prompts, sampling)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
     def collect(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
-        return self.player.collect(seconds)
+        return self.runner.collect(seconds)
 
     # --- log-probabilities
 
@@ -129,8 +129,8 @@ class ActorRolloutRefWorker(Learner):
     def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
         if self.sleeps:
-            self.player.wake(for_weights=True)
-        self.player.receive(handle, verify=self.config.rollout.verify_weight_sync)
+            self.runner.wake(for_weights=True)
+        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, path: str) -> None:
@@ -142,4 +142,4 @@ class ActorRolloutRefWorker(Learner):
         """Unlink the published weights, and end the processes that the engine may have."""
         self.close_publisher()
         if "rollout" in self.parts:
-            self.player.close()
+            self.runner.close()

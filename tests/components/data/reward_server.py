@@ -13,13 +13,13 @@ Answer = tuple[int, Any, dict[str, str]]
 
 
 class RewardServer(ThreadingHTTPServer):
-    """A real server on a free port; `answer(request, number)` says what the number-th request is answered."""
+    """A real server on a free port; `response(request, number)` says what the number-th request is answered."""
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[Request, int], Answer]) -> None:
+    def __init__(self, response: Callable[[Request, int], Answer]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer = answer
+        self.response = response
         self.requests: list[Request] = []
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -44,8 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.requests.append(request)
             number = len(server.requests)
-        status, answer, headers = server.answer(request, number)
-        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        status, response, headers = server.response(request, number)
+        body = response if isinstance(response, bytes) else json.dumps(response).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)

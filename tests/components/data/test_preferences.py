@@ -1,4 +1,4 @@
-"""Pairs of answers: how rows are read, what becomes of them as tokens, and what is held out."""
+"""Pairs of responses: how rows are read, what becomes of them as tokens, and what is held out."""
 
 import re
 import string
@@ -70,10 +70,10 @@ DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Who?\n\nAssistant:"
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        # One turn, and several; what the answers begin with alike is still their own.
+        # One turn, and several; what the responses begin with alike is still their own.
         ("\n\nHuman: Hi\n\nAssistant: You too", "\n\nHuman: Hi\n\nAssistant: You", "\n\nHuman: Hi\n\nAssistant:"),
         (DIALOGUE + " Me", DIALOGUE + " I", DIALOGUE),
-        # They part in an earlier turn: both go on from the last mark that both have.
+        # They part in an earlier turn: both resume from the last mark that both have.
         (
             "\n\nHuman: Hi\n\nAssistant: Yes\n\nHuman: a\n\nAssistant: b",
             "\n\nHuman: Hi\n\nAssistant: No\n\nHuman: a\n\nAssistant: b",
@@ -111,7 +111,7 @@ def test_messages_go_through_the_template_with_a_prompt_column_and_without(lette
     pairs = [
         read({"prompt": before, "chosen": good, "rejected": bad}, letters, prompt_key="prompt"),
         read({"chosen": before + good, "rejected": before + bad}, letters),
-        # As some data sets have them, the prompt is in the answers too.
+        # As some data sets have them, the prompt is in the responses too.
         read({"prompt": before, "chosen": before + good, "rejected": before + bad}, letters, prompt_key="prompt"),
         read({"prompt": before, "chosen": "me", "rejected": "you"}, letters, prompt_key="prompt"),
     ]
@@ -123,12 +123,12 @@ def test_messages_go_through_the_template_with_a_prompt_column_and_without(lette
 
 def test_messages_that_part_early_have_the_prompt_that_an_answer_follows(letters: PreTrainedTokenizerFast) -> None:
     start = [user("Hi"), assistant("Yes")]
-    # They part in what the user says: the answer before it is the first of the two texts' own.
+    # They part in what the user says: the response before it is the first of the two texts' own.
     pair = read(
         {"chosen": [*start, user("a"), assistant("b")], "rejected": [*start, user("c"), assistant("d")]}, letters
     )
     assert parts(pair) == ("[u]Hi[a]", "Yes<eos>\n[u]a[a]b", "Yes<eos>\n[u]c[a]d")
-    # All is alike: the last message is the answer, and the pair is left out later.
+    # All is alike: the last message is the response, and the pair is left out later.
     pair = read({"chosen": start, "rejected": start}, letters)
     assert parts(pair) == ("[u]Hi[a]", "Yes", "Yes")
     # Nothing is alike.
@@ -336,9 +336,9 @@ def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
     pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
     check_shares(3, pairs[2], None)
     check_shares(2, pairs[1], pairs[1])
-    with pytest.raises(ValueError, match=says("2 answers", "judge", "3 ranks", "eval_samples")):
+    with pytest.raises(ValueError, match=says("2 responses", "judge", "3 ranks", "eval_samples")):
         check_shares(3, pairs[3], pairs[1])
-    with pytest.raises(ValueError, match=says("2 answers", "train", "3 ranks", "num_gpus_per_node")):
+    with pytest.raises(ValueError, match=says("2 responses", "train", "3 ranks", "num_gpus_per_node")):
         check_shares(3, pairs[1], None)
 
 

@@ -192,28 +192,28 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == f"/datasets/troupe/letters/resolve/{SHA}/{self.name}":
             headers = {"ETag": '"1"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
-            self.answer(200, self.content, headers)
+            self.response(200, self.content, headers)
         elif path in ("/api/datasets/troupe/letters", f"/api/datasets/troupe/letters/revision/{SHA}"):
             siblings = [{"rfilename": self.name}]
-            self.answer(200, {"id": "troupe/letters", "sha": SHA, "siblings": siblings, "private": False})
+            self.response(200, {"id": "troupe/letters", "sha": SHA, "siblings": siblings, "private": False})
         elif path.startswith(f"/api/datasets/troupe/letters/tree/{SHA}"):
-            self.answer(200, self.listing(path.partition(SHA)[2].strip("/").replace("%2F", "/")))
+            self.response(200, self.listing(path.partition(SHA)[2].strip("/").replace("%2F", "/")))
         else:
             mine = path.startswith(("/datasets/troupe/letters/", "/api/datasets/troupe/letters/"))
-            self.answer(404, {}, {"X-Error-Code": "EntryNotFound" if mine else "RepoNotFound"})
+            self.response(404, {}, {"X-Error-Code": "EntryNotFound" if mine else "RepoNotFound"})
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.answer(200, [self.entry] if "train.jsonl" in asked else [])
+        self.response(200, [self.entry] if "train.jsonl" in asked else [])
 
     def listing(self, folder: str) -> list[dict[str, Any]]:
         if folder == "data" or "recursive=true" in self.path.lower():
             return [self.entry]
         return [{"type": "directory", "path": "data", "size": 0, "oid": "2" * 40}]
 
-    def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    def response(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():

@@ -17,7 +17,7 @@ from tests.components.data.reward_server import Answer, Handler, Request, Reward
 from tests.messages import says
 
 GUARD_S = 120
-"""After so many seconds a test that hangs goes on, and fails."""
+"""After so many seconds a test that hangs continues, and fails."""
 Start = Callable[[Callable[[Request, int], Answer]], RewardServer]
 
 
@@ -212,7 +212,7 @@ def test_secrets_in_a_url_reach_the_server_and_no_message(start: Start, caplog: 
     with caplog.at_level(logging.WARNING, logger="components"):
         assert ask([url], 1).reward_B.tolist() == [0.0]
     assert re.search(says(server.url, 500), caplog.text)
-    server.answer = failing_first(99, 500)
+    server.response = failing_first(99, 500)
     with pytest.raises(RewardError) as caught:
         ask([url], 1, url_tries=2)
     assert "hidden" not in caplog.text + str(caught.value)
@@ -228,7 +228,7 @@ def test_a_batch_that_json_cannot_hold_is_refused_and_columns_must_fit(start: St
 
 def test_a_log_that_comes_in_some_answers_only_is_refused(start: Start) -> None:
     server = start(lambda request, number: (200, {"rewards": [1], "extra_logs": {"x": 1} if number == 1 else {}}, {}))
-    with pytest.raises(ValueError, match=says("extra_logs['x']", "answer 1")):
+    with pytest.raises(ValueError, match=says("extra_logs['x']", "response 1")):
         ask([server.url], 2, url_batch_size=1)
 
 

@@ -33,10 +33,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[RewardServer]:
-    def answer(request: Request, number: int) -> Answer:
+    def response(request: Request, number: int) -> Answer:
         return 200, {"rewards": [10.0] * len(request["query"]), "scores": [1.0] * len(request["query"])}, {}
 
-    found = RewardServer(answer)
+    found = RewardServer(response)
     yield found
     found.shutdown()
     found.server_close()
@@ -88,7 +88,7 @@ def test_an_answer_that_fails_in_one_part_has_failed(files: Path) -> None:
     assert output.score_B.tolist() == [1.0, 0.5, 0.0, 0.0]
     assert output.logs["exact_match_reward"].tolist() == [1, 0, 0, 0]
     assert sorted(output.failures) == [2, 3]
-    assert re.search(says("fails_on_b", "KeyError: 'q b'", "answer 2"), output.failures[2])
+    assert re.search(says("fails_on_b", "KeyError: 'q b'", "response 2"), output.failures[2])
 
 
 def test_failures_of_all_parts_together_stop_the_run(files: Path) -> None:

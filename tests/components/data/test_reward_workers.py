@@ -32,15 +32,15 @@ def reward_file(folder: Path, body: str, *, imports: str = "") -> str:
 
 
 def rewarded(spec: str, count: int, **settings: float) -> RewardOutput:
-    """Rewards of the answers "0", "1", ...; their prompts are "p0", "p1", ..."""
+    """Rewards of the responses "0", "1", ...; their prompts are "p0", "p1", ..."""
     with WorkerReward(spec, RewardSettings(**settings)) as reward:  # pyright: ignore[reportArgumentType]
         return ask(reward, count)
 
 
 def ask(reward: WorkerReward, count: int) -> RewardOutput:
     prompts = [f"p{place}" for place in range(count)]
-    answers = [str(place) for place in range(count)]
-    return reward([f"{p}{a}" for p, a in zip(prompts, answers)], prompts, answers)
+    responses = [str(place) for place in range(count)]
+    return reward([f"{p}{a}" for p, a in zip(prompts, responses)], prompts, responses)
 
 
 def pids_in(file: Path, count: int) -> list[int]:
@@ -61,9 +61,9 @@ def stated_length(response: str, label: str) -> float:
 
 
 def test_a_task_logs_how_each_answer_is_written_and_another_scorer_logs_nothing() -> None:
-    answers = ["#### 9", "7+5=12 12-3=9 #### 9", "9"]
+    responses = ["#### 9", "7+5=12 12-3=9 #### 9", "9"]
     with WorkerReward("word", RewardSettings()) as reward:
-        output = reward([f"p{answer}" for answer in answers], ["p"] * 3, ["7+5=12 12-3=9 #### 9"] * 3)
+        output = reward([f"p{response}" for response in responses], ["p"] * 3, ["7+5=12 12-3=9 #### 9"] * 3)
     assert output.score_B.tolist() == [1.0, 1.0, 0.0]
     assert {name: value_B.tolist() for name, value_B in output.logs.items()} == {
         "marks": [1.0, 1.0, 0.0],
@@ -143,7 +143,7 @@ def test_mathematics_without_end_is_given_up_at_the_deadline_and_counted() -> No
     with open_reward("math", RewardSettings(timeout_s=1, max_failed_share=1.0)) as reward:
         output = reward([""], [""], ["1/2"], responses=["\\boxed{9^{9^{9^9}}}"])
     assert output.reward_B.tolist() == [0.0]
-    assert re.search(says("1 s", "answer 0"), output.failures[0])
+    assert re.search(says("1 s", "response 0"), output.failures[0])
 
 
 def test_two_files_of_the_same_name_are_two_functions(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed
     assert output.logs["x"].tolist() == [2 * reward for reward in expected]
     assert list(output.failures) == [7]
     assert "\n" not in output.failures[7]
-    assert re.search(says(*facts, "answer 7", "'p7'"), output.failures[7])
+    assert re.search(says(*facts, "response 7", "'p7'"), output.failures[7])
 
 
 def test_an_answer_without_end_fails_at_its_deadline_and_its_process_is_ended(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_an_answer_without_end_fails_at_its_deadline_and_its_process_is_ended(tm
     ) as reward:
         failures = ask(reward, 1).failures
         wait_until_gone(*pids_in(pids, 1), timeout_s=GUARD_S)
-    assert re.search(says("0.5 s", "answer 0", "'p0'"), failures[0])
+    assert re.search(says("0.5 s", "response 0", "'p0'"), failures[0])
 
 
 def test_two_failures_among_a_few_answers_pass_and_a_third_stops_the_run(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_as_many_failures_as_are_allowed_pass_and_one_more_stops_the_run(tmp_pat
     assert list(output.failures) == list(range(29))
     assert output.reward_B.tolist() == [0.0] * 29 + [1.0] * 71
     path = reward_file(tmp_path, body.format(30))
-    facts = ("30 of 100", 0.29, "KeyError: '0'", "answer 0", "'p0'")
+    facts = ("30 of 100", 0.29, "KeyError: '0'", "response 0", "'p0'")
     with pytest.raises(RewardError, match=says(path, *facts)) as caught:
         rewarded(path, 100, max_failed_share=0.29)
     assert "in reward_func" in caught.value.__notes__[0]
@@ -241,13 +241,13 @@ def test_a_function_that_always_fails_is_given_up_soon(tmp_path: Path) -> None:
     path = reward_file(tmp_path, write_pid(calls) + "raise OSError('disk full')")
     with pytest.raises(RewardError, match="101 of 1000"):
         rewarded(path, 1000)
-    # Two chunks of 64, whose answers are asked for again until the 101st has failed.
+    # Two chunks of 64, whose responses are asked for again until the 101st has failed.
     assert len(calls.read_text().split()) == 2 + 101
 
 
 def test_after_a_batch_that_was_given_up_the_next_one_is_rewarded(tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
-    # Answer 12 fails, for which the batch is given up, once the other worker hangs at answer 11.
+    # Response 12 fails, for which the batch is given up, once the other worker hangs at response 11.
     body = (
         f"if '11' in labels:\n    open({str(hangs)!r}, 'w').close()\n    time.sleep(600)\n"
         f"if '12' in labels:\n    while not os.path.exists({str(hangs)!r}): time.sleep(0.01)\n    raise KeyError(12)\n"
@@ -255,7 +255,7 @@ def test_after_a_batch_that_was_given_up_the_next_one_is_rewarded(tmp_path: Path
     )
     settings = RewardSettings(workers=2, timeout_s=600, max_failed_share=0)
     with WorkerReward(reward_file(tmp_path, body), settings) as reward:
-        with pytest.raises(RewardError, match=says("1 of 20", "answer 12")):
+        with pytest.raises(RewardError, match=says("1 of 20", "response 12")):
             ask(reward, 20)
         for _ in range(3):
             assert ask(reward, 10).reward_B.sum() == 10

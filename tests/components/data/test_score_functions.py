@@ -86,7 +86,7 @@ def test_answers_fail_alone_and_what_is_logged_is_nan_of_them(tmp_path: Path) ->
     output = scored(file_of(tmp_path, body), ["s"] * 10, answers, max_failed_share=0.2)
     assert output.reward_B.tolist() == [float(answer == "a") for answer in answers]
     assert list(output.failures) == [3, 7]
-    assert re.search(says("exit code 3", "answer 7", "'p7'"), output.failures[7])
+    assert re.search(says("exit code 3", "response 7", "'p7'"), output.failures[7])
     assert output.logs["acc"].isnan().tolist() == [answer != "a" for answer in answers]
 
 
@@ -99,7 +99,7 @@ def test_answers_without_end_fail_each_at_its_own_deadline_and_a_batch_has_the_t
         code = file_of(tmp_path, body, lists=lists)
         output = scored(code, ["s"] * 2, ["a"] * 2, timeout_s=0.2, max_failed_share=1.0)
         assert list(output.failures) == [0, 1]
-        assert re.search(says("0.2 s", "answer 1", "'p1'"), output.failures[1])
+        assert re.search(says("0.2 s", "response 1", "'p1'"), output.failures[1])
         # Both at once first, which is said, and then each alone.
         assert len(caplog.records) == len(said)
         for fact, record in zip(said, caplog.records):

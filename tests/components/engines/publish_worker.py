@@ -1,4 +1,6 @@
-"""One rank of every training engine in turn; what each has learnt is published, with the answers that it would give."""
+"""One rank of every training engine in turn; what each has learnt is published, with the responses that it would
+give.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.components.engines.vllm_models import uneven_prompts
 ENGINES = (("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3))
 PROMPTS, NEW_TOKENS = 6, 6
 Published = tuple[str, str, WeightHandle, list[list[int]]]
-"""Name of the model, engine and stage, handle, and greedy answers of a version."""
+"""Name of the model, engine and stage, handle, and greedy responses of a version."""
 
 
 def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -45,7 +47,7 @@ def greedy(engine: TrainEngine) -> list[list[int]]:
 
 
 def publish(models: Path, name_of_all: str) -> list[Published]:
-    """Train, publish, answer.
+    """Train, publish, response.
 
     Args:
         models: has the folders `tied` and `untied`.

@@ -2,7 +2,7 @@
 
     receive_worker.py MODELS KIND PUBLISHED
 
-PUBLISHED is a pickle of what publish_worker.py gives. Prints a line that begins with FAULTS and goes on as JSON.
+PUBLISHED is a pickle of what publish_worker.py gives. Prints a line that begins with FAULTS and continues as JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KINDS: dict[str, RolloutConfig] = {
 }
 
 
-def cut(answer: list[int]) -> list[int]:
+def cut(response: list[int]) -> list[int]:
     """Up to its first end token, as an engine stops there."""
-    return answer[: answer.index(1) + 1] if 1 in answer else answer
+    return response[: response.index(1) + 1] if 1 in response else response
 
 
 def faults(models: Path, kind: str, published: list[Published]) -> list[str]:
@@ -44,16 +44,16 @@ def _faults_of(models: Path, name: str, kind: str, published: list[Published]) -
     engine = open_rollout_engine(models / name, KINDS[kind])
     for _, source, handle, expected in sorted(own, key=lambda entry: entry[2].version):
         engine.receive(handle, verify=True)
-        answers = engine.generate(uneven_prompts(PROMPTS), sampling)
-        answered = answers_of(answers)
-        if answered != [cut(answer) for answer in expected]:
+        responses = engine.generate(uneven_prompts(PROMPTS), sampling)
+        answered = answers_of(responses)
+        if answered != [cut(response) for response in expected]:
             found.append(f"{name} from {source}: {answered} instead of {expected}")
-        if set(answers["weight_version"].tolist()) != {handle.version}:
-            found.append(f"{name} from {source}: samples carry {answers['weight_version'].tolist()}")
+        if set(responses["weight_version"].tolist()) != {handle.version}:
+            found.append(f"{name} from {source}: samples carry {responses['weight_version'].tolist()}")
         seen.add(str(answered))
     engine.close()
     if len(seen) != len(own):
-        found.append(f"{name}: {len(own)} versions gave {len(seen)} different answers")
+        found.append(f"{name}: {len(own)} versions gave {len(seen)} different responses")
     return found
 
 

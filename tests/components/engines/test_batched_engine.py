@@ -83,11 +83,11 @@ def run(inner: HFRolloutEngine, scene: Callable[[BatchedEngine], Coroutine[Any, 
     """Play a scene with the engine; it has to be over in time."""
     engine = BatchedEngine(inner)
 
-    async def play() -> Any:
+    async def run_episodes() -> Any:
         return await asyncio.wait_for(scene(engine), 300)
 
     try:
-        return asyncio.run(play())
+        return asyncio.run(run_episodes())
     finally:
         engine._thread.shutdown()
 
@@ -169,14 +169,14 @@ def test_requests_that_are_drawn_in_another_way_are_another_batch(inner: Watched
 def test_callers_that_wait_for_nothing_are_in_the_same_batch_turn_by_turn(inner: WatchedEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=2)
 
-    async def world(depth: int) -> None:
-        # A task inside a task: each takes turns of the loop.
+    async def environment(depth: int) -> None:
+        # A task inside a task: each works one after the other of the loop.
         if depth:
-            await asyncio.wait_for(world(depth - 1), 300)
+            await asyncio.wait_for(environment(depth - 1), 300)
 
     async def episode(engine: BatchedEngine, number: int) -> None:
         for turn in range(3):
-            await world(number % 8)
+            await environment(number % 8)
             await engine.submit([2 + turn], sampling, prompt_id=number).result()
 
     async def scene(engine: BatchedEngine) -> None:
@@ -361,7 +361,7 @@ def test_a_request_that_cannot_be_is_refused_at_once(inner: WatchedEngine) -> No
 
 
 def test_a_closed_engine_fails_those_who_wait(tied_model: Path) -> None:
-    async def play() -> None:
+    async def run_episodes() -> None:
         engine = await open_async_engine(tied_model, HFRolloutConfig())
         drawn = engine.submit([2], SamplingConfig(max_new_tokens=2))
         assert (await drawn.result()).tokens
@@ -372,4 +372,4 @@ def test_a_closed_engine_fails_those_who_wait(tied_model: Path) -> None:
         with pytest.raises(RuntimeError, match="shutdown"):
             await engine.submit([2], SamplingConfig(max_new_tokens=2)).result()
 
-    asyncio.run(play())
+    asyncio.run(run_episodes())

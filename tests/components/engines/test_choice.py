@@ -88,9 +88,9 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         enable_sleep=True,
     )
     assert isinstance(RolloutOptions(engine="hf").engine_config("float32", 9, shares_gpu=False), HFRolloutConfig)
-    trained, judged = options.sampling(1, 2), options.sampling(1, 2, 0.6)
+    trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
     assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
-    assert (judged.top_p, judged.top_k, judged.temperature, judged.is_whole) == (1.0, 0, 0.6, True)
+    assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)
 
 
 def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:

@@ -6,12 +6,12 @@ import torch
 from transformers import DynamicCache
 
 from components.engines.causal import load_policy
-from components.engines.decode_cache import roomy_cache
+from components.engines.decode_cache import spare_cache
 
 
 def test_a_cache_with_room_holds_what_that_of_transformers_holds(tied_model: Path) -> None:
     model = load_policy(tied_model)
-    roomy, plain = roomy_cache(model), DynamicCache(config=model.config)
+    roomy, plain = spare_cache(model), DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(0)
 
     def append(rows: int, positions: int) -> None:

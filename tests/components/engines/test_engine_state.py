@@ -1,4 +1,4 @@
-"""A state that one process saved is gone on from in another, by one rank and by two, with both engines.
+"""A state that one process saved is continued from in another, by one rank and by two, with both engines.
 
 The processes that load start from other weights. Each kind is started once; every test reads what it recorded.
 """
@@ -213,7 +213,7 @@ def test_a_large_state_is_several_files_of_each_rank(runs: Runs, world_size: int
 
 @pytest.mark.full
 def test_buffers_and_frozen_weights_are_each_ranks_own(runs: Runs) -> None:
-    # Each rank counted its own tokens; with other ranks than saved, all go on from rank 0's count.
+    # Each rank counted its own tokens; with other ranks than saved, all resume from rank 0's count.
     own = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
     assert own[0] != own[1]
     assert runs.crossed(1)[0]["odd-2-odd-3"]["loaded"]["buffers"]["seen"].item() == own[0]

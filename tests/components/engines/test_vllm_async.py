@@ -58,7 +58,7 @@ def logprobs_of(model: Path, prompt: list[int], drawn: Generation) -> torch.Tens
     return token_logprobs(load_policy(model), batch).logprob_N[len(prompt) :].detach()
 
 
-async def answer(engine: AsyncVLLMEngine, prompt: list[int], sampling: SamplingConfig) -> Generation:
+async def response(engine: AsyncVLLMEngine, prompt: list[int], sampling: SamplingConfig) -> Generation:
     return await engine.submit(prompt, sampling).result()
 
 
@@ -129,7 +129,7 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
         for _ in range(10):
             await anext(first)
         await engine.pause()
-        # What was under way when it paused still comes; a request that goes on nevertheless would end the loop.
+        # What was under way when it paused still comes; a request that continues nevertheless would end the loop.
         with pytest.raises(TimeoutError):
             while True:
                 await asyncio.wait_for(anext(first), 0.5)
@@ -155,7 +155,7 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
         # What was read by the old weights was read again, so these are the new ones' own numbers.
         assert (new - found)[changed:].abs().max() < 1e-4
     greedy = SamplingConfig(temperature=0, max_new_tokens=12)
-    now = loop.run_until_complete(answer(engine, prompt, greedy))
+    now = loop.run_until_complete(response(engine, prompt, greedy))
     expected = HFRolloutEngine(newer).generate(prompts_of([prompt]), greedy)
     # The newer model's own end token is not this engine's.
     assert set(now.versions) == {7}

@@ -60,11 +60,11 @@ def test_log_probabilities_agree_among_vllm_hf_and_both_training_engines(
 ) -> None:
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=16)
     for rollout in (engine, hf):
-        answers = rollout.generate(uneven_prompts(64), sampling)
+        responses = rollout.generate(uneven_prompts(64), sampling)
         for library, stage in (("deepspeed", 2), ("fsdp", 3)):
             trainer = open_engine(load_policy(model), TrainConfig(engine=library, zero_stage=stage))
-            logprob_N = trainer.forward(answers, lambda m, batch: token_logprobs(m, batch, temperature).logprob_N)
-            gap_N = (logprob_N - answers["rollout_logprob"])[answers["action_mask"]]
+            logprob_N = trainer.forward(responses, lambda m, batch: token_logprobs(m, batch, temperature).logprob_N)
+            gap_N = (logprob_N - responses["rollout_logprob"])[responses["action_mask"]]
             assert gap_N.abs().max() < 1e-4, (type(rollout).__name__, library)
 
 
@@ -86,9 +86,9 @@ def test_tokens_depend_on_seed_step_prompt_and_sample_and_not_on_order_or_compan
 def test_more_seeded_prompts_than_are_read_at_the_same_time_do_not_end_the_engine(engine: VLLMRolloutEngine) -> None:
     # 180 x 100 = 18,000 tokens, and 16,384 at a time: vLLM would read one of them in two parts, which it cannot.
     rows = [[2 + (i + 7 * t) % 18 for t in range(100)] for i in range(180)]
-    answers = engine.generate(prompts_of(rows), SamplingConfig(max_new_tokens=2))
-    assert len(answers) == 180
-    assert int(answers["action_mask"].sum()) >= 180
+    responses = engine.generate(prompts_of(rows), SamplingConfig(max_new_tokens=2))
+    assert len(responses) == 180
+    assert int(responses["action_mask"].sum()) >= 180
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.6, 0), (1.0, 3), (0.7, 4)])
@@ -99,9 +99,9 @@ def test_top_p_and_top_k_leave_the_same_tokens_and_log_probabilities_as_in_hf(
     prompt = [3, 5, 8]
     drawn: dict[str, dict[int, float]] = {}
     for rollout in (engine, hf):
-        answers = rollout.generate(prompts_of([prompt] * 300), sampling)
-        mask_N = answers["action_mask"]
-        tokens, logprobs = answers["tokens"][mask_N].tolist(), answers["rollout_logprob"][mask_N].tolist()
+        responses = rollout.generate(prompts_of([prompt] * 300), sampling)
+        mask_N = responses["action_mask"]
+        tokens, logprobs = responses["tokens"][mask_N].tolist(), responses["rollout_logprob"][mask_N].tolist()
         drawn[type(rollout).__name__] = dict(zip(tokens, logprobs, strict=True))
     found, expected = drawn.values()
     assert found.keys() == expected.keys()

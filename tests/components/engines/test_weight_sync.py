@@ -185,10 +185,10 @@ def test_a_version_that_does_not_fit_goes_to_the_fallback_as_a_whole(tmp_path: P
     shared_memory.mkdir()
     try:
         free = {place: os.statvfs(place) for place in (shared_memory, tmp_path)}
-        room = {place: stat.f_bavail * stat.f_frsize for place, stat in free.items()}
-        small, large = sorted(room, key=lambda place: room[place])
+        space = {place: stat.f_bavail * stat.f_frsize for place, stat in free.items()}
+        small, large = sorted(space, key=lambda place: space[place])
         publisher = WeightPublisher(
-            small / "w", fallback_directory=large / "f", headroom_bytes=(room[small] + room[large]) // 2
+            small / "w", fallback_directory=large / "f", headroom_bytes=(space[small] + space[large]) // 2
         )
         handle = publisher.publish(1, some_weights().items())
         assert Path(handle.path).parent == large / "f"

@@ -167,7 +167,7 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
 
 
 def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: list[Batch]) -> dict[str, Any]:
-    """What a state is loaded as, saved again, and gone on from."""
+    """What a state is loaded as, saved again, and continued from."""
     engine = state_engine(case, model_folder)
     record = {"inexact": engine.load_state(folder), "loaded": look(engine)}
     engine.save_state(again)

@@ -1,6 +1,6 @@
 """The formulas of OpenRLHF 0.11.0 and verl 0.10.0.dev, on rows padded on the right, and random steps to try them on.
 
-B sequences; T tokens of the longest; N all tokens of a step end to end; P prompts of G answers; K rewards. Masks are
+B sequences; T tokens of the longest; N all tokens of a step end to end; P prompts of G responses; K rewards. Masks are
 float64 like everything else here, 1 where the policy produced the token. Written anew, term by term, from what those
 systems compute; slow and plain. A `+ 1e-8` under a fraction is theirs.
 """
@@ -49,8 +49,8 @@ def make_step(seed: int, *, gaps: bool = True, singletons: bool = True, empty: b
     """Numbers are multiples of 1/64, exact in float32, so that no ratio lies within rounding of a limit.
 
     Args:
-        gaps: the environment writes in between; else one prompt and one answer.
-        singletons: some groups are of one answer.
+        gaps: the environment writes in between; else one prompt and one response.
+        singletons: some groups are of one response.
         empty: in some sequences, but the first, the policy does nothing.
     """
     generator = torch.Generator().manual_seed(seed)

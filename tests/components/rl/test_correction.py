@@ -80,10 +80,10 @@ def slow_rejection(batch: list[Tokens], level: str, estimator: str, low: float, 
     for part in batch:
         ds = [cut(d) for acts, d, _ in part if acts]
         if estimator == "k1":
-            judged = [math.exp(cut(x)) for x in slow_levels(ds, level)]
+            inferred = [math.exp(cut(x)) for x in slow_levels(ds, level)]
         else:
-            judged = slow_levels([d * d / 2 if estimator == "k2" else math.exp(d) - 1 - d for d in ds], level)
-        left = iter(judged)
+            inferred = slow_levels([d * d / 2 if estimator == "k2" else math.exp(d) - 1 - d for d in ds], level)
+        left = iter(inferred)
         out += [float(low <= next(left) <= high) if acts else 0.0 for acts, _, _ in part]
     return out
 

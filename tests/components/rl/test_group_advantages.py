@@ -1,4 +1,4 @@
-"""Advantages from comparing the answers to one prompt. B answers."""
+"""Advantages from comparing the responses to one prompt. B responses."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from components.rl.advantages import (
 )
 from tests.messages import says
 
-# Few different rewards and groups, so that equal rewards, large groups and single answers all occur.
-answers = st.lists(
+# Few different rewards and groups, so that equal rewards, large groups and single responses all occur.
+responses = st.lists(
     st.tuples(st.sampled_from([-(10**12), -1, 0, 3, 2**40]), st.sampled_from([-1.5, 0.0, 0.1, 0.3, 1.0, 1000.1])),
     max_size=40,
 )
@@ -87,7 +87,7 @@ def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
 
 
 def slow_estimate(name: str, reward: float, group: list[float], telling: float) -> float:
-    """`telling`: all answers over those whose group has different rewards."""
+    """`telling`: all responses over those whose group has different rewards."""
     n = len(group)
     if n == 1 or len(set(group)) == 1:
         return 0.0
@@ -108,7 +108,7 @@ def slow_estimate(name: str, reward: float, group: list[float], telling: float) 
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@given(batch=answers)
+@given(batch=responses)
 @settings(max_examples=60, deadline=None)
 def test_baselines_agree_with_a_scalar_loop(name: str, batch: list[tuple[int, float]]) -> None:
     reward_B = torch.tensor([reward for _, reward in batch], dtype=torch.float32)
@@ -165,7 +165,7 @@ def test_long_answers_weigh_more_in_the_baseline_of_opo() -> None:
     assert found_B.tolist() == pytest.approx([0.75, -0.25, -3.0, -1.0, 2.0, 0.0, -2.0, 2.0])
 
 
-@given(answers, st.lists(st.integers(0, 40), min_size=40, max_size=40))
+@given(responses, st.lists(st.integers(0, 40), min_size=40, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_opo_agrees_with_a_scalar_loop(batch: list[tuple[int, float]], lengths: list[int]) -> None:
     rewards, groups = [reward for _, reward in batch], [group for group, _ in batch]
@@ -178,7 +178,7 @@ def test_opo_agrees_with_a_scalar_loop(batch: list[tuple[int, float]], lengths: 
 
 
 def test_groups_that_say_nothing_do_not_dilute_gpg() -> None:
-    # Four answers, two of them in a group that says something: its differences of 1/2 count twice; half of it at 2.
+    # Four responses, two of them in a group that says something: its differences of 1/2 count twice; half of it at 2.
     reward_B, group_B = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
     assert gpg(reward_B, group_B).tolist() == [1.0, -1.0, 0.0, 0.0]
     assert gpg(reward_B, group_B, scale=2.0).tolist() == [0.5, -0.5, 0.0, 0.0]
@@ -188,7 +188,7 @@ def test_groups_that_say_nothing_do_not_dilute_gpg() -> None:
 
 
 def test_only_an_answer_ahead_of_all_others_counts_for_pass_at_k() -> None:
-    # 5 is 2 ahead of 3; deviation of 1, 3, 5 is 2. Two best answers share the lead; one alone leads nobody.
+    # 5 is 2 ahead of 3; deviation of 1, 3, 5 is 2. Two best responses share the lead; one alone leads nobody.
     reward_B, group_B = torch.tensor([1.0, 5.0, 3.0, 1.0, 1.0, 0.0, 9.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert grpo_passk(reward_B, group_B, divide_by_std=False).tolist() == [0, 2, 0, 0, 0, 0, 0]
     assert grpo_passk(reward_B, group_B).tolist() == pytest.approx([0, 1, 0, 0, 0, 0, 0], abs=1e-6)

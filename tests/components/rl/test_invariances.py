@@ -148,7 +148,7 @@ def test_without_action_loss_metrics_and_gradients_are_zero(lengths: list[int]) 
 
 
 REACHES_ITS_ANSWER = {"gspo": ("x", "old"), "geo_mean": COLUMNS}
-"""The columns whose NaN is a NaN at all tokens that the policy produced in that answer; elsewhere at its own."""
+"""The columns whose NaN is a NaN at all tokens that the policy produced in that response; elsewhere at its own."""
 NOT_READ = {
     "reinforce": ("old",),
     **dict.fromkeys([k for k in LOSSES if k[:2] in ("k1", "k2", "k3", "ab")], ("advantage",)),
@@ -160,7 +160,7 @@ NOT_READ = {
 def test_a_nan_that_counts_comes_out_where_it_belongs(name: str, column: str) -> None:
     step = make_step([6, 9, 4], seed=2)
     acting_N, own_N = step["mask"], step.sequence_ids == 1
-    # Not one that is dropped or held, and not the only one of its answer.
+    # Not one that is dropped or held, and not the only one of its response.
     place = int((acting_N & own_N & ~step["dropped"] & ~step["held"]).nonzero()[1])
     step = step.with_tokens(**{column: step[column].index_fill(0, torch.tensor([place]), NAN)})
     loss_N = LOSSES[name](step["x"], step).loss_N

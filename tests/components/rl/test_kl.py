@@ -104,7 +104,7 @@ def test_a_plus_keeps_its_gradient_where_k2_or_the_value_is_cut() -> None:
     assert estimates([5.0], "k2") == ([10.0], [0.0])
     assert estimates([5.0], "k1+") == ([5.0], [5.0])
     assert estimates([5.0], "k3+") == ([pytest.approx(4.006738)], [5.0])
-    # d = -3: k3 = 16.09 is cut, its + goes on pulling.
+    # d = -3: k3 = 16.09 is cut, its + continues pulling.
     assert estimates([-3.0], "k3+") == ([10.0], [-3.0])
     assert estimates([25.0], "k1+") == ([10.0], [0.0])
 

@@ -64,25 +64,25 @@ def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float,
     return loss, metrics
 
 
-def slow_gspo(answer: list[Acting]) -> list[Cost]:
-    mean = sum(token.log_ratio.item() for token in answer) / len(answer)
-    # s_i,t = sg(s_i) p_t / sg(p_t): the answer's ratio, with the token's gradient.
+def slow_gspo(response: list[Acting]) -> list[Cost]:
+    mean = sum(token.log_ratio.item() for token in response) / len(response)
+    # s_i,t = sg(s_i) p_t / sg(p_t): the response's ratio, with the token's gradient.
     costs = []
-    for token in answer:
+    for token in response:
         loss, metrics = slow_surrogate(mean + token.log_ratio - token.log_ratio.item(), token.advantage, 0.1, 0.2)
         costs.append((loss, metrics | near(token.log_ratio)))
     return costs
 
 
-def slow_geo_mean(answer: list[Acting]) -> list[Cost]:
+def slow_geo_mean(response: list[Acting]) -> list[Cost]:
     product, metrics = torch.tensor(1.0, dtype=torch.float64), []
-    for token in answer:
+    for token in response:
         d = token.log_ratio.item()
         cut = d > 0.4 if token.advantage > 0 else d < -0.3
         kept = torch.tensor(0.4 if d > 0 else -0.3, dtype=torch.float64) if cut else token.log_ratio
-        product = product * (kept / len(answer)).exp()
+        product = product * (kept / len(response)).exp()
         metrics.append({"clipped_share": float(cut), **near(token.log_ratio)})
-    loss = -product * (sum(token.advantage for token in answer) / len(answer))
+    loss = -product * (sum(token.advantage for token in response) / len(response))
     return [(loss, of_token) for of_token in metrics]
 
 
@@ -115,7 +115,7 @@ def slow_dppo(token: Acting, divergence: str, low: float, high: float, cap: floa
 
 
 def each(cost: Callable[[Acting], Cost]) -> Slow:
-    return lambda answer: [cost(token) for token in answer]
+    return lambda response: [cost(token) for token in response]
 
 
 SLOW: dict[str, Slow] = {
@@ -151,13 +151,13 @@ def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
     for i in range(len(step)):
         mask = step.row(i, "mask").tolist()
         numbers = zip(*(step.row(i, column).tolist() for column in ("x", "old", "advantage")))
-        answer = [
+        response = [
             Acting(torch.tensor(x, dtype=torch.float64, requires_grad=True), old, advantage)
             for acts, (x, old, advantage) in zip(mask, numbers)
             if acts
         ]
-        costs += SLOW[name](answer) if answer else []
-        acting += answer
+        costs += SLOW[name](response) if response else []
+        acting += response
     slow_loss = sum((cost * w for (cost, _), w in zip(costs, weight_N[acts_N].tolist())), torch.zeros(()))
     if slow_loss.requires_grad:
         slow_loss.backward()
@@ -221,7 +221,7 @@ def test_the_dual_clip_by_hand() -> None:
 
 
 def test_gspo_by_hand() -> None:
-    # First answer: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike the tokens' own.
+    # First response: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike the tokens' own.
     # Second: 4 and 1, the mean is 2 > 1.2: -1.2 A and no gradient; with A = -1 it costs 2, gradient 2.
     loss, slope, metrics = of_ratios(
         gspo_loss, [2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 1.0, -1.0], [2, 2], clip_low=0.2, clip_high=0.2

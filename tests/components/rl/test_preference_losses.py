@@ -49,8 +49,8 @@ def test_a_margin_is_taken_off_the_lead_and_leaves_the_metrics_as_they_are() -> 
     assert values(bradley_terry_loss(torch.tensor([1.0]), torch.tensor([0.0]), 1, torch.tensor([5.0])))["accuracy"] == 1
 
 
-# One pair whose answers have log-probabilities -1 and -2, under the reference -1.5 and -1: log-ratios 0.5 and -1, and a
-# gap z of 1.5.
+# One pair whose responses have log-probabilities -1 and -2, under the reference -1.5 and -1: log-ratios 0.5 and -1, and
+# a gap z of 1.5.
 HAND = (torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([-1.0]))
 
 

@@ -68,11 +68,11 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("estimator", SHAPES)
-@given(prompts=st.integers(1, 6), answers=st.integers(2, 5), seed=st.integers(0, 999))
+@given(prompts=st.integers(1, 6), responses=st.integers(2, 5), seed=st.integers(0, 999))
 @TRIES
-def test_rewards_are_shaped_and_clipped_as_in_openrlhf(estimator: str, prompts: int, answers: int, seed: int) -> None:
+def test_rewards_are_shaped_and_clipped_as_in_openrlhf(estimator: str, prompts: int, responses: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    reward_PG = torch.randint(-64, 65, (prompts, answers), generator=generator) / 64
+    reward_PG = torch.randint(-64, 65, (prompts, responses), generator=generator) / 64
     group_B = torch.arange(len(reward_PG)).repeat_interleave(reward_PG.shape[1])
     ours_B = SHAPES[estimator](reward_PG.flatten(), group_B).clamp(-0.75, 1.25)
     assert_same(ours_B, published.openrlhf_shaped(reward_PG.double(), estimator, -0.75, 1.25).flatten())
@@ -240,14 +240,14 @@ def test_the_value_loss_is_that_of_both(step: Step) -> None:
     st.sampled_from([0.0, 0.25, 1.0, -0.5, -2.0]),
 )
 @TRIES
-def test_penalties_on_length_are_those_of_openrlhf(answers: list[tuple[int, int, bool]], coef: float) -> None:
-    rewards, lengths, truncated = zip(*answers, strict=True)
+def test_penalties_on_length_are_those_of_openrlhf(responses: list[tuple[int, int, bool]], coef: float) -> None:
+    rewards, lengths, truncated = zip(*responses, strict=True)
     reward_B = torch.tensor(rewards) / 64
     ours_B = overlong_penalty(reward_B, torch.tensor(lengths), 256, 64, 0.5)
-    theirs = [published.openrlhf_overlong(n / 64, size, 256, 64, 0.5) for n, size, _ in answers]
+    theirs = [published.openrlhf_overlong(n / 64, size, 256, 64, 0.5) for n, size, _ in responses]
     assert_same(ours_B, torch.tensor(theirs))
     ours_B = stop_properly_penalty(reward_B, torch.tensor(truncated), coef)
-    assert_same(ours_B, torch.tensor([published.openrlhf_stop_properly(n / 64, cut, coef) for n, _, cut in answers]))
+    assert_same(ours_B, torch.tensor([published.openrlhf_stop_properly(n / 64, cut, coef) for n, _, cut in responses]))
 
 
 @given(steps(), st.sampled_from([(0.0, 1.0), (-0.25, 0.25), (0.5, 1.0)]))

@@ -110,7 +110,7 @@ def test_whitening_has_the_variance_of_openrlhf_unless_told_and_takes_one_token(
 
 
 def test_dr_grpo_divides_by_what_it_is_told_where_openrlhf_takes_tokens_and_verl_the_padding() -> None:
-    # Sums 2 and 4 of two sequences of 1 and 4 tokens; an answer may have 8.
+    # Sums 2 and 4 of two sequences of 1 and 4 tokens; a response may have 8.
     mask = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     loss = torch.tensor([[2.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     flat_N, acts_N, lengths_B, totals = column(2, 1, 1, 1, 1), torch.ones(5).bool(), torch.tensor([1, 4]), Totals(5, 2)
@@ -122,15 +122,15 @@ def test_dr_grpo_divides_by_what_it_is_told_where_openrlhf_takes_tokens_and_verl
 
 
 def test_gpg_counts_answers_of_telling_groups_where_verl_counts_rewards_that_are_not_0() -> None:
-    # Three groups of two: all right, half right, all wrong. Two answers are of a group that says something; three have
-    # a reward.
+    # Three groups of two: all right, half right, all wrong. Two responses are of a group that says something; three
+    # have a reward.
     reward_B, group_B = column(1, 1, 1, 0, 0, 0), torch.tensor([0, 0, 1, 1, 2, 2])
     assert gpg(reward_B, group_B).tolist() == [0, 0, 0.5 * 3, -0.5 * 3, 0, 0]
     assert published.verl_gpg(reward_B.double(), group_B, 1.0).tolist() == [0, 0, 0.5 * 2, -0.5 * 2, 0, 0]
 
 
 def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
-    # One reward, one group: 1 and 0 are root 1/2 apart from their mean in deviations. Over answers that is 1 and -1.
+    # One reward, one group: 1 and 0 are root 1/2 apart from their mean in deviations. Over responses that is 1 and -1.
     # Over tokens, three of them against one: mean 1/2, unbiased variance 1, so 1/2 and -3/2.
     reward_BK, group_B = torch.tensor([[1.0], [0.0]]), torch.tensor([4, 4])
     assert gdpo(reward_BK, group_B, column(1)).tolist() == pytest.approx([1, -1])
@@ -140,8 +140,8 @@ def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
 
 
 def test_geo_mean_weighs_answers_alike_where_verl_takes_means_over_micro_batches() -> None:
-    # Three answers of one token and ratio 1, with advantages 3, 0 and 2; the second does not act. The mean over answers
-    # is -(3 + 2) / 2. Cut into two and one, verl's means are -3 / 2 and -2, and the mean of these -7 / 4.
+    # Three responses of one token and ratio 1, with advantages 3, 0 and 2; the second does not act. The mean over
+    # responses is -(3 + 2) / 2. Cut into two and one, verl's means are -3 / 2 and -2, and the mean of these -7 / 4.
     zeros, advantage, lengths_B = torch.zeros(3), column(3, 0, 2), torch.ones(3, dtype=torch.int64)
     acts = torch.tensor([True, False, True])
     tokens = geo_mean_loss(zeros, zeros, advantage, acts, lengths_B, clip_low=0.4, clip_high=0.4)

@@ -109,15 +109,15 @@ def test_the_overlong_penalty_rises_over_the_buffer(length: int, expected: float
 )
 @settings(max_examples=100, deadline=None)
 def test_overlong_penalties_agree_with_a_scalar_loop(
-    answers: list[tuple[float, int]], buffer: int, before: int, factor: float
+    responses: list[tuple[float, int]], buffer: int, before: int, factor: float
 ) -> None:
     slow = []
-    for reward, length in answers:
+    for reward, length in responses:
         exceed = min(length - before, buffer)
         slow.append(reward - exceed / buffer * factor if exceed > 0 else reward)
     found = overlong_penalty(
-        torch.tensor([reward for reward, _ in answers]),
-        torch.tensor([length for _, length in answers], dtype=torch.int64),
+        torch.tensor([reward for reward, _ in responses]),
+        torch.tensor([length for _, length in responses], dtype=torch.int64),
         before + buffer,
         buffer,
         factor,
@@ -136,11 +136,11 @@ def test_truncated_answers_earn_a_share_or_a_fixed_negative_reward(coef: float, 
 
 @given(st.lists(st.tuples(st.floats(-3, 3, width=32), st.booleans()), max_size=40), st.floats(-3, 1))
 @settings(max_examples=100, deadline=None)
-def test_penalties_of_truncation_agree_with_a_scalar_loop(answers: list[tuple[float, bool]], coef: float) -> None:
-    slow = [reward if not cut else reward * coef if coef >= 0 else coef for reward, cut in answers]
+def test_penalties_of_truncation_agree_with_a_scalar_loop(responses: list[tuple[float, bool]], coef: float) -> None:
+    slow = [reward if not cut else reward * coef if coef >= 0 else coef for reward, cut in responses]
     found = stop_properly_penalty(
-        torch.tensor([reward for reward, _ in answers]),
-        torch.tensor([cut for _, cut in answers], dtype=torch.bool),
+        torch.tensor([reward for reward, _ in responses]),
+        torch.tensor([cut for _, cut in responses], dtype=torch.bool),
         coef,
     )
     assert found.tolist() == pytest.approx(slow, abs=1e-6)
@@ -287,18 +287,18 @@ scored = st.lists(
 @given(scored, st.sampled_from([0.0, 0.1, 0.3, 0.5]), st.sampled_from([0.7, 0.75, 1.0]), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_groups_agree_with_a_scalar_loop(
-    answers: list[tuple[int, float]], low: float, high: float, closed: bool
+    responses: list[tuple[int, float]], low: float, high: float, closed: bool
 ) -> None:
     def narrow(x: float) -> float:
         return torch.tensor(x, dtype=torch.float32).item()
 
     slow = []
-    for group, _ in answers:
-        mean = narrow(statistics.fmean(narrow(score) for other, score in answers if other == group))
+    for group, _ in responses:
+        mean = narrow(statistics.fmean(narrow(score) for other, score in responses if other == group))
         at_a_bound = mean in (narrow(low), narrow(high))
         slow.append(closed if at_a_bound else low < mean < high)
-    score_B = torch.tensor([score for _, score in answers], dtype=torch.float32)
-    group_B = torch.tensor([group for group, _ in answers], dtype=torch.int64)
+    score_B = torch.tensor([score for _, score in responses], dtype=torch.float32)
+    group_B = torch.tensor([group for group, _ in responses], dtype=torch.int64)
     assert groups_within(score_B, group_B, low, high, closed=closed).tolist() == slow
 
 

@@ -1,4 +1,4 @@
-"""Worlds of episodes, kept apart: what raises, hangs or dies in one ends that one alone.
+"""Environments of episodes, kept apart: what raises, hangs or dies in one ends that one alone.
 
 In the loop, calls run in the engine's own loop. Code that blocks it is interrupted at the deadline, if the loop runs in
 the main thread and the code is Python's or waits for the system. A crash ends the engine.
@@ -7,7 +7,7 @@ In threads, each episode has one of its own, with a loop of its own. One that ha
 
 In processes, each episode has one of its own, forked from one that has loaded the agent's file already:
 
-    Worlds -> python -m agents.world_process FD PARENT -> one child for each episode
+    Environments -> python -m agents.environment_process FD PARENT -> one child for each episode
 
 A hang or a crash ends it, and what it has started. Threads that the file starts, and CUDA, do not outlive a fork.
 """
@@ -40,15 +40,15 @@ Kind = Literal["raised", "hung", "died"]
 _Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
 
 BLOCKED_S = 1.0
-"""Seconds for which one world may keep all others waiting before that is said."""
+"""Seconds for which one environment may keep all others waiting before that is said."""
 
 _set_handler = import_module("_signal").signal
 """`signal.signal` without the enums around it, which would take longer than all else of a step."""
 _log = logging.getLogger(__name__)
 
 
-class WorldError(Exception):
-    """A world that can no longer be asked; one line, and the traceback of its own code as a note."""
+class EnvironmentFailure(Exception):
+    """An environment that can no longer be asked; one line, and the traceback of its own code as a note."""
 
     def __init__(self, kind: Kind, reason: str, trace: str = "") -> None:
         super().__init__(reason)
@@ -61,8 +61,8 @@ class Overdue(BaseException):
     """Raised into a user's code that holds its thread past the deadline; `except Exception` does not stop it."""
 
 
-class Worlds:
-    """Opens the worlds of an agent's episodes, as `options.runs_in` and `options.step_timeout_s` say."""
+class EnvironmentPool:
+    """Opens the environments of an agent's episodes, as `options.runs_in` and `options.step_timeout_s` say."""
 
     def __init__(self, instance: type, options: AgentOptions, func_path: str | None = None) -> None:
         """`func_path` is the file that `instance` comes from; None: a module that can be imported.
@@ -73,25 +73,27 @@ class Worlds:
         self.counts: dict[str, int] = {"opened": 0, "raised": 0, "hung": 0, "died": 0}
         self.instance = instance
         self.limit_s = options.step_timeout_s
-        self._kind = {"loop": _LoopWorld, "thread": _ThreadWorld, "process": _ProcessWorld}[options.runs_in]
+        self._kind = {"loop": _LoopEnvironment, "thread": _ThreadEnvironment, "process": _ProcessEnvironment}[
+            options.runs_in
+        ]
         self._warned = False
         self._numbers = itertools.count()
         self._server: Child | None = None
         if options.runs_in == "process":
             self._start_server(func_path)
 
-    async def open(self) -> World:
-        """A new world. Its instance is made with the first call, within that call's time."""
+    async def open(self) -> EnvironmentHandle:
+        """A new environment. Its instance is made with the first call, within that call's time."""
         self.counts["opened"] += 1
         return self._kind(self)
 
     def close(self) -> None:
-        """End what all worlds share, and the processes of those that are still open."""
+        """End what all environments share, and the processes of those that are still open."""
         if self._server is not None:
             self._server.end()
 
-    def say_blocked(self, method: str, seconds: float) -> None:
-        """Say once that all others wait while a world runs."""
+    def report_blocked(self, method: str, seconds: float) -> None:
+        """Say once that all others wait while an environment runs."""
         if seconds > BLOCKED_S and not self._warned:
             self._warned = True
             _log.warning(
@@ -101,26 +103,26 @@ class Worlds:
             )
 
     def make_process(self, channel: socket.socket) -> int:
-        """Have a process made that serves a world over `channel`; returns the number it goes by."""
+        """Have a process made that serves an environment over `channel`; returns the number it goes by."""
         number = next(self._numbers)
-        self._tell("make", number, channel)
+        self._emit("make", number, channel)
         return number
 
     async def end_process(self, number: int) -> str:
-        """Have a world's process ended, and what it has started; returns how it ended, if it had."""
+        """Have an environment's process ended, and what it has started; returns how it ended, if it had."""
         assert self._server is not None
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             with theirs:
-                self._tell("end", number, theirs)
+                self._emit("end", number, theirs)
             return await receive_from(reader)
         except (EOFError, ConnectionError):
             return f"with the one that makes them: {self._server.wait()}"
         finally:
             writer.close()
 
-    def _tell(self, what: str, number: int, channel: socket.socket) -> None:
+    def _emit(self, what: str, number: int, channel: socket.socket) -> None:
         assert self._server is not None
         send(self._server.channel, (what, number))
         socket.send_fds(self._server.channel, [b"."], [channel.fileno()])
@@ -131,7 +133,7 @@ class Worlds:
             setup = {"path": sys.path, "file": func_path, "instance": pickle.dumps(self.instance)}
         except (pickle.PicklingError, AttributeError) as error:
             raise ValueError(f"{name}: {error}; with agent.runs_in=process, write it at the top of a file") from error
-        self._server = Child("agents.world_process")
+        self._server = Child("agents.environment_process")
         try:
             self._server.load(setup, name)
         except ValueError:
@@ -146,7 +148,7 @@ class Asked:
         self._class = instance
         self._instance: Any = None
 
-    async def answer(self, method: str, states: dict[str, Any]) -> tuple[str, ...]:
+    async def response(self, method: str, states: dict[str, Any]) -> tuple[str, ...]:
         """Call a method, async or not: "ok" and what it returned, or "raised", a line and a traceback."""
         try:
             if self._instance is None:
@@ -201,11 +203,11 @@ class Deadline:
         self._began = time.monotonic()
 
 
-class World(ABC):
-    """The world of one episode. What it answers is not checked here."""
+class EnvironmentHandle(ABC):
+    """The environment of one episode. What it answers is not checked here."""
 
-    def __init__(self, worlds: Worlds) -> None:
-        self._worlds = worlds
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
         self._failed = self._begun = self._under_way = False
 
     async def reset(self, states: dict[str, Any]) -> Any:
@@ -224,12 +226,12 @@ class World(ABC):
         await self._end()
 
     async def _call(self, method: str, states: dict[str, Any]) -> Any:
-        assert not self._failed, "a world that failed was asked again"
+        assert not self._failed, "an environment that failed was asked again"
         try:
             return await self._answer(method, states)
-        except WorldError as error:
+        except EnvironmentFailure as error:
             self._failed = True
-            self._worlds.counts[error.kind] += 1
+            self._pool.counts[error.kind] += 1
             await self.close()
             raise
 
@@ -239,17 +241,19 @@ class World(ABC):
             if not self._begun:
                 self._begun = True
                 await self._begin()
-            verdict, *found = await self._ask(method, states, Deadline(self._worlds.limit_s))
+            verdict, *found = await self._ask(method, states, Deadline(self._pool.limit_s))
             self._under_way = False
         except Overdue:
-            limit = f"{self._worlds.limit_s:g} s (agent.step_timeout_s)"
-            raise WorldError("hung", f"{method} gave no answer within {limit}") from None
+            limit = f"{self._pool.limit_s:g} s (agent.step_timeout_s)"
+            raise EnvironmentFailure("hung", f"{method} gave no response within {limit}") from None
         except (EOFError, ConnectionError):
-            raise WorldError("died", f"the process of the world ended in {method}: {await self._reason()}") from None
+            raise EnvironmentFailure(
+                "died", f"the process of the environment ended in {method}: {await self._reason()}"
+            ) from None
         except Exception as error:
-            raise WorldError("raised", f"{method}: {described(error)[0]}", described(error)[1]) from error
+            raise EnvironmentFailure("raised", f"{method}: {described(error)[0]}", described(error)[1]) from error
         if verdict == "raised":
-            raise WorldError("raised", *found)
+            raise EnvironmentFailure("raised", *found)
         return found[0]
 
     @abstractmethod
@@ -258,7 +262,7 @@ class World(ABC):
 
     @abstractmethod
     async def _ask(self, method: str, states: dict[str, Any], deadline: Deadline) -> tuple[Any, ...]:
-        """What `Asked.answer` gives; Overdue, or EOFError when there is nobody to answer."""
+        """What `Asked.response` gives; Overdue, or EOFError when there is nobody to answer."""
 
     @abstractmethod
     async def _end(self) -> None:
@@ -269,19 +273,19 @@ class World(ABC):
         raise NotImplementedError
 
 
-class _LoopWorld(World):
+class _LoopEnvironment(EnvironmentHandle):
     async def _begin(self) -> None:
-        self._asked = Asked(self._worlds.instance)
+        self._asked = Asked(self._pool.instance)
 
     async def _ask(self, method: str, states: dict[str, Any], deadline: Deadline) -> tuple[Any, ...]:
-        return await driven(self._asked.answer(method, states), deadline, partial(self._worlds.say_blocked, method))
+        return await driven(self._asked.response(method, states), deadline, partial(self._pool.report_blocked, method))
 
     async def _end(self) -> None:
         """All of it was in the task that is here."""
 
 
 @coroutine
-def driven(work: _Coroutine, deadline: Deadline, say_blocked: Callable[[float], None]) -> Generator[Any, None, Any]:
+def driven(work: _Coroutine, deadline: Deadline, report_blocked: Callable[[float], None]) -> Generator[Any, None, Any]:
     """Await a coroutine within the time; each stretch in which it keeps the loop busy is timed, and interrupted.
 
     Overdue when the time is over. One may run within another's.
@@ -296,7 +300,7 @@ def driven(work: _Coroutine, deadline: Deadline, say_blocked: Callable[[float], 
         if deadline.spend():
             timer = loop.call_later(deadline.length, tick)
             return
-        # It may have something to clean up. One that goes on nevertheless is then left where it is.
+        # It may have something to clean up. One that continues nevertheless is then left where it is.
         overdue += 1
         task.cancel()
         timer = loop.call_later(END_TIMEOUT_S, tick)
@@ -313,7 +317,7 @@ def driven(work: _Coroutine, deadline: Deadline, say_blocked: Callable[[float], 
             finally:
                 seconds = time.monotonic() - began
                 deadline.own_s += seconds
-                say_blocked(seconds)
+                report_blocked(seconds)
             # Many never wait, and need none.
             timer = timer or loop.call_later(deadline.length, tick)
             try:
@@ -331,7 +335,9 @@ def driven(work: _Coroutine, deadline: Deadline, say_blocked: Callable[[float], 
 
 
 class _Interrupted:
-    """Raises Overdue in a coroutine that runs for so long, if in the main thread. Another timer goes on afterwards."""
+    """Raises Overdue in a coroutine that runs for so long, if in the main thread. Another timer continues
+    afterwards.
+    """
 
     __slots__ = ("_began", "_handler", "_is_main", "_other", "_seconds", "_work")
 
@@ -361,15 +367,15 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class _ThreadWorld(World):
+class _ThreadEnvironment(EnvironmentHandle):
     async def _begin(self) -> None:
-        self._asked = Asked(self._worlds.instance)
+        self._asked = Asked(self._pool.instance)
         self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
     async def _ask(self, method: str, states: dict[str, Any], deadline: Deadline) -> tuple[Any, ...]:
-        there = asyncio.run_coroutine_threadsafe(self._asked.answer(method, states), self._loop)
+        there = asyncio.run_coroutine_threadsafe(self._asked.response(method, states), self._loop)
         return await deadline.wait(asyncio.wrap_future(there))
 
     async def _end(self) -> None:
@@ -387,14 +393,14 @@ class _ThreadWorld(World):
             runner.run(self._stop.wait())
 
 
-class _ProcessWorld(World):
+class _ProcessEnvironment(EnvironmentHandle):
     _number: int | None = None
     _writer: asyncio.StreamWriter | None = None
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._number = self._worlds.make_process(theirs)
+            self._number = self._pool.make_process(theirs)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         # Its call's time begins once it is there: others may be made before it.
         await asyncio.wait_for(receive_from(self._reader), LOAD_TIMEOUT_S)
@@ -416,4 +422,4 @@ class _ProcessWorld(World):
 
     async def _reason(self) -> str:
         number, self._number = self._number, None
-        return "" if number is None else await self._worlds.end_process(number)
+        return "" if number is None else await self._pool.end_process(number)

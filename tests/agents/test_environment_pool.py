@@ -1,4 +1,4 @@
-"""Worlds of episodes: what raises, hangs or dies in one ends that one alone, and nothing of it is left."""
+"""Environments of episodes: what raises, hangs or dies in one ends that one alone, and nothing of it is left."""
 
 import asyncio
 import logging
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
+from agents.environment_pool import EnvironmentFailure, EnvironmentHandle, EnvironmentPool
 from agents.loading import load_agent_file
 from agents.options import AgentOptions
-from agents.worlds import World, WorldError, Worlds
 from tests.messages import says
 from tests.processes import wait_until_gone
 
@@ -108,91 +108,93 @@ class Unmakable:
 Mode = Literal["loop", "thread", "process"]
 
 
-def opened(folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "AgentInstance") -> Worlds:
+def opened(folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "AgentInstance") -> EnvironmentPool:
     path = folder / "agent.py"
     path.write_text(AGENT)
     instance = getattr(load_agent_file(str(path)), name)
-    return Worlds(instance, AgentOptions(func_path=str(path), runs_in=runs_in, step_timeout_s=limit_s), str(path))
+    return EnvironmentPool(
+        instance, AgentOptions(func_path=str(path), runs_in=runs_in, step_timeout_s=limit_s), str(path)
+    )
 
 
-def played(worlds: Worlds, play: Callable[[Worlds], Coroutine[Any, Any, Any]]) -> Any:
-    """What `play` gives, with the worlds closed afterwards."""
+def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coroutine[Any, Any, Any]]) -> Any:
+    """What `play` gives, with the environments closed afterwards."""
     try:
-        return asyncio.run(play(worlds))
+        return asyncio.run(run_episodes(pool))
     finally:
-        worlds.close()
+        pool.close()
 
 
-async def episode(worlds: Worlds, *actions: str, label: Any = 7) -> Any:
-    """A world's last answer, or the error it ended with."""
-    world = await worlds.open()
-    answer: Any = None
+async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
+    """An environment's last response, or the error it ended with."""
+    environment = await pool.open()
+    response: Any = None
     try:
-        assert await world.reset({"observation": "go", "label": label}) == {"observation": f"go{label}"}
+        assert await environment.reset({"observation": "go", "label": label}) == {"observation": f"go{label}"}
         for action in actions:
-            answer = await step(world, action, label)
-    except WorldError as error:
-        answer = error
+            response = await step(environment, action, label)
+    except EnvironmentFailure as error:
+        response = error
     finally:
-        await world.close()
-    return answer
+        await environment.close()
+    return response
 
 
-def step(world: World, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
-    return world.step({"action_text": action, "label": label})
+def step(environment: EnvironmentHandle, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
+    return environment.step({"action_text": action, "label": label})
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_what_belongs_to_a_loop_or_a_thread_is_kept_from_call_to_call(tmp_path: Path, runs_in: Mode) -> None:
-    answers = played(opened(tmp_path, runs_in, PATIENCE_S), two_turns)
-    # Each world counts its own two steps; reset made a lock, an event and a task that both steps used.
-    assert [[float(answer["rewards"]) for answer in of_one] for of_one in answers] == [[1.0, 2.0]] * 2
-    threads = [{answer["thread"] for answer in of_one} for of_one in answers]
+    responses = played(opened(tmp_path, runs_in, PATIENCE_S), two_turns)
+    # Each environment counts its own two steps; reset made a lock, an event and a task that both steps used.
+    assert [[float(response["rewards"]) for response in of_one] for of_one in responses] == [[1.0, 2.0]] * 2
+    threads = [{response["thread"] for response in of_one} for of_one in responses]
     assert all(len(of_one) == 1 for of_one in threads)
-    pids = {answer["pid"] for of_one in answers for answer in of_one}
+    pids = {response["pid"] for of_one in responses for response in of_one}
     assert (len(pids), os.getpid() in pids) == ((2, False) if runs_in == "process" else (1, True))
-    assert len({answer["draw"] for of_one in answers for answer in of_one}) == 4
+    assert len({response["draw"] for of_one in responses for response in of_one}) == 4
 
 
-async def two_turns(worlds: Worlds) -> tuple[Any, ...]:
-    return await asyncio.gather(turns(worlds), turns(worlds))
+async def two_turns(pool: EnvironmentPool) -> tuple[Any, ...]:
+    return await asyncio.gather(turns(pool), turns(pool))
 
 
-async def turns(worlds: Worlds) -> list[Any]:
-    world = await worlds.open()
-    await world.reset({"observation": "go", "label": 7})
+async def turns(pool: EnvironmentPool) -> list[Any]:
+    environment = await pool.open()
+    await environment.reset({"observation": "go", "label": 7})
     try:
-        return [await step(world, "go on") for _ in range(2)]
+        return [await step(environment, "continue") for _ in range(2)]
     finally:
-        await world.close()
+        await environment.close()
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
-    async def play(worlds: Worlds) -> Any:
-        world = await worlds.open()
-        assert await world.reset({"observation": "go"}) == {"observation": "go"}
-        answer = await step(world, "go on")
-        await world.close()
-        return answer
+    async def run_episodes(pool: EnvironmentPool) -> Any:
+        environment = await pool.open()
+        assert await environment.reset({"observation": "go"}) == {"observation": "go"}
+        response = await step(environment, "continue")
+        await environment.close()
+        return response
 
-    assert played(opened(tmp_path, runs_in, PATIENCE_S, "Plain"), play) == {"rewards": 1.0}
+    assert played(opened(tmp_path, runs_in, PATIENCE_S, "Plain"), run_episodes) == {"rewards": 1.0}
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_what_a_world_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> None:
-    async def play(worlds: Worlds) -> list[Any]:
-        actions = ("raise", "exit", "cancel", "go on")
-        return await asyncio.gather(*(episode(worlds, "go on", action) for action in actions))
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        actions = ("raise", "exit", "cancel", "continue")
+        return await asyncio.gather(*(episode(pool, "continue", action) for action in actions))
 
-    worlds = opened(tmp_path, runs_in, PATIENCE_S)
-    *errors, fine = played(worlds, play)
+    pool = opened(tmp_path, runs_in, PATIENCE_S)
+    *errors, fine = played(pool, run_episodes)
     for error, what in zip(errors, ("KeyError: 'no\\nsuch move'", "SystemExit: 3", "CancelledError"), strict=True):
         assert re.search(says("step", what), str(error))
     assert "agent.py" in errors[0].__notes__[0]
     assert {error.kind for error in errors} == {"raised"}
     assert float(fine["rewards"]) == 2.0
-    assert worlds.counts == {"opened": 4, "raised": 3, "hung": 0, "died": 0}
+    assert pool.counts == {"opened": 4, "raised": 3, "hung": 0, "died": 0}
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
@@ -218,45 +220,45 @@ HANGS = [
 def test_a_hanging_step_ends_its_own_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_in: Mode, action: str
 ) -> None:
-    # For what goes on nevertheless, to clean up.
-    monkeypatch.setattr("agents.worlds.END_TIMEOUT_S", 0.3)
+    # For what continues nevertheless, to clean up.
+    monkeypatch.setattr("agents.environment_pool.END_TIMEOUT_S", 0.3)
 
-    async def play(worlds: Worlds) -> list[Any]:
-        return [*await asyncio.gather(episode(worlds, "go on", action), episode(worlds, "go on", "go on"))]
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return [*await asyncio.gather(episode(pool, "continue", action), episode(pool, "continue", "continue"))]
 
-    worlds = opened(tmp_path, runs_in)
-    error, fine = played(worlds, play)
+    pool = opened(tmp_path, runs_in)
+    error, fine = played(pool, run_episodes)
     assert error.kind == "hung"
     assert re.search(says("step", f"{LIMIT_S:g} s", "agent.step_timeout_s"), str(error))
     assert float(fine["rewards"]) == 2.0
-    assert worlds.counts == {"opened": 2, "raised": 0, "hung": 1, "died": 0}
+    assert pool.counts == {"opened": 2, "raised": 0, "hung": 1, "died": 0}
 
 
 def test_a_world_that_blocks_the_loop_is_named_once_and_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.worlds.BLOCKED_S", 0.2)
+    monkeypatch.setattr("agents.environment_pool.BLOCKED_S", 0.2)
 
-    async def play(worlds: Worlds) -> list[Any]:
-        return await asyncio.gather(*(episode(worlds, "nap") for _ in range(3)), episode(worlds, *["go on"] * 5))
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return await asyncio.gather(*(episode(pool, "nap") for _ in range(3)), episode(pool, *["continue"] * 5))
 
     with caplog.at_level(logging.WARNING):
-        answers = played(opened(tmp_path, "loop", PATIENCE_S), play)
-    assert [float(answer["rewards"]) for answer in answers] == [1.0, 1.0, 1.0, 5.0]
-    (message,) = (record.getMessage() for record in caplog.records if record.name == "agents.worlds")
+        responses = played(opened(tmp_path, "loop", PATIENCE_S), run_episodes)
+    assert [float(response["rewards"]) for response in responses] == [1.0, 1.0, 1.0, 5.0]
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "agents.environment_pool")
     assert re.search(says("AgentInstance", "agent.runs_in=thread"), message)
 
 
 def test_a_timer_of_somebody_else_rings_after_a_step(tmp_path: Path) -> None:
     rung: list[float] = []
 
-    async def play(worlds: Worlds) -> Any:
+    async def run_episodes(pool: EnvironmentPool) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        return await episode(worlds, "nap")
+        return await episode(pool, "nap")
 
     handler = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
     try:
-        begin, end = played(opened(tmp_path, "loop", PATIENCE_S), play)["span"]
+        begin, end = played(opened(tmp_path, "loop", PATIENCE_S), run_episodes)["span"]
         while not rung:
             time.sleep(0.01)
     finally:
@@ -270,8 +272,8 @@ def test_a_timer_of_somebody_else_rings_after_a_step(tmp_path: Path) -> None:
 def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_in: Mode) -> None:
     waiting = tmp_path / "waiting"
 
-    async def play(worlds: Worlds) -> None:
-        task = asyncio.create_task(episode(worlds, "go on", "wait", label=str(waiting)))
+    async def run_episodes(pool: EnvironmentPool) -> None:
+        task = asyncio.create_task(episode(pool, "continue", "wait", label=str(waiting)))
         while not waiting.exists():
             assert not task.done()
             await asyncio.sleep(0.01)
@@ -279,58 +281,70 @@ def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_
         await asyncio.wait({task})
         assert task.cancelled()
 
-    worlds = opened(tmp_path, runs_in, PATIENCE_S)
-    played(worlds, play)
-    assert worlds.counts == {"opened": 1, "raised": 0, "hung": 0, "died": 0}
+    pool = opened(tmp_path, runs_in, PATIENCE_S)
+    played(pool, run_episodes)
+    assert pool.counts == {"opened": 1, "raised": 0, "hung": 0, "died": 0}
 
 
 @pytest.mark.parametrize(("action", "reason"), [("die", "exit code 3"), ("kill", "signal SIGKILL")])
 def test_a_process_that_dies_ends_its_own_world(tmp_path: Path, action: str, reason: str) -> None:
-    async def play(worlds: Worlds) -> list[Any]:
-        return await asyncio.gather(*(episode(worlds, "go on", a) for a in (action, "go on")))
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return await asyncio.gather(*(episode(pool, "continue", a) for a in (action, "continue")))
 
-    worlds = opened(tmp_path, "process", PATIENCE_S)
-    error, fine = played(worlds, play)
+    pool = opened(tmp_path, "process", PATIENCE_S)
+    error, fine = played(pool, run_episodes)
     assert error.kind == "died"
     assert re.search(says("step", reason), str(error))
     assert float(fine["rewards"]) == 2.0
-    assert worlds.counts == {"opened": 2, "raised": 0, "hung": 0, "died": 1}
+    assert pool.counts == {"opened": 2, "raised": 0, "hung": 0, "died": 1}
 
 
 def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
-    async def play(worlds: Worlds) -> list[Any]:
-        return [await episode(worlds, "tensor"), await episode(worlds, "lambda")]
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return [await episode(pool, "tensor"), await episode(pool, "lambda")]
 
-    answer, error = played(opened(tmp_path, "process", PATIENCE_S), play)
-    assert answer["rewards"].item() == 0.5
+    response, error = played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
+    assert response["rewards"].item() == 0.5
     assert error.kind == "raised"
     assert re.search(says("step", "lambda"), str(error))
 
 
 def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.worlds.END_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("agents.environment_pool.END_TIMEOUT_S", PATIENCE_S)
     folder = tmp_path / "worlds"
     folder.mkdir()
 
-    async def play(worlds: Worlds) -> list[Any]:
-        found = await asyncio.gather(*(episode(worlds, "start", label=str(folder)) for _ in range(2)))
-        # Each world's own process, and the one that it had started.
-        wait_until_gone(*(pid for answer in found for pid in answer["pids"]), timeout_s=PATIENCE_S)
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        found = await asyncio.gather(*(episode(pool, "start", label=str(folder)) for _ in range(2)))
+        # Each environment's own process, and the one that it had started.
+        wait_until_gone(*(pid for response in found for pid in response["pids"]), timeout_s=PATIENCE_S)
         return found
 
-    assert len({pid for answer in played(opened(tmp_path, "process", PATIENCE_S), play) for pid in answer["pids"]}) == 4
+    assert (
+        len(
+            {
+                pid
+                for response in played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
+                for pid in response["pids"]
+            }
+        )
+        == 4
+    )
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.full
 def test_two_hundred_worlds_leave_no_process(tmp_path: Path) -> None:
-    async def play(worlds: Worlds) -> list[Any]:
-        opened_now = [await worlds.open() for _ in range(200)]
-        await asyncio.gather(*(world.reset({"observation": "go", "label": 7}) for world in opened_now))
-        return [answer["pid"] for answer in await asyncio.gather(*(step(world, "go on") for world in opened_now))]
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        opened_now = [await pool.open() for _ in range(200)]
+        await asyncio.gather(*(environment.reset({"observation": "go", "label": 7}) for environment in opened_now))
+        return [
+            response["pid"]
+            for response in await asyncio.gather(*(step(environment, "continue") for environment in opened_now))
+        ]
 
     # They are not closed one by one: what ends them is that all is closed.
-    pids = played(opened(tmp_path, "process", PATIENCE_S), play)
+    pids = played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
     assert len(set(pids)) == 200
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
 
@@ -342,24 +356,25 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(PROJECT)!r})\n"
         "from agents.loading import load_agent_file\n"
         "from agents.options import AgentOptions\n"
-        "from agents.worlds import Worlds\n"
+        "from agents.environment_pool import EnvironmentPool\n"
         "async def main():\n"
-        "    worlds = Worlds(load_agent_file('agent.py').AgentInstance, AgentOptions(runs_in='process'), 'agent.py')\n"
-        "    pids = []\n"
+        "    environments = EnvironmentPool(load_agent_file('agent.py').AgentInstance, "
+        "AgentOptions(runs_in='process'), 'agent.py')\n    pids = []\n"
         "    for _ in range(16):\n"
-        "        world = await worlds.open()\n"
-        "        await world.reset({'observation': '', 'label': ''})\n"
-        "        answer = await world.step({'action_text': 'start', 'label': '.'})\n"
-        "        pids += answer['pids']\n"
+        "        environment = await environments.open()\n"
+        "        await environment.reset({'observation': '', 'label': ''})\n"
+        "        response = await environment.step({'action_text': 'start', 'label': '.'})\n"
+        "        pids += response['pids']\n"
         "    print(*pids, flush=True)\n"
-        "    await world.step({'action_text': 'spin', 'label': '.'})\n"
+        "    await environment.step({'action_text': 'spin', 'label': '.'})\n"
         "asyncio.run(main())\n"
     )
     run = subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
     assert len(pids) == 2 * 16
-    # Of this, what makes the worlds hears twice: the second word must not keep it from ending what they have started.
+    # Of this, what makes the environments hears twice: the second word must not keep it from ending what they have
+    # started.
     run.kill()
     run.wait()
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
@@ -370,7 +385,7 @@ def test_a_class_that_another_process_cannot_find_is_refused() -> None:
         pass
 
     with pytest.raises(ValueError, match=says("AgentInstance", "agent.runs_in=process")):
-        Worlds(AgentInstance, AgentOptions(runs_in="process"))
+        EnvironmentPool(AgentInstance, AgentOptions(runs_in="process"))
 
 
 def test_a_file_that_loads_only_here_is_refused_with_its_traceback(tmp_path: Path) -> None:
@@ -379,5 +394,5 @@ def test_a_file_that_loads_only_here_is_refused_with_its_traceback(tmp_path: Pat
     instance = load_agent_file(str(path)).AgentInstance
     path.write_text("import no_such_module\n")
     with pytest.raises(ValueError, match=says(path, "'no_such_module'")) as caught:
-        Worlds(instance, AgentOptions(runs_in="process"), str(path))
+        EnvironmentPool(instance, AgentOptions(runs_in="process"), str(path))
     assert "import no_such_module" in caught.value.__notes__[0]

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from agents import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 from agents.episode import Episode, EpisodeTask, Policy
 from agents.options import AgentOptions
-from agents.player import WINDOW, Player, open_player
+from agents.runner import WINDOW, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.async_engine import Request
 from components.engines.batched_engine import BatchedEngine
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.weight_sync import WeightHandle, WeightPublisher
-from tests.agents.play_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
+from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 
 
@@ -37,7 +37,7 @@ class Talk(AgentInstanceBase):
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.left -= 1
-        said = " hello world\n" if self.left % 2 else [{"role": "user", "content": "hello <bos> higher"}]
+        said = " hello environment\n" if self.left % 2 else [{"role": "user", "content": "hello <bos> higher"}]
         return {"rewards": 1.0, "environment_feedback": said, "done": not self.left, "extra_logs": {"left": self.left}}
 
 
@@ -89,14 +89,14 @@ def same(a: Batch, b: Batch, but: Sequence[str] = ()) -> None:
 
 
 def test_without_an_agent_playing_is_what_the_engine_does(rig: Rig) -> None:
-    player = open_player(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
+    runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
     prompts = rig.prompts(4, 2)
-    same(player.play(prompts, sampling(12)), rig.engine.generate(prompts, sampling(12)))
-    player.close()
+    same(runner.run_episodes(prompts, sampling(12)), rig.engine.generate(prompts, sampling(12)))
+    runner.close()
 
 
 def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> None:
-    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(6, 3), sampling(8, temperature=0.8))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(6, 3), sampling(8, temperature=0.8))
     assert batch["num_turns"].tolist() == [2] * 3 + [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3 + [4] * 3
     mask, gap = batch["action_mask"], batch["rollout_logprob"] - rig.training_logprobs(batch, 0.8)
     assert int(mask.sum()) > 200
@@ -105,7 +105,7 @@ def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> No
 
 
 def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig: Rig) -> None:
-    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(3, 4), sampling(8))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(3, 4), sampling(8))
     turns = [turn for row in range(len(batch)) for turn in turns_of(batch, row)]
     changed = [turn for turn in turns if rig.encoder.encode(rig.decode(turn)) != turn]
     assert len(changed) > len(turns) / 2
@@ -113,7 +113,7 @@ def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig:
 
 def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
     prompts = rig.prompts(3, 2)
-    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(prompts, sampling(5))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(prompts, sampling(5))
     mask, turn = batch["action_mask"], batch["turn"]
     assert torch.equal(mask, turn >= 0)
     assert torch.equal(batch["token_version"], torch.where(mask, 0, -1))
@@ -164,8 +164,8 @@ def test_what_was_drawn_is_found_unchanged_whatever_a_world_says(
             }
 
     engine = Recording(rig.engine)
-    player = Player(engine, MultiTurnAgentExecutor(Saying), AgentOptions(max_tokens=150), rig.tokenizer)
-    batch = player.play(rig.prompts(2, 2), sampling(most, seed=seed))
+    runner = EpisodeRunner(engine, MultiTurnAgentExecutor(Saying), AgentOptions(max_tokens=150), rig.tokenizer)
+    batch = runner.run_episodes(rig.prompts(2, 2), sampling(most, seed=seed))
     assert set(batch["status"]) <= {"finished", "truncated"}
     ids = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
     rows = {found: row for row, found in enumerate(ids)}
@@ -178,7 +178,7 @@ def test_what_was_drawn_is_found_unchanged_whatever_a_world_says(
         assert turn[start - 1] != turn[start] >= 0
         assert tokens[start : start + len(drawn)] == drawn
     assert len(engine.asked) == int(batch["num_turns"].sum())
-    player.close()
+    runner.close()
 
 
 async def finished(request: Request) -> list[int]:
@@ -186,15 +186,15 @@ async def finished(request: Request) -> list[int]:
 
 
 def test_two_plays_with_one_seed_are_equal_and_with_another_not(rig: Rig) -> None:
-    player = rig.player(MultiTurnAgentExecutor(Talk))
-    first, again, other = (player.play(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
+    runner = rig.runner(MultiTurnAgentExecutor(Talk))
+    first, again, other = (runner.run_episodes(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
     same(first, again)
     assert first["tokens"].tolist() != other["tokens"].tolist()
 
 
 def test_how_many_play_at_the_same_time_changes_no_token(rig: Rig) -> None:
     one, many = (
-        rig.player(MultiTurnAgentExecutor(Talk), concurrency=count).play(rig.prompts(5, 2), sampling())
+        rig.runner(MultiTurnAgentExecutor(Talk), concurrency=count).run_episodes(rig.prompts(5, 2), sampling())
         for count in (1, 64)
     )
     same(one, many, but=["rollout_logprob"])
@@ -217,28 +217,28 @@ def test_no_more_episodes_are_open_than_may_be_and_they_begin_in_order(rig: Rig)
             Counting.open_now -= 1
             return {"rewards": 0.0, "environment_feedback": "", "done": True}
 
-    rig.player(MultiTurnAgentExecutor(Counting), concurrency=3).play(rig.prompts(10, 1), sampling())
+    rig.runner(MultiTurnAgentExecutor(Counting), concurrency=3).run_episodes(rig.prompts(10, 1), sampling())
     assert Counting.most == 3
     assert Counting.begun == [f"label {i}" for i in range(10)]
 
 
 def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
     labels = ["bad", "good", "good", "bad", "good", "good"]
-    batch = rig.player(MultiTurnAgentExecutor(Flaky)).play(rig.prompts(6, 1, labels), sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Flaky)).run_episodes(rig.prompts(6, 1, labels), sampling())
     assert batch["status"] == ["error", "finished", "finished", "error", "finished", "finished"]
     assert batch["reward_failed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert "no such board" in batch["error"][0]
-    strict = rig.player(MultiTurnAgentExecutor(Flaky), max_failed_share=0.0)
+    strict = rig.runner(MultiTurnAgentExecutor(Flaky), max_failed_share=0.0)
     with pytest.raises(RuntimeError, match=says("1 of 6", "agent.max_failed_share=0", "no such board")):
-        strict.play(rig.prompts(6, 1, labels), sampling())
+        strict.run_episodes(rig.prompts(6, 1, labels), sampling())
     with pytest.raises(RuntimeError, match="3 of 6") as caught:
-        rig.player(MultiTurnAgentExecutor(Flaky)).play(
+        rig.runner(MultiTurnAgentExecutor(Flaky)).run_episodes(
             rig.prompts(6, 1, ["bad", "bad", "bad", *labels[:3]]), sampling()
         )
     # Where it was raised.
     assert any("in reset" in note for note in caught.value.__notes__)
-    # It can go on afterwards.
-    good = strict.play(rig.prompts(2, 1, ["good", "good"]), sampling())
+    # It can continue afterwards.
+    good = strict.run_episodes(rig.prompts(2, 1, ["good", "good"]), sampling())
     assert good["status"] == ["finished", "finished"]
 
 
@@ -249,11 +249,11 @@ def test_too_many_errors_are_not_waited_for(rig: Rig) -> None:
             raise AssertionError
 
     with pytest.raises(RuntimeError, match="2 of 2"):
-        player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0, max_failed_share=0.5)
-        player.play(rig.prompts(2, 1, ["bad", "bad"]), sampling())
+        runner = rig.runner(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0, max_failed_share=0.5)
+        runner.run_episodes(rig.prompts(2, 1, ["bad", "bad"]), sampling())
     with pytest.raises(RuntimeError, match="1 of 2"):
-        player = rig.player(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0)
-        player.play(rig.prompts(2, 1, ["good", "bad"]), sampling())
+        runner = rig.runner(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0)
+        runner.run_episodes(rig.prompts(2, 1, ["good", "bad"]), sampling())
 
 
 def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
@@ -261,7 +261,7 @@ def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return await super().step(states) | {"extra_logs": {states["label"]: 2}}
 
-    batch = rig.player(MultiTurnAgentExecutor(Logging)).play(rig.prompts(3, 1, ["a", "b", "a"]), sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Logging)).run_episodes(rig.prompts(3, 1, ["a", "b", "a"]), sampling())
     assert batch["log_a"].tolist()[::2] == [2.0, 2.0]
     assert [math.isnan(value) for value in batch["log_a"].tolist()] == [False, True, False]
     assert [math.isnan(value) for value in batch["log_b"].tolist()] == [True, False, True]
@@ -280,7 +280,7 @@ class Branching(AgentExecutorBase):
 
 
 def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
-    batch = rig.player(Branching()).play(rig.prompts(2, 2), sampling(8))
+    batch = rig.runner(Branching()).run_episodes(rig.prompts(2, 2), sampling(8))
     assert batch["prompt_id"].tolist() == [10, 10, 11, 11, 11, 11, 11, 11]
     assert batch["sample_id"].tolist() == [0, 1, 0, 0, 0, 1, 1, 1]
     assert batch["branch"].tolist() == [0, 0, 0, 1, 2, 0, 1, 2]
@@ -304,7 +304,7 @@ def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, retu
         async def execute(self, task: EpisodeTask, policy: Policy) -> Any:
             return returned
 
-    batch = rig.player(Wrong(), max_failed_share=1.0).play(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Wrong(), max_failed_share=1.0).run_episodes(rig.prompts(1, 1), sampling())
     assert batch["status"] == ["error"]
     assert re.search(says(*facts), batch["error"][0])
 
@@ -320,12 +320,12 @@ def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> 
             return episode
 
     for executor in (MultiTurnAgentExecutor(Talk), Swallowing()):
-        player = rig.player(executor, max_failed_share=1.0)
+        runner = rig.runner(executor, max_failed_share=1.0)
         rig.engine.sleep()
         with pytest.raises(ValueError, match="sleeps"):
-            player.play(rig.prompts(2, 1), sampling())
+            runner.run_episodes(rig.prompts(2, 1), sampling())
         rig.engine.wake()
-        player.play(rig.prompts(2, 1), sampling())
+        runner.run_episodes(rig.prompts(2, 1), sampling())
 
 
 def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> None:
@@ -338,19 +338,19 @@ def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> Non
                 self.aborting = asyncio.create_task(request.abort())
             return request
 
-    player = Player(Aborting(rig.engine), MultiTurnAgentExecutor(Talk), AgentOptions(), rig.tokenizer)
-    batch = player.play(rig.prompts(3, 1), sampling())
-    player.close()
+    runner = EpisodeRunner(Aborting(rig.engine), MultiTurnAgentExecutor(Talk), AgentOptions(), rig.tokenizer)
+    batch = runner.run_episodes(rig.prompts(3, 1), sampling())
+    runner.close()
     assert batch["status"] == ["finished", "aborted", "finished"]
     assert batch["reward_failed"].tolist() == [0.0, 1.0, 0.0]
     assert batch["truncated"].tolist() == [False, False, False]
 
 
 def test_alone_an_answer_is_the_engines(rig: Rig) -> None:
-    player = rig.player(MultiTurnAgentExecutor(Talk), stop=["e"])
+    runner = rig.runner(MultiTurnAgentExecutor(Talk), stop=["e"])
     prompts = rig.prompts(3, 2)
     for temperature in (0.0, 1.0):
-        own = player.play(prompts, sampling(temperature=temperature), alone=True)
+        own = runner.run_episodes(prompts, sampling(temperature=temperature), alone=True)
         plain = rig.engine.generate(prompts, sampling(temperature=temperature))
         same(own, plain, but=["rollout_logprob"])
         assert float((own["rollout_logprob"] - plain["rollout_logprob"]).abs().max()) < 1e-5
@@ -362,7 +362,7 @@ def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
             await super().reset(states)
             return {"observation": "0" * (POSITIONS - 2)}
 
-    batch = rig.player(MultiTurnAgentExecutor(Long)).play(rig.prompts(3, 1), sampling(50))
+    batch = rig.runner(MultiTurnAgentExecutor(Long)).run_episodes(rig.prompts(3, 1), sampling(50))
     assert int(batch.lengths.max()) <= POSITIONS
     assert set(batch["status"]) == {"truncated"}
 
@@ -381,11 +381,11 @@ def own_rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -> None:
-    player = own_rig.player(MultiTurnAgentExecutor(Talk))
-    before = player.play(own_rig.prompts(), sampling())
-    player.receive(publish(own_rig, tmp_path, 3, seed=9))
-    after = player.play(own_rig.prompts(), sampling())
-    assert player.weight_version == 3
+    runner = own_rig.runner(MultiTurnAgentExecutor(Talk))
+    before = runner.run_episodes(own_rig.prompts(), sampling())
+    runner.receive(publish(own_rig, tmp_path, 3, seed=9))
+    after = runner.run_episodes(own_rig.prompts(), sampling())
+    assert runner.weight_version == 3
     assert set(before["weight_version"].tolist()) == {0}
     assert set(after["weight_version"].tolist()) == {3}
     assert torch.equal(after["token_version"], torch.where(after["action_mask"], 3, -1))
@@ -405,24 +405,24 @@ class Gated(Talk):
 
 def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_rig: Rig, tmp_path: Path) -> None:
     Gated.through = {"label 1"}
-    player = own_rig.player(MultiTurnAgentExecutor(Gated))
+    runner = own_rig.runner(MultiTurnAgentExecutor(Gated))
     prompts = own_rig.prompts(3, 2)
-    assert player.collect(60.0).batch is None
-    player.begin(prompts, sampling())
+    assert runner.collect(60.0).batch is None
+    runner.begin(prompts, sampling())
     with pytest.raises(ValueError, match="prompt 10"):
-        player.begin(prompts, sampling())
-    first = player.collect(60.0)
+        runner.begin(prompts, sampling())
+    first = runner.collect(60.0)
     assert first.batch is not None
     assert first.batch["prompt_id"].tolist() == [11, 11]
     assert first.in_flight == [10, 12]
-    waiting = player.collect(0.02)
+    waiting = runner.collect(0.02)
     assert (waiting.batch, waiting.in_flight) == (None, [10, 12])
-    # They go on with the weights that came meanwhile.
-    player.receive(publish(own_rig, tmp_path, 1, seed=9))
+    # They continue with the weights that came meanwhile.
+    runner.receive(publish(own_rig, tmp_path, 1, seed=9))
     Gated.through = {"label 2"}
-    second = player.collect(60.0)
+    second = runner.collect(60.0)
     Gated.through = {"label 0"}
-    third = player.collect(60.0)
+    third = runner.collect(60.0)
     assert second.batch is not None and third.batch is not None
     assert (second.batch["prompt_id"].tolist(), second.in_flight) == ([12, 12], [10])
     assert (third.batch["prompt_id"].tolist(), third.in_flight) == ([10, 10], [])
@@ -431,28 +431,28 @@ def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_ri
         assert set(version[turn == 0].tolist()) == {0}
         assert set(version[turn > 0].tolist()) == {1}
         assert batch["weight_version"].tolist() == [0, 0]
-    assert player.collect(60.0).batch is None
+    assert runner.collect(60.0).batch is None
 
 
 def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
-    played = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(3, 2), sampling())
-    player = rig.player(MultiTurnAgentExecutor(Talk), concurrency=2)
-    player.begin(rig.prompts(3, 2), sampling())
+    played = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(3, 2), sampling())
+    runner = rig.runner(MultiTurnAgentExecutor(Talk), concurrency=2)
+    runner.begin(rig.prompts(3, 2), sampling())
     batches: list[Batch] = []
-    while (found := player.collect(60.0)).batch is not None:
+    while (found := runner.collect(60.0)).batch is not None:
         batches.append(found.batch)
     together = Batch.concat(batches)
     same(together.select(together["prompt_id"].argsort(stable=True)), played, but=["rollout_logprob"])
 
 
 def test_without_an_agent_answers_are_in_flight_as_single_turns(rig: Rig) -> None:
-    player = open_player(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer, in_flight=True)
-    player.begin(rig.prompts(2, 2), sampling())
-    groups = [player.collect(60.0).batch]
+    runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer, in_flight=True)
+    runner.begin(rig.prompts(2, 2), sampling())
+    groups = [runner.collect(60.0).batch]
     if groups[0] is not None and len(groups[0]) < 4:
-        groups.append(player.collect(60.0).batch)
+        groups.append(runner.collect(60.0).batch)
     batch = Batch.concat([group for group in groups if group is not None])
-    player.close()
+    runner.close()
     plain = rig.engine.generate(rig.prompts(2, 2), sampling())
     order = batch["prompt_id"].argsort(stable=True)
     assert torch.equal(batch.select(order)["tokens"], plain["tokens"])
@@ -461,13 +461,13 @@ def test_without_an_agent_answers_are_in_flight_as_single_turns(rig: Rig) -> Non
 
 
 def test_errors_in_flight_are_a_share_of_the_last_episodes(rig: Rig) -> None:
-    player = rig.player(MultiTurnAgentExecutor(Flaky))
-    player.begin(rig.prompts(3, 1, ["good", "bad", "bad"]), sampling())
-    while player.collect(60.0).in_flight:
+    runner = rig.runner(MultiTurnAgentExecutor(Flaky))
+    runner.begin(rig.prompts(3, 1, ["good", "bad", "bad"]), sampling())
+    while runner.collect(60.0).in_flight:
         pass
     # All of three is too many, however few they are; some of a few say little about WINDOW episodes.
     assert WINDOW * 0.1 > 2
-    alone = rig.player(MultiTurnAgentExecutor(Flaky))
+    alone = rig.runner(MultiTurnAgentExecutor(Flaky))
     alone.begin(rig.prompts(3, 1, ["bad"] * 3), sampling())
     with pytest.raises(RuntimeError, match="3 of 3"):
         while alone.collect(60.0).in_flight:
@@ -487,17 +487,17 @@ def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
                 ended.append(states["label"])
             raise AssertionError
 
-    player = rig.player(MultiTurnAgentExecutor(Endless), step_timeout_s=3600.0)
-    player.begin(rig.prompts(2, 2), sampling())
+    runner = rig.runner(MultiTurnAgentExecutor(Endless), step_timeout_s=3600.0)
+    runner.begin(rig.prompts(2, 2), sampling())
     while len(begun) < 4:
-        assert player.collect(0.02).in_flight == [10, 11]
+        assert runner.collect(0.02).in_flight == [10, 11]
     assert ended == []
     rig.close()
     assert sorted(ended) == ["label 0", "label 0", "label 1", "label 1"]
 
 
 def test_no_prompts_give_no_episodes(rig: Rig) -> None:
-    batch = rig.player(MultiTurnAgentExecutor(Talk)).play(rig.prompts(1, 1)[0:0], sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(1, 1)[0:0], sampling())
     assert len(batch) == batch.num_tokens == 0
     assert batch["tokens"].dtype == torch.int64
 

@@ -12,14 +12,14 @@ import torch
 from agents.environment import AgentInstanceBase
 from agents.loading import check_agent
 from agents.options import AgentOptions
-from agents.player import open_player
+from agents.runner import open_runner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
 from components.data.tiny_model import learnt_tokenizer, tiny_model
 from components.engines.config import HFRolloutConfig, SamplingConfig
 
 Steps = list[dict[str, Any]]
-Player = Callable[[str], str]
+EpisodeRunner = Callable[[str], str]
 """What is said, to what is answered."""
 
 
@@ -27,28 +27,30 @@ def text_of(said: Any) -> str:
     return said if isinstance(said, str) else "\n".join(message["content"] for message in said)
 
 
-def play(world: AgentInstanceBase, prompt: str, label: Any, player: Player, turns: int = 30) -> Steps:
+def run_episodes(
+    environment: AgentInstanceBase, prompt: str, label: Any, runner: EpisodeRunner, turns: int = 30
+) -> Steps:
     """Play an episode to its end, or so many turns; what each step returned."""
 
     async def episode() -> Steps:
-        said = (await world.reset({"observation": prompt, "label": label}))["observation"]
+        said = (await environment.reset({"observation": prompt, "label": label}))["observation"]
         steps: Steps = []
         while len(steps) < turns and not (steps and steps[-1]["done"]):
-            states = {"observation_text": "", "action_text": player(text_of(said)), "label": label}
-            steps.append(await world.step(states))
+            states = {"observation_text": "", "action_text": runner(text_of(said)), "label": label}
+            steps.append(await environment.step(states))
             said = steps[-1]["environment_feedback"]
         return steps
 
     return asyncio.run(episode())
 
 
-def saying(*words: str) -> Player:
+def saying(*words: str) -> EpisodeRunner:
     """One after the other, whatever is said."""
     left = list(words)
     return lambda _said: left.pop(0)
 
 
-def halving(low: int, high: int, smaller: str, larger: str, write: str = "{}") -> Player:
+def halving(low: int, high: int, smaller: str, larger: str, write: str = "{}") -> EpisodeRunner:
     """Guess the middle of what is left."""
     bounds = [low, high]
 
@@ -83,12 +85,14 @@ def play_untrained(name: str, label: Any, policy: Path) -> None:
     """Let a policy play four episodes of a shipped environment, none of which may be an error."""
     check_agent(f"env:{name}")
     agent = AgentOptions(func_path=f"env:{name}", max_turns=3)
-    player = open_player(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
+    runner = open_runner(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
     prompt = TextEncoder(load_tokenizer(policy)).encode_prompt("Play the game.")
     ids = {"prompt_id": torch.zeros(4, dtype=torch.int64), "sample_id": torch.arange(4)}
     objects = {"prompt": ["Play the game."] * 4, "label": [label] * 4}
-    batch = player.play(Batch.from_rows({"tokens": [prompt] * 4}, ids, objects), SamplingConfig(max_new_tokens=5))
-    player.close()
+    batch = runner.run_episodes(
+        Batch.from_rows({"tokens": [prompt] * 4}, ids, objects), SamplingConfig(max_new_tokens=5)
+    )
+    runner.close()
     assert batch["error"] == [""] * 4
     assert set(batch["status"]) <= {"finished", "truncated"}
     assert int(batch["num_turns"].min()) >= 1

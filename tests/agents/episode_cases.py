@@ -1,4 +1,4 @@
-"""A tiny policy whose tokens are not what encoding their text gives, and players with it."""
+"""A tiny policy whose tokens are not what encoding their text gives, and runners with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agents.episode import AgentExecutorBase
 from agents.options import AgentOptions
-from agents.player import Player
+from agents.runner import EpisodeRunner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
 from components.data.tiny_model import learnt_tokenizer, tiny_model
@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 """ChatML with the end token for all marks."""
 POSITIONS = 256
-TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello world"]
+TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello environment"]
 
 
 def write_policy(folder: Path, seed: int = 1) -> Path:
@@ -42,25 +42,25 @@ def write_policy(folder: Path, seed: int = 1) -> Path:
 
 
 class Rig:
-    """One engine, and players with it, which are closed at the end."""
+    """One engine, and runners with it, which are closed at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.engine = HFRolloutEngine(folder, HFRolloutConfig())
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
         self.encoder = TextEncoder(self.tokenizer)
-        self._players: list[Player] = []
+        self._players: list[EpisodeRunner] = []
 
-    def player(self, executor: AgentExecutorBase | None = None, **options: Any) -> Player:
-        """A player with default options but for these."""
-        player = Player(BatchedEngine(self.engine), executor, AgentOptions(**options), self.tokenizer)
-        self._players.append(player)
-        return player
+    def runner(self, executor: AgentExecutorBase | None = None, **options: Any) -> EpisodeRunner:
+        """A runner with default options but for these."""
+        runner = EpisodeRunner(BatchedEngine(self.engine), executor, AgentOptions(**options), self.tokenizer)
+        self._players.append(runner)
+        return runner
 
     def close(self) -> None:
-        """Close all players."""
-        for player in self._players:
-            player.close()
+        """Close all runners."""
+        for runner in self._players:
+            runner.close()
         self._players = []
 
     def decode(self, tokens: Sequence[int] | torch.Tensor, skip_special_tokens: bool = False) -> str:

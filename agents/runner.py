@@ -1,4 +1,4 @@
-"""Everything of a rollout role but its process: an engine, and the episodes that are played with it."""
+"""Everything of a rollout role but its process: an engine, and the episodes that are run with it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Collected:
     batch: Batch | None
     """Whole groups, all samples of a prompt side by side, in the order in which they finished."""
     in_flight: list[int]
-    """The `prompt_id` of each group that is still being played."""
+    """The `prompt_id` of each group that is still being run."""
 
 
-class Player:
+class EpisodeRunner:
     """Plays episodes with one engine. Nothing happens between calls.
 
     Without an agent, an engine that draws whole batches is asked for one, and there are no episodes. Otherwise episodes
-    run in an asyncio loop of the player's own, in the thread that calls it: `options.concurrency` at a time, begun
+    run in an asyncio loop of the runner's own, in the thread that calls it: `options.concurrency` at a time, begun
     in the order in which they came.
     """
 
@@ -69,15 +69,15 @@ class Player:
         executor: AgentExecutorBase | None = None,
         options: AgentOptions | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        runner: asyncio.Runner | None = None,
+        loop_runner: asyncio.Runner | None = None,
     ) -> None:
         """
         Args:
-            engine: the player closes it.
-            executor: plays the episodes; default: single turns. Unused with a `RolloutEngine`, like what follows.
+            engine: the runner closes it.
+            executor: runs the episodes; default: single turns. Unused with a `RolloutEngine`, like what follows.
             options: of the episodes.
             tokenizer: of the policy; needed with an `AsyncEngine`.
-            runner: of the loop in which the engine was opened.
+            loop_runner: of the loop in which the engine was opened.
         """
         self.engine = engine
         self.options = options or AgentOptions()
@@ -86,25 +86,25 @@ class Player:
         self._failures = _Failures(self.options.max_failed_share)
         if isinstance(engine, RolloutEngine):
             return
-        assert tokenizer is not None, "an AsyncEngine's player needs a tokenizer"
+        assert tokenizer is not None, "an AsyncEngine's runner needs a tokenizer"
         self.encoder = TextEncoder(tokenizer)
         self._executor = executor or SingleTurnAgentExecutor()
         self._executor.open(self.options)
         self._slots = asyncio.Semaphore(self.options.concurrency)
-        self._runner = runner or asyncio.Runner()
+        self._loop_runner = loop_runner or asyncio.Runner()
 
     @property
     def weight_version(self) -> int:
         """Of the engine's weights; 0: as loaded."""
         return self.engine.weight_version
 
-    def play(self, prompts: Batch, sampling: SamplingConfig, *, alone: bool = False) -> Batch:
+    def run_episodes(self, prompts: Batch, sampling: SamplingConfig, *, alone: bool = False) -> Batch:
         """Play one episode for each prompt.
 
         Args:
             prompts: as `RolloutEngine.generate` takes them; agents read the objects `prompt` and `label`.
             sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less room.
-            alone: leave the agent out: one answer each, with the columns of `RolloutEngine.generate`.
+            alone: leave the agent out: one response each, with the columns of `RolloutEngine.generate`.
 
         Returns:
             What `as_batch` says, in the order of `prompts`; of a `RolloutEngine` what that returns.
@@ -116,11 +116,11 @@ class Player:
         if isinstance(self.engine, RolloutEngine):
             return self.engine.generate(prompts, sampling)
         failures = _Failures(self.options.max_failed_share, len(prompts))
-        batch = as_batch(prompts, self._run(self._play(prompts, sampling, failures, alone)), self.weight_version)
+        batch = as_batch(prompts, self._run(self._run_all(prompts, sampling, failures, alone)), self.weight_version)
         return batch.only(*prompts.per_sequence, *prompts.objects, *_PLAIN) if alone else batch
 
     def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        """Begin groups of episodes, which go on whenever the player is called.
+        """Begin groups of episodes, which continue whenever the runner is called.
 
         Args:
             prompts: as for `play`; those with the same `prompt_id` are a group, which `collect` returns as a whole.
@@ -128,8 +128,8 @@ class Player:
         """
         for prompt_id, rows in prompts.group_by("prompt_id").items():
             if prompt_id in self._groups:
-                raise ValueError(f"prompt {prompt_id} is being played already; collect it before it begins again")
-            self._groups[prompt_id] = self._runner.get_loop().create_task(self._play_group(rows, sampling))
+                raise ValueError(f"prompt {prompt_id} is being run already; collect it before it begins again")
+            self._groups[prompt_id] = self._loop_runner.get_loop().create_task(self._run_group(rows, sampling))
 
     def collect(self, seconds: float) -> Collected:
         """Let them play until a group has finished, at most for so many seconds.
@@ -152,7 +152,9 @@ class Player:
         return Collected(as_batch(prompts, played, self.weight_version), list(self._groups))
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Draw with published weights from here on; episodes in flight go on with them. Raises what the engine does."""
+        """Draw with published weights from here on; episodes in flight continue with them. Raises what the engine
+        does.
+        """
         if isinstance(self.engine, RolloutEngine):
             self.engine.receive(handle, verify)
         else:
@@ -167,22 +169,22 @@ class Player:
         self._batch_engine.wake(for_weights)
 
     def close(self) -> None:
-        """End the episodes that are still being played, what the agent has started, and the engine."""
+        """End the episodes that are still being run, what the agent has started, and the engine."""
         if not isinstance(self.engine, RolloutEngine):
             self._run(self._close())
         self.engine.close()
         if not isinstance(self.engine, RolloutEngine):
-            self._runner.close()
+            self._loop_runner.close()
 
     @property
     def _batch_engine(self) -> RolloutEngine:
         engine = self.engine.engine if isinstance(self.engine, BatchedEngine) else self.engine
         if isinstance(engine, RolloutEngine):
             return engine
-        raise ValueError("vllm does not sleep while it plays episodes; turn its sleeping off, or use the engine hf")
+        raise ValueError("vllm does not sleep while it runs episodes; turn its sleeping off, or use the engine hf")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(work)
+        return self._loop_runner.run(work)
 
     async def _close(self) -> None:
         for group in self._groups.values():
@@ -190,11 +192,11 @@ class Player:
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
         await self._executor.close()
 
-    async def _play_group(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        played = await self._play(prompts, sampling, self._failures)
+    async def _run_group(self, prompts: Batch, sampling: SamplingConfig) -> None:
+        played = await self._run_all(prompts, sampling, self._failures)
         self._finished.append((prompts, played))
 
-    async def _play(
+    async def _run_all(
         self, prompts: Batch, sampling: SamplingConfig, failures: _Failures, alone: bool = False
     ) -> list[list[Episode]]:
         """Play all; the first thing that ends the run ends them all."""
@@ -246,19 +248,19 @@ class Player:
 class _EnginePolicy(Policy):
     """The policy, as one episode asks it."""
 
-    def __init__(self, player: Player, task: EpisodeTask, stop: Sequence[str]) -> None:
-        assert isinstance(player.engine, AsyncEngine)
-        self._engine, self._task = player.engine, task
-        self.encoder, self.tokenizer, self.stop = player.encoder, player.encoder.tokenizer, stop
-        limits = [limit for limit in (player.options.max_tokens, self._engine.positions) if limit is not None]
-        self.max_tokens, self.max_turns = min(limits, default=None), player.options.max_turns
+    def __init__(self, runner: EpisodeRunner, task: EpisodeTask, stop: Sequence[str]) -> None:
+        assert isinstance(runner.engine, AsyncEngine)
+        self._engine, self._task = runner.engine, task
+        self.encoder, self.tokenizer, self.stop = runner.encoder, runner.encoder.tokenizer, stop
+        limits = [limit for limit in (runner.options.max_tokens, self._engine.positions) if limit is not None]
+        self.max_tokens, self.max_turns = min(limits, default=None), runner.options.max_turns
         self.broken: Exception | None = None
         """What the engine raised: not the episode's fault, and not for its executor to deal with."""
 
     async def draw(
         self, tokens: Sequence[int], sampling: SamplingConfig, stop: Sequence[str] = (), stream: int = 0
     ) -> tuple[Generation, int]:
-        if not tokens or not self.has_room(len(tokens)):
+        if not tokens or not self.has_space(len(tokens)):
             raise ValueError(f"a sequence of {len(tokens)} tokens, of at most {self.max_tokens}, cannot be continued")
         if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
@@ -349,33 +351,35 @@ def _checked(played: Any) -> list[Episode]:
     return episodes
 
 
-def open_player(
+def open_runner(
     model_path: str,
     engine: RolloutConfig,
     agent: AgentOptions,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
     in_flight: bool = False,
-) -> Player:
-    """A player with an engine of its own.
+) -> EpisodeRunner:
+    """A runner with an engine of its own.
 
     Args:
         model_path: folder or hub name of the policy.
         engine: its configuration.
-        agent: the options of episodes; without an agent, answers are single turns.
+        agent: the options of episodes; without an agent, responses are single turns.
         tokenizer: loads the policy's, where it is needed.
         in_flight: `begin` and `collect` will be used.
     """
     if agent.func_path is None and not in_flight:
-        return Player(open_rollout_engine(model_path, engine))
+        return EpisodeRunner(open_rollout_engine(model_path, engine))
     if agent.func_path is None:
-        # Plain answers, as many at a time as the engine takes.
+        # Plain responses, as many at a time as the engine takes.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_rows))
     executor = load_agent(agent.func_path) if agent.func_path else SingleTurnAgentExecutor()
-    runner = asyncio.Runner()
-    player = Player(runner.run(open_async_engine(model_path, engine)), executor, agent, tokenizer(), runner)
+    loop_runner = asyncio.Runner()
+    runner = EpisodeRunner(
+        loop_runner.run(open_async_engine(model_path, engine)), executor, agent, tokenizer(), loop_runner
+    )
     settle()
-    return player
+    return runner
 
 
 def settle() -> None:

@@ -12,7 +12,7 @@ class StepEvent:
     """One line of metrics, as it was written down. `time`: seconds since the epoch.
 
     `steps` is how many the run is to have, 0 where that is not known. Of `metrics`, which are plain values, a person is
-    to see those that are named in `shown`. `sample` is one of the step's answers: `prompt`, `answer`, `label`,
+    to see those that are named in `shown`. `sample` is one of the step's responses: `prompt`, `response`, `label`,
     `reward`, `score`, `status`; None where there is none. The last three are not written to events.jsonl: metrics.jsonl
     and the rollouts hold them.
     """

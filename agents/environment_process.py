@@ -1,5 +1,6 @@
-"""The process that makes the processes of worlds, and these. It has loaded the agent's file, so that a fork is all that
-a world costs. Its owner gives it, with each request, the end of a connection: a new world's own, or one for the answer.
+"""The process that makes the processes of environments, and these. It has loaded the agent's file, so that a fork is
+all that an environment costs. Its owner gives it, with each request, the end of a connection: a new environment's own,
+or one for the response.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from agents.environment_pool import Asked
 from agents.loading import load_agent_file
-from agents.worlds import Asked
 from components.data.child_process import (
     described,
     die_with,
@@ -30,7 +31,7 @@ from components.data.child_process import (
 
 
 class _Server:
-    """Makes worlds and ends them, until the owner closes the connection."""
+    """Makes environments and ends them, until the owner closes the connection."""
 
     def __init__(self, control: socket.socket, instance: type) -> None:
         self._control = control
@@ -61,7 +62,7 @@ class _Server:
         except OSError as error:
             return f"it could not be made: {error}"
         if not pid:
-            _be_a_world(self._control, channel, self._instance, server)
+            _run_environment(self._control, channel, self._instance, server)
         # By both sides, as either may be first.
         with suppress(OSError):
             os.setpgid(pid, pid)
@@ -85,15 +86,15 @@ def _end(pid: int | str) -> str:
     return exit_reason(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _be_a_world(control: socket.socket, channel: socket.socket, instance: type, server: int) -> NoReturn:
-    """Live a world's whole life, in a process just forked."""
+def _run_environment(control: socket.socket, channel: socket.socket, instance: type, server: int) -> NoReturn:
+    """Live an environment's whole life, in a process just forked."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         die_with(server)
         control.close()
-        # Python's own generator is seeded anew by the fork; all worlds would draw the same numbers of these.
+        # Python's own generator is seeded anew by the fork; all environments would draw the same numbers of these.
         for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
             if name in sys.modules:
                 getattr(sys.modules[name], seed)()
@@ -112,7 +113,7 @@ async def _live(channel: socket.socket, instance: type) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             method, states = await receive_from(reader)
-            reply: Any = await asked.answer(method, states)
+            reply: Any = await asked.response(method, states)
             try:
                 body = frame(reply)
             except Exception as error:  # noqa: BLE001 - pickling runs the user's code, too
@@ -134,9 +135,9 @@ def _serve(control: socket.socket) -> None:
     except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
         send(control, ("failed", *described(error)))
         return
-    # Worlds share its memory until they write to it; a collection would write everywhere.
+    # Environments share its memory until they write to it; a collection would write everywhere.
     gc.freeze()
-    # From here on it can end its worlds, and what they have started, before it ends itself.
+    # From here on it can end its environments, and what they have started, before it ends itself.
     signal.signal(signal.SIGTERM, lambda *_: _end_of(control))
     die_with(int(os.getppid()), signal.SIGTERM)
     send(control, ("ok",))
