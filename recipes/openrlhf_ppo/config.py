@@ -110,7 +110,7 @@ class PPOConfig(RunOptions):
     `reward_func(queries, prompts, labels, **kwargs)`. Servers that want a bearer token are sent TROUPE_REWARD_TOKEN of
     the environment."""
     scorer: str | None = None
-    """Built-in scorer: `gsm8k` (the response after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
+    """Built-in scorer: `gsm8k` (the answer after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
     math-verify), `exact_match`, or a task's own."""
     reward_weights: list[float] | None = None
     """Weight of each reward model. Default: 1 each."""
