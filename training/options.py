@@ -508,7 +508,7 @@ class CheckpointOptions:
         if self.every == 0 or self.every < -1:
             raise ValueError(f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only")
         if self.max_gb is not None and not self.max_gb > 0:
-            raise ValueError(f"checkpoint.max_gb={self.max_gb}; set a number above 0, or leave it out")
+            raise ValueError(f"checkpoint.max_gb={self.max_gb}; set a number of GB above 0, or leave it out")
 
     def folder(self, run_dir: str) -> Path:
         """Where the step folders are."""

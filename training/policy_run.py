@@ -329,7 +329,7 @@ class PolicyRun(Run[Batch]):
         sources: dict[str, Any] = {"prompts": self.prompts}
         if self.in_flight is not None:
             sources["groups"] = self.in_flight
-        filling = self.in_flight or self.prompt_filter
+        filling = self.prompt_filter if self.in_flight is None else self.in_flight  # which is false while it is empty
         stream = SampleStream(
             self._make_rollouts,
             self._count_steps(),
