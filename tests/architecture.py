@@ -42,7 +42,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2340, "training": 6300}
+LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2350, "training": 6400}
 RECIPE_LINES = {
     "grpo": 380,
     "reinforce_pp": 260,
@@ -50,8 +50,8 @@ RECIPE_LINES = {
     "sft": 260,
     "dpo": 260,
     "reward_model": 500,
-    "openrlhf_ppo": 1700,
-    "verl_ppo": 2550,
+    "openrlhf_ppo": 1660,
+    "verl_ppo": 2500,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Still above what they are to be: core 2,700, agents 2,000, training 5,500, openrlhf_ppo and
@@ -59,7 +59,7 @@ verl_ppo 950 each."""
 TABLES = {"flags.yaml", "keys.yaml", "names.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 18200}
+CLOSURE_LINES = {"recipes/grpo": 18350}
 """Of a recipe with all that it imports, lazily too; to be 12,000."""
 SHARED_SHARE = 0.4
 """Of the lines of two recipes those that both have: imports, and the shape of the loop."""
