@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
+ANY = "*"
+"""See `Refused.harmless`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
@@ -44,13 +47,15 @@ class Refused:
     kind: Any = bool
     """The type of its value, as if it were a field: how many words belong to it follows from it."""
     harmless: str = ""
-    """The value that asks for what happens anyway, and is let through. A switch that is off always is."""
+    """The value that asks for what happens anyway, and is let through; ANY: all are. A switch that is off always is."""
 
     def lets_through(self, value: Any) -> bool:
         """Whether the value asks for nothing that is missing here."""
         text = " ".join(value) if isinstance(value, list) else str(value)
         off = self.kind is bool and text.lower() in ("false", "no", "off", "0")
-        return off or (self.harmless != "" and _as_number(text.lower()) == _as_number(self.harmless.lower()))
+        if self.harmless in ("", ANY):
+            return off or self.harmless == ANY
+        return off or _as_number(text.lower()) == _as_number(self.harmless.lower())
 
 
 def where(default: T, **others: Any) -> T:

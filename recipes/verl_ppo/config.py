@@ -16,7 +16,7 @@ from agents.options import AgentOptions
 from components.data.text import load_tokenizer
 from components.engines.choice import ROLLOUT_ENGINES
 from components.engines.config import RolloutConfig, TrainConfig, VLLMRolloutConfig
-from training.config import ConfigError, Refused, idle_options, refused_options, where
+from training.config import ANY, ConfigError, Refused, idle_options, refused_options, where
 from training.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
 
 from .keys import KEYS, refuse, renamed
@@ -51,15 +51,6 @@ KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 LOGGERS = ("console", "file", "wandb", "tensorboard")
 UNLIMITED = 2**62
 """Tokens of a micro-batch that is cut by sequences, and checkpoints where all are kept."""
-
-
-@dataclass(frozen=True)
-class Idle(Refused):
-    """A key that steers how verl goes about something that is done otherwise here: taken, and without effect."""
-
-    def lets_through(self, value: Any) -> bool:  # noqa: ARG002 (whatever it is)
-        """Always; a user who names the key is told."""
-        return True
 
 
 @dataclass(kw_only=True)
@@ -608,8 +599,8 @@ class VerlPPOConfig(RunOptions):
 
     ALIASES: ClassVar[Mapping[str, str]] = KEYS["aliases"]
     REFUSED: ClassVar[Mapping[str, Refused]] = {
-        key: kind(entry["why"], dict[str, Any], str(entry.get("harmless", "")))
-        for kind, section in ((Idle, "idle"), (Refused, "refused"))
+        key: Refused(entry["why"], dict[str, Any], str(entry.get("harmless", harmless)))
+        for section, harmless in (("idle", ANY), ("refused", ""))
         for entry in KEYS[section]
         for key in entry["keys"]
     }
@@ -660,12 +651,12 @@ class VerlPPOConfig(RunOptions):
                 fits = value is None or (isinstance(value, int | float) and value >= least)
                 refuse({"least": not fits}, key=key, value=value, least=least)
         refuse({"no_model": not self.actor_rollout_ref.model.path, "no_data": not self.data.train_files})
-        trained = {"actor": (self.policy_role, "actor_rollout_ref.actor")}
+        roles = {"actor_rollout_ref.actor": self.policy_role}
         if self.needs_critic:
-            trained["critic"] = ("critic", "critic")
-        for part, (role, key) in trained.items():
-            own = self.trained(part)
-            ranks = self.pools.workers(role)
+            roles["critic"] = "critic"
+        for key, role in roles.items():
+            part = key.rpartition(".")[2]
+            own, ranks = self.trained(part), self.pools.workers(role)
             faults = {
                 "minibatch": self.prompts_per_step % own.ppo_mini_batch_size,
                 "micro_batch": not own.use_dynamic_bsz and own.ppo_micro_batch_size_per_gpu is None,
@@ -847,13 +838,8 @@ class VerlPPOConfig(RunOptions):
 
     def engine(self, part: str, steps: int) -> TrainConfig:
         """The training engine of "actor" or "critic", in a run of so many steps."""
-        own, lora = self.trained(part), dict[str, Any]()
-        model: Any = self.critic.model
-        shards: FSDPKeys = model.fsdp_config if part == "critic" else own.fsdp_config
-        if part == "actor":
-            model = self.actor_rollout_ref.model
-            layers = ",".join(as_list(model.target_modules))
-            lora = {"lora_rank": model.lora_rank, "lora_alpha": model.lora_alpha, "lora_target_modules": layers}
+        own: Any = self.trained(part)
+        shards: FSDPKeys = own.fsdp_config if part == "actor" else self.critic.model.fsdp_config
         total, warmup = self.optimizer_steps(part, steps), own.optim.lr_warmup_steps_ratio
         if own.optim.lr_warmup_steps is not None and own.optim.lr_warmup_steps >= 0:
             # verl counts steps of the run; half a step less, so that no rounding adds one.
@@ -862,13 +848,10 @@ class VerlPPOConfig(RunOptions):
         tokens, sequences = self._micro_batch(part)
         forward_tokens, forward_sequences = self.forward_limits(part)
         return TrainConfig(
+            **self.shared(part),
             engine="fsdp",
             zero_stage=3 if shards.reshard_after_forward else 2,
             precision=shards.precision,
-            learning_rate=own.optim.lr,
-            betas=own.optim.betas,
-            weight_decay=own.optim.weight_decay,
-            max_norm=own.grad_clip,
             lr_scheduler="constant" if own.optim.lr_scheduler_type == "constant" else "cosine_with_min_lr",
             lr_warmup_ratio=warmup,
             min_lr_ratio=own.optim.min_lr_ratio or 0.0,
@@ -877,11 +860,8 @@ class VerlPPOConfig(RunOptions):
             max_sequences=sequences,
             forward_max_tokens=forward_tokens,
             forward_max_sequences=forward_sequences or UNLIMITED,  # 0 would be: as in training
-            packing=model.use_remove_padding,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
+            lora_target_modules=",".join(as_list(self.actor_rollout_ref.model.target_modules)),
             adam_offload=shards.param_offload or shards.optimizer_offload or shards.offload_policy,
-            seed=self.seed,
-            **lora,
         )
 
     @property

@@ -96,9 +96,7 @@ class RewardManager:
         """
         self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
         self._tokenizer, self._info, self._weight = tokenizer, info, own.function_weight
-        settings = RewardSettings(
-            workers=own.num_workers, timeout_s=own.timeout_s, max_failed_share=own.max_failed_share
-        )
+        settings = RewardSettings(**config.shared("reward"))
         self._workers = None if config.agent.func_path else ScoreWorkers(self._code, settings)
 
     def __call__(self, samples: "Batch") -> "Batch":
