@@ -62,7 +62,7 @@ def _plain_calls(text: str) -> Iterator[Call]:
             if isinstance(found, dict) and "name" in found and ("arguments" in found or "parameters" in found):
                 yield _call(found, "")
         elif error == TOO_DEEP or _BEGUN.match(text, start.start()):
-            # Meant as one: what was cut off or mistyped is answered, and does not pass for a final response.
+            # Meant as one: what was cut off or mistyped is answered, and does not pass for a final answer.
             yield _call(None, error)
             return
 
@@ -205,7 +205,7 @@ def python_tool(limits: Limits | None = None) -> Tool:
 
 
 class ToolAgentInstance(TextWorld):
-    """An agent that may call tools; a response without a call is its last, and is scored.
+    """An agent that may call tools; an answer without a call is its last, and is scored.
 
     The prompt is to be plain text (data.apply_chat_template=false): it becomes the user's message, after a system
     message with the tools.
@@ -216,7 +216,7 @@ class ToolAgentInstance(TextWorld):
     instructions: ClassVar[str] = (
         "You may call these tools. For each call write a JSON object with the tool's name and its arguments:\n"
         f'{OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}\n'
-        "The results come in the next message. A response without a call is final."
+        "The results come in the next message. An answer without a call is final."
     )
     """What the policy reads first, before the tools; "" leaves the tools out too."""
     result_role: ClassVar[str] = "tool"
@@ -238,8 +238,8 @@ class ToolAgentInstance(TextWorld):
         self._logs = {"tool_calls": 0, "tool_errors": 0}  # for a `reset` that leaves this class's out
 
     @abstractmethod
-    async def score(self, response: str, label: Any) -> float:
-        """How good a final response is, from 0 to 1; also its reward."""
+    async def score(self, answer: str, label: Any) -> float:
+        """How good a final answer is, from 0 to 1; also its reward."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
         """Begin with the tools and the prompt."""
@@ -253,7 +253,7 @@ class ToolAgentInstance(TextWorld):
         return {"observation": [*messages, {"role": "user", "content": prompt}]}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
-        """Run the calls, or score the response."""
+        """Run the calls, or score the answer."""
         calls = parse_calls(states["action_text"])
         if not calls:
             score = await self.score(states["action_text"], states["label"])

@@ -92,7 +92,7 @@ class RewardManager:
         Args:
             config: of the run.
             tokenizer: of the policy.
-            say: told which answers have no reward, the first few by name.
+            info: told which responses have no reward, the first few by name.
         """
         self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
         self._tokenizer, self._info, self._weight = tokenizer, info, own.function_weight
