@@ -26,8 +26,9 @@ class MultiTurnTrainer(BaseTrainer):
             experience = self.training.compute_logprobs(rollouts)  # of policy and reference, before the update
             experience = add_advantages(experience, self.config)
             with self.training.phase("train"):
+                columns = experience.without(*experience.objects)  # prompts and labels as text are not sent
                 # Every rank is given all episodes, and takes its share of each mini-batch.
-                metrics = self.RG_ACTOR.update(replicate(experience.without(*experience.objects)), self.training.step)
+                metrics = self.RG_ACTOR.update(replicate(columns), self.training.step)
             with self.training.phase("sync"):
                 remote_call.sync_weights(self.training.step)
             self.training.end_step(experience, actor=metrics)  # log, evaluate, checkpoint
