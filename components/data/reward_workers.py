@@ -4,7 +4,8 @@
 
 A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one response at a time, so
 that the guilty ones are known. A thread owns its child, because Linux sends the signal that ends a child with its
-parent when the *thread* that started it ends.
+parent when the *thread* that started it ends. Not a pool of pebble's or loky's: a chunk is one task there, while here
+each of its responses has a deadline, and the child inherits neither descriptors nor modules of the run.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@
 `weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank. Of a model with
 adapters only what is trained is there.
 
-DeepSpeed's `safe_get_full_*` functions are not used. With two parameter groups, ZeRO 1 and 2 link the moments of the
+A format of our own, because a run resumes on another engine, stage or number of ranks: DeepSpeed's checkpoints load at
+the stage that wrote them, and torch.distributed.checkpoint does not know ZeRO's flat partitions. DeepSpeed's
+`safe_get_full_*` functions are not used. With two parameter groups, ZeRO 1 and 2 link the moments of the
 first alone; before the first step there are none to give; and their sum over the ranks turns -0.0 into 0.0.
 """
 

@@ -1,4 +1,8 @@
-"""A terminal's screen: lines that scroll up, and below them a frame that is drawn again and again."""
+"""A terminal's screen: lines that scroll up, and below them a frame that is drawn again and again.
+
+rich renders the frame. rich.live is not used: it draws for every line, in the thread that prints it, and leaves parts
+of a frame behind in a window that becomes narrower.
+"""
 
 from __future__ import annotations
 
