@@ -74,10 +74,10 @@ class Trainer(BaseTrainer):
         pass
 
     def fit(self):
-        self.say(f"nodes {len(set(self.RG_PLACE.node()))}, code in {Path(__file__).parents[1]}")
+        self.info(f"nodes {len(set(self.RG_PLACE.node()))}, code in {Path(__file__).parents[1]}")
         while not self.stop_requested:
             time.sleep(0.05)
-        self.say("saved")
+        self.info("saved")
 """
 SLURM = {
     "srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',

@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 """ChatML with the end token for all marks."""
 POSITIONS = 256
-TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello environment"]
+TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello world"]
 
 
 def write_policy(folder: Path, seed: int = 1) -> Path:
@@ -49,19 +49,19 @@ class Rig:
         self.engine = HFRolloutEngine(folder, HFRolloutConfig())
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
         self.encoder = TextEncoder(self.tokenizer)
-        self._players: list[EpisodeRunner] = []
+        self._runners: list[EpisodeRunner] = []
 
     def runner(self, executor: AgentExecutorBase | None = None, **options: Any) -> EpisodeRunner:
         """A runner with default options but for these."""
         runner = EpisodeRunner(BatchedEngine(self.engine), executor, AgentOptions(**options), self.tokenizer)
-        self._players.append(runner)
+        self._runners.append(runner)
         return runner
 
     def close(self) -> None:
         """Close all runners."""
-        for runner in self._players:
+        for runner in self._runners:
             runner.close()
-        self._players = []
+        self._runners = []
 
     def decode(self, tokens: Sequence[int] | torch.Tensor, skip_special_tokens: bool = False) -> str:
         """The text of tokens."""

@@ -85,7 +85,7 @@ class EnvironmentHandle:
         type(self).told.append(states)
         response = self.script[self.steps % len(self.script)]
         self.steps += 1
-        return {"rewards": 0.0, "environment_feedback": " continue ", "done": False, **response}
+        return {"rewards": 0.0, "environment_feedback": " go on ", "done": False, **response}
 
 
 def environment(*script: dict[str, Any]) -> type[EnvironmentHandle]:
@@ -173,7 +173,7 @@ def test_states_are_what_was_said(rig: Rig) -> None:
     assert first["action_text"] == decode(turns[0], skip_special_tokens=True)
     # All that was read and written, special tokens too.
     assert second["observation_text"] == decode(
-        rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" continue ")
+        rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" go on ")
     )
     params = first["sampling_params"]
     assert params == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 6, "stop": ["#"]}
@@ -227,7 +227,7 @@ def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "facts"),
+    ("response", "facts"),
     [
         ({"rewards": math.nan}, ["step 0", "'rewards'", "nan"]),
         ({"rewards": [1.0, 2.0]}, ["step 0", "'rewards'", "2)"]),
@@ -337,7 +337,7 @@ def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
 
 def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
     prompt = len(rig.prompts(1, 1)["tokens"])
-    said = len(rig.encoder.encode(" continue "))
+    said = len(rig.encoder.encode(" go on "))
     assert said > 1
     # Two turns of one token with feedback between them; after them there is room for feedback, but not for a turn.
     full = prompt + 1 + said + 1

@@ -164,7 +164,7 @@ def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
         "class Trainer(BaseTrainer):\n"
         "    def init(self) -> None: ...\n"
         "    def fit(self) -> None:\n"
-        "        self.say(f'answer {self.RG_TOOL.add(1)}')\n"
+        "        self.info(f'answer {self.RG_TOOL.add(1)}')\n"
         "if __name__ == '__main__':\n"
         "    builder = JobBuilder()\n"
         "    builder.role('trainer').run('debugged:Trainer')\n"

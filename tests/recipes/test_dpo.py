@@ -35,7 +35,7 @@ from training.warm_start import WARM_START_PREFIX, resolve_model
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},
-    {"prompt": "", "chosen": "a longer response to nothing at all", "rejected": "no"},
+    {"prompt": "", "chosen": "a longer answer to nothing at all", "rejected": "no"},
     {"prompt": "name a fruit:", "chosen": " fig", "rejected": ""},
 ]
 """The second has no prompt, and no token stands before its responses' first; the response of the last is its end
@@ -286,7 +286,7 @@ def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
 
 
 def truth(folder: Path, temperature: float) -> float:
-    """Share of 300 held-out prompts of the task that a policy responses right."""
+    """Share of 300 held-out prompts of the task that a policy answers right."""
     task = get_task("sort")
     rows, tokenizer = task.rows("heldout", 300, seed=0), load_tokenizer(folder)
     encoder = TextEncoder(tokenizer)

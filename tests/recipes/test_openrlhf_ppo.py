@@ -138,7 +138,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(policy: 
     (tmp_path / "reward.py").write_text(REWARD_FILE)
     rows = [{"question": f"{letters}>", "answer": "abc"} for letters in ("abcde", "edcba", "fghij", "kblaa")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = f"""pretrain={policy} prompt_data={tmp_path}/prompts.jsonl input_key=question label_key=response
+    options = f"""pretrain={policy} prompt_data={tmp_path}/prompts.jsonl input_key=question label_key=answer
         remote_rm_url={tmp_path}/reward.py rollout_batch_size=4 n_samples_per_prompt=2 train_batch_size=4
         use_dynamic_batch=true generate_max_len=8 init_kl_coef=0.1 kl_estimator=k3 use_kl_loss=true
         colocate_actor_ref=true actor_learning_rate=1e-2 num_episodes=2 lr_warmup_ratio=0 zero_stage=3

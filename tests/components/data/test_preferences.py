@@ -244,7 +244,7 @@ def test_a_template_that_does_not_fit_and_one_that_is_missing_are_refused() -> N
     rows = [{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}]
     tokenizer = character_tokenizer("abc")
     tokenizer.chat_template = "{% if add_generation_prompt %}b{% endif %}{{ messages[-1]['content'] }}"
-    with pytest.raises(ValueError, match=says("row 0", "template", "answer")):
+    with pytest.raises(ValueError, match=says("row 0", "template", "response")):
         read_pairs(rows, PairFormat(), tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=says("row 0", "apply_chat_template")):
