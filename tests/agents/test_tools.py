@@ -78,8 +78,8 @@ class Agent(ToolAgentInstance):
     max_calls = 3
     tool_timeout_s = 60
 
-    async def score(self, response: str, label: Any) -> float:
-        return float(response == label)
+    async def score(self, answer: str, label: Any) -> float:
+        return float(answer == label)
 
 
 def call(name: str, **arguments: Any) -> str:
