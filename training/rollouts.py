@@ -116,7 +116,7 @@ def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]
     for i in range(len(some)):
         tokens = some.row(i, "tokens").tolist()[int(some["prompt_length"][i]) :]
         numbers = {name: float(some[name][i]) for name in ("reward", "score")}
-        texts = {"prompt": some["prompt"][i], "answer": tokenizer.decode(tokens), "label": str(some["label"][i])}
+        texts = {"prompt": some["prompt"][i], "response": tokenizer.decode(tokens), "label": str(some["label"][i])}
         rows.append(texts | numbers | {"status": some["status"][i]})
     return rows
 

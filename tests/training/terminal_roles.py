@@ -40,7 +40,7 @@ class Watched(BaseTrainer):
         self.info("the first line")
         for step in (1, 2, 3):
             metrics = {"reward/score": step / 4, "timing_s/step": 0.5}
-            sample = {"prompt": "1+1=", "answer": "\x1b[2J[bold]2[/bold]\r\x07", "reward": 1.0}
+            sample = {"prompt": "1+1=", "response": "\x1b[2J[bold]2[/bold]\r\x07", "reward": 1.0}
             self.emit(StepEvent(step, 3, 0.0, metrics, tuple(metrics), sample))
         asleep.result()
 

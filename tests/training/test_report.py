@@ -192,7 +192,7 @@ def test_rollouts_have_the_text_the_turns_and_the_numbers_of_the_policys_tokens(
     assert (step["of"], step["of_groups"], step["bins"], step["cut"]) == (6, 3, [[0, 0, 3], [1, 1, 3]], 0)
     group = step["groups"][0]
     assert (group["prompt"], group["label"], group["of"]) == ("c>", "b", 2)
-    first = group["answers"][0]
+    first = group["responses"][0]
     assert first["runs"] == [[0, 2], [1, 2], [0, 1], [1, 1]]
     assert [found["vocabulary"][i][1] for i in first["t"]] == ["c", ">", "b", "c", "\n", "<eos>"]
     assert first["logprob"] == [-0.5, -2.12, -0.25]
@@ -211,7 +211,7 @@ def test_long_answers_many_groups_and_many_steps_are_left_out_in_part_and_counte
     assert not found["has_text"]
     tight = read_rollouts(tmp_path, 600)
     assert tight is not None
-    shown = sum(len(a["t"]) for s in tight["steps"] for g in s["groups"] for a in g["answers"])
+    shown = sum(len(a["t"]) for s in tight["steps"] for g in s["groups"] for a in g["responses"])
     assert 0 < shown <= 600
 
 
@@ -332,7 +332,7 @@ def test_a_huge_run_fits_in_two_megabytes_and_says_what_is_left_out(tmp_path: Pa
     step = run["rollouts"]["steps"][0]
     assert (step["of"], step["of_groups"]) == (64, 8)
     assert step["cut"] == len(step["groups"]) * 8
-    left = [-n for response in step["groups"][0]["answers"] for whose, n in response["runs"] if whose < 0]
+    left = [-n for response in step["groups"][0]["responses"] for whose, n in response["runs"] if whose < 0]
     assert len(left) == 8
 
 

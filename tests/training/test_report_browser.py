@@ -155,7 +155,7 @@ def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
     scroll_through(page)
     press = """([where, options]) => document.querySelector(where).dispatchEvent(
         new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true, cancelable: true, ...options}))"""
-    for where in (".chart", ".lanes canvas", ".answer"):
+    for where in (".chart", ".lanes canvas", ".response"):
         taken = [not page.evaluate(press, [where, {key: True}]) for key in ("shiftKey", "ctrlKey", "metaKey", "altKey")]
         assert taken == [True, False, False, False], where
 
@@ -207,11 +207,11 @@ def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
     page.keyboard.press("n")
     assert prompt.input_value() != before
     page.get_by_role("button", name="Reward 1: 3 responses").press("Enter")
-    expect(page.locator(".answer")).to_have_count(1)
+    expect(page.locator(".response")).to_have_count(1)
     expect(page.locator(".response strong")).to_have_text("reward 1")
     page.keyboard.press("f")
-    expect(page.locator(".answer")).to_have_count(2)
-    token = page.locator(".answer").nth(1).locator(".bubble.own .tok").nth(1)
+    expect(page.locator(".response")).to_have_count(2)
+    token = page.locator(".response").nth(1).locator(".bubble.own .tok").nth(1)
     seen = []
     for key in "123":
         page.keyboard.press(key)
@@ -226,7 +226,7 @@ def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> Non
     page.locator(".response .bubble.own .tok").nth(1).hover()
     expect(info).to_contain_text("log-probability −2.12")
     expect(info).to_contain_text("mismatch −0.12")
-    response = page.locator(".answer").first
+    response = page.locator(".response").first
     response.focus()
     page.keyboard.press("End")
     expect(info).to_contain_text("<eos>")
@@ -238,7 +238,7 @@ def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> Non
 def test_turns_are_bubbles_and_the_common_prompt_stands_above_them(show: Open) -> None:
     page = show("one")
     expect(page.locator("#rollouts .bubble.other .who").first).to_have_text("prompt")
-    bubbles = page.locator(".answer").first.locator(".bubble")
+    bubbles = page.locator(".response").first.locator(".bubble")
     assert bubbles.evaluate_all("all => all.map(b => b.classList[1])") == ["own", "other", "own"]
 
 

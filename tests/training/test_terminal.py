@@ -78,7 +78,7 @@ def test_a_frame_says_how_far_the_run_is_what_it_gained_who_does_what_and_shows_
     view = view_of({"TRAINER": 1, "ROLLOUT": 4}, clock)
     for number, score in enumerate((0.0, 0.5, 1.0), start=1):
         clock.now += 20
-        sample = {"prompt": "1+1=", "answer": "2\nor 3", "reward": 0.5, "label": "2"}
+        sample = {"prompt": "1+1=", "response": "2\nor 3", "reward": 0.5, "label": "2"}
         view.take(step(number, sample=sample, reward__score=score, eval__score=0.25, actor__approx_kl=0.00123456))
     view.take(PhaseEvent("generate", 7.0))
     for rank in (3, 0):
@@ -110,7 +110,9 @@ def test_no_line_is_wider_than_the_terminal_nor_are_there_more_than_fit(width: i
     view = view_of({"TRAINER": 1, "A_ROLE_WITH_A_LONG_NAME": 1000}, Clock())
     view.take(call("A_ROLE_WITH_A_LONG_NAME", 7, "a_method_with_a_long_name_too"))
     view.take(
-        step(1, sample={"prompt": "問" * 300, "answer": "答 " * 300, "reward": 1}, reward__score=0.1, x__y=float("nan"))
+        step(
+            1, sample={"prompt": "問" * 300, "response": "答 " * 300, "reward": 1}, reward__score=0.1, x__y=float("nan")
+        )
     )
     view.take(AlarmEvent("a", 1, 0.0, "t" * 300, "a" * 300))
     for height in (0, 1, 3, 10, 50):

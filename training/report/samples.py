@@ -101,7 +101,7 @@ class Vocabulary:
 
 
 def read_rollouts(run_dir: Path, most_tokens: int) -> dict[str, Any] | None:
-    """Steps, groups and answers of `run_dir/rollouts`, about `most_tokens` tokens in all; None where there are none.
+    """Steps, groups and responses of `run_dir/rollouts`, about `most_tokens` tokens in all; None where there are none.
 
     What is left out is counted: `of_steps`, and in each step `of`, `of_groups` and `cut`.
     """
@@ -187,11 +187,11 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
         used += cost
         first = own[0]
         about = {n: str(columns[n][first])[:1000] for n in ("prompt", "label", "datasource") if n in columns}
-        responses = [{"bin": bin_of[i], **_answer(columns, i, most_each, vocabulary)} for i in own]
-        groups.append({"id": group, "of": len(members[group]), **about, "answers": responses})
+        responses = [{"bin": bin_of[i], **_response(columns, i, most_each, vocabulary)} for i in own]
+        groups.append({"id": group, "of": len(members[group]), **about, "responses": responses})
         if len(groups) == MAX_GROUPS:
             break
-    cut = sum(any(kind < 0 for kind, _ in response["runs"]) for group in groups for response in group["answers"])
+    cut = sum(any(kind < 0 for kind, _ in response["runs"]) for group in groups for response in group["responses"])
     groups.sort(key=lambda group: -float(worth[members[group["id"]]].mean()))
     return {"of": len(lengths), "of_groups": len(members), "bins": bins, "cut": cut, "groups": groups}
 
@@ -242,7 +242,7 @@ def keep(length: int, start: int, most: int) -> list[tuple[int, int]]:
     return [(low, high) for low, high in ranges if low < high]
 
 
-def _answer(columns: Mapping[str, Any], i: int, most: int, vocabulary: Vocabulary) -> dict[str, Any]:
+def _response(columns: Mapping[str, Any], i: int, most: int, vocabulary: Vocabulary) -> dict[str, Any]:
     """One sequence: `runs` of tokens as [whose: 1 the policy's, 0 others', -1 left out; how many], `t` their places
     in the vocabulary, and numbers for the policy's tokens: one where all are equal.
     """

@@ -296,7 +296,7 @@ def _sample_texts(step: int, sample: Mapping[str, Any]) -> list[tuple[str, str]]
     about = [
         f"{name} {console_number(sample[name])}" for name in ("reward", "score", "status", "label") if name in sample
     ]
-    prompt, response = (str(sample.get(name, "")) for name in ("prompt", "answer"))
+    prompt, response = (str(sample.get(name, "")) for name in ("prompt", "response"))
     texts = [
         (f"a response of step {step}: {', '.join(about)}", ""),
         (prompt[-_KEPT:], "dim"),

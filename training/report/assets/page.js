@@ -4,7 +4,7 @@
 const KEYS = [
   ["j / k", "next, previous step of the rollouts"], ["n / p", "next, previous prompt"],
   ["1 2 3", "colour tokens by log-probability, advantage, mismatch"], ["f", "show all rewards again"],
-  ["← →", "in a focused chart, timeline or answer: read values, move, walk through tokens"], ["+ − 0", "in the focused timeline: zoom in, out, show all"],
+  ["← →", "in a focused chart, timeline or response: read values, move, walk through tokens"], ["+ − 0", "in the focused timeline: zoom in, out, show all"],
   ["d", "dark or light"], ["?", "this list"],
 ];
 

@@ -1,5 +1,5 @@
 "use strict";
-// What the policy wrote: by step, by reward, a prompt's answers beside each other, every token with its numbers.
+// What the policy wrote: by step, by reward, a prompt's responses beside each other, every token with its numbers.
 
 const SCALES = {
   logprob: { label: "log-probability", bound: () => 5, words: ["certain: 0", "−5 and below: a surprise"] },
@@ -16,12 +16,12 @@ function rolloutsPart(data) {
     return part;
   }
   const view = { runs, run: runs[0], step: 0, group: 0, bin: null, colour: "logprob" };
-  view.body = el("div", { class: "answers-box" });
+  view.body = el("div", { class: "responses-box" });
   view.bars = el("div", { class: "histogram", role: "group", "aria-label": "Rewards of the step; press one to see only those" });
   view.binWords = el("p", { class: "soft small", "aria-live": "polite" });
   view.legend = el("div", { class: "legend small" });
   view.info = el("div", { class: "token-info small", "aria-live": "polite" });
-  part.append(el("div", { class: "card" }, rolloutTools(view), el("p", { class: "small soft", style: { margin: "0" } }, "Rewards of the step: how many answers had which. Press a bar to see only those."), view.bars, view.binWords, colourTools(view), view.legend), el("div", {}, view.body, view.info));
+  part.append(el("div", { class: "card" }, rolloutTools(view), el("p", { class: "small soft", style: { margin: "0" } }, "Rewards of the step: how many responses had which. Press a bar to see only those."), view.bars, view.binWords, colourTools(view), view.legend), el("div", {}, view.body, view.info));
   part.append(view.notes = el("p", { class: "soft small" }));
   view.body.addEventListener("mouseover", (event) => event.target.classList.contains("tok") && mark(view, event.target));
   rolloutView = view;
@@ -62,7 +62,7 @@ function goTo(view, { step = view.step, group, bin }) {
   view.step = next;
   view.data = steps[next];
   if (bin !== undefined) { view.bin = view.bin === bin ? null : bin; view.group = 0; }
-  view.groups = view.data.groups.filter((each) => view.bin === null || each.answers.some((answer) => answer.bin === view.bin));
+  view.groups = view.data.groups.filter((each) => view.bin === null || each.responses.some((response) => response.bin === view.bin));
   if (group !== undefined) view.group = group;
   view.group = Math.max(0, Math.min(view.groups.length - 1, view.group));
   drawRollouts(view);
@@ -77,7 +77,7 @@ function drawRollouts(view) {
   view.stepName.textContent = `${data.step}`;
   view.chooser.replaceChildren(...view.groups.map((group, i) => el("option", { value: i, selected: i === view.group }, `${groupMean(group)} · ${(group.prompt ?? `prompt ${group.id}`).replace(/\s+/g, " ").slice(0, 60)}`)));
   drawHistogram(view);
-  const has = (name) => data.groups.some((group) => group.answers.some((answer) => answer[name] !== undefined));
+  const has = (name) => data.groups.some((group) => group.responses.some((response) => response[name] !== undefined));
   if (!has(view.colour)) view.colour = Object.keys(SCALES).find(has) || "logprob";
   for (const button of view.colours) {
     const name = button.dataset.colour;
@@ -86,16 +86,16 @@ function drawRollouts(view) {
   }
   view.bound = SCALES[view.colour].bound(largest(data, view.colour));
   drawLegend(view);
-  view.body.replaceChildren(...(view.groups.length ? drawGroup(view, view.groups[view.group]) : [el("p", { class: "soft" }, "None of the answers in this file had that reward.")]));
+  view.body.replaceChildren(...(view.groups.length ? drawGroup(view, view.groups[view.group]) : [el("p", { class: "soft" }, "None of the responses in this file had that reward.")]));
   view.info.classList.remove("filled");
-  view.info.textContent = "Point at a token, or focus an answer and walk with the arrow keys, to see its numbers.";
+  view.info.textContent = "Point at a token, or focus a response and walk with the arrow keys, to see its numbers.";
   view.notes.textContent = rolloutNotes(view);
 }
 
 // Where rewards differ most there is most to see.
 function mostSpread(groups) {
   const spread = groups.map((group) => {
-    const rewards = group.answers.map((answer) => answer.reward ?? 0);
+    const rewards = group.responses.map((response) => response.reward ?? 0);
     const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     return rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / rewards.length;
   });
@@ -103,31 +103,31 @@ function mostSpread(groups) {
 }
 
 function groupMean(group) {
-  const rewards = group.answers.map((answer) => answer.reward).filter((reward) => typeof reward === "number");
+  const rewards = group.responses.map((response) => response.reward).filter((reward) => typeof reward === "number");
   return rewards.length ? `mean ${say(Number((rewards.reduce((a, b) => a + b, 0) / rewards.length).toPrecision(3)))}` : "no reward";
 }
 
 function largest(data, name) {
   let most = 0;
-  for (const group of data.groups) for (const answer of group.answers) for (const v of [answer[name] ?? 0].flat()) most = Math.max(most, Math.abs(v ?? 0));
+  for (const group of data.groups) for (const response of group.responses) for (const v of [response[name] ?? 0].flat()) most = Math.max(most, Math.abs(v ?? 0));
   return most;
 }
 
 function drawHistogram(view) {
   const { data } = view;
   const most = Math.max(1, ...data.bins.map((bin) => bin[2]));
-  const here = data.bins.map((_, i) => data.groups.reduce((sum, group) => sum + group.answers.filter((answer) => answer.bin === i).length, 0));
+  const here = data.bins.map((_, i) => data.groups.reduce((sum, group) => sum + group.responses.filter((response) => response.bin === i).length, 0));
   const focused = [...view.bars.children].indexOf(document.activeElement);
   view.bars.replaceChildren(...data.bins.map(([low, high, n], i) => {
     const name = low === high ? say(low) : `${say(low)} to ${say(high)}`;
-    const label = `Reward ${name}: ${count(n, "answer")}, ${here[i]} in this file`;
+    const label = `Reward ${name}: ${count(n, "response")}, ${here[i]} in this file`;
     return el("button", { type: "button", "aria-pressed": String(view.bin === i), "aria-label": label, title: label, onclick: () => goTo(view, { bin: i }) },
       el("i", { style: { height: `${Math.max(2, (n / most) * 100)}%` } }, el("b", { style: { height: `${n ? (here[i] / n) * 100 : 0}%` } })), el("em", {}, say(low === high ? low : Number(low.toPrecision(2)))));
   }));
   if (focused >= 0 && view.bars.children[focused]) view.bars.children[focused].focus();
   const kept = here.reduce((a, b) => a + b, 0);
   const shown = view.bin === null ? "" : ` Shown: those with reward ${data.bins[view.bin][0] === data.bins[view.bin][1] ? say(data.bins[view.bin][0]) : `${say(data.bins[view.bin][0])} to ${say(data.bins[view.bin][1])}`} (f shows all).`;
-  view.binWords.textContent = `${count(data.of, "answer")} to ${count(data.of_groups, "prompt")}; in the stronger colour the ${kept.toLocaleString("en")} that are in this file.${shown}`;
+  view.binWords.textContent = `${count(data.of, "response")} to ${count(data.of_groups, "prompt")}; in the stronger colour the ${kept.toLocaleString("en")} that are in this file.${shown}`;
 }
 
 function drawLegend(view) {
@@ -148,33 +148,33 @@ function shade(view, value) {
 }
 
 function drawGroup(view, group) {
-  const first = group.answers[0];
+  const first = group.responses[0];
   const common = first.runs[0] && first.runs[0][0] === 0 ? first.t.slice(0, first.runs[0][1]) : [];
-  const shared = common.length > 0 && group.answers.every((a) => a.runs[0] && a.runs[0][0] === 0 && a.runs[0][1] === common.length && common.every((t, i) => t === a.t[i]));
-  const shown = group.answers.filter((answer) => view.bin === null || answer.bin === view.bin);
-  const facts = [`prompt ${group.id}`, group.datasource && `from ${group.datasource}`, count(group.of, "answer"), group.of > group.answers.length && `${group.answers.length} of them in this file`, shown.length < group.answers.length && `${shown.length} with that reward`].filter(Boolean);
+  const shared = common.length > 0 && group.responses.every((a) => a.runs[0] && a.runs[0][0] === 0 && a.runs[0][1] === common.length && common.every((t, i) => t === a.t[i]));
+  const shown = group.responses.filter((response) => view.bin === null || response.bin === view.bin);
+  const facts = [`prompt ${group.id}`, group.datasource && `from ${group.datasource}`, count(group.of, "response"), group.of > group.responses.length && `${group.responses.length} of them in this file`, shown.length < group.responses.length && `${shown.length} with that reward`].filter(Boolean);
   const head = el("div", { class: "card", style: { margin: ".8rem 0" } }, el("div", { class: "small soft" }, facts.join(" · ")));
   if (shared) head.append(el("div", { class: "bubble other" }, el("span", { class: "who" }, "prompt"), tokens(view, common, null, 0)));
   else if (!view.run.rollouts.has_text && group.prompt) head.append(el("div", { class: "bubble other" }, el("span", { class: "who" }, "prompt"), visible(group.prompt)));
   if (group.label !== undefined && group.label !== "None") head.append(el("div", { class: "small" }, "wanted: ", el("code", {}, visible(group.label))));
-  return [head, el("div", { class: "answers" }, shown.map((answer) => drawAnswer(view, answer, shared)))];
+  return [head, el("div", { class: "responses" }, shown.map((response) => drawResponse(view, response, shared)))];
 }
 
-function drawAnswer(view, answer, shared) {
-  const name = `answer ${answer.sample_id ?? ""}${answer.branch ? ` branch ${answer.branch}` : ""}`;
-  const reward = answer.reward === undefined ? "no reward" : `reward ${say(answer.reward)}`;
-  const about = [answer.score !== undefined && answer.score !== answer.reward && `score ${say(answer.score)}`, answer.shaped_reward !== undefined && answer.shaped_reward !== answer.reward && `shaped ${say(answer.shaped_reward)}`, answer.status, count(answer.policy, "token"), answer.error].filter(Boolean);
-  const card = el("article", { class: "answer", tabindex: "0", "aria-label": `${name}, ${reward}, ${about.join(", ")}. Arrow keys walk through its tokens.` },
+function drawResponse(view, response, shared) {
+  const name = `response ${response.sample_id ?? ""}${response.branch ? ` branch ${response.branch}` : ""}`;
+  const reward = response.reward === undefined ? "no reward" : `reward ${say(response.reward)}`;
+  const about = [response.score !== undefined && response.score !== response.reward && `score ${say(response.score)}`, response.shaped_reward !== undefined && response.shaped_reward !== response.reward && `shaped ${say(response.shaped_reward)}`, response.status, count(response.policy, "token"), response.error].filter(Boolean);
+  const card = el("article", { class: "response", tabindex: "0", "aria-label": `${name}, ${reward}, ${about.join(", ")}. Arrow keys walk through its tokens.` },
     el("header", {}, el("strong", {}, reward), el("span", { class: "soft" }, [name, ...about].join(" · "))));
   card.addEventListener("keydown", (event) => walk(view, event, card));
   let at = 0, own = 0;
-  answer.runs.forEach(([whose, n], i) => {
+  response.runs.forEach(([whose, n], i) => {
     if (whose < 0) {
       card.append(el("div", { class: "left-out" }, `… ${count(n, "token")} left out …`));
       return;
     }
-    const part = answer.t.slice(at, at + n);
-    if (whose === 1) card.append(el("div", { class: "bubble own" }, el("span", { class: "visually-hidden" }, "policy: "), tokens(view, part, answer, own)));
+    const part = response.t.slice(at, at + n);
+    if (whose === 1) card.append(el("div", { class: "bubble own" }, el("span", { class: "visually-hidden" }, "policy: "), tokens(view, part, response, own)));
     else if (i > 0 || !shared) card.append(el("div", { class: "bubble other" }, el("span", { class: "who" }, i === 0 ? "prompt" : "the world"), tokens(view, part, null, 0)));
     at += n;
     own += whose === 1 ? n : 0;
@@ -187,18 +187,18 @@ function visible(text) {
   return text.replace(/\n/g, "↵\n").replace(/[\u0000-\u0009\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0))) || "▫";
 }
 
-function numberOf(answer, name, i) {
-  const values = answer[name];
+function numberOf(response, name, i) {
+  const values = response[name];
   return Array.isArray(values) ? values[i] : values;
 }
 
-function tokens(view, places, answer, first) {
+function tokens(view, places, response, first) {
   return places.map((place, i) => {
     const [id, text] = view.run.rollouts.vocabulary[place];
     const token = el("span", { class: "tok" }, visible(text));
-    if (answer) {
-      token.style.backgroundColor = shade(view, numberOf(answer, view.colour, first + i));
-      token.words = () => [`“${text}”`, `id ${id}`, ...["logprob", "advantage", "mismatch", "value", "reference_logprob"].filter((name) => answer[name] !== undefined).map((name) => numberWords(name, numberOf(answer, name, first + i)))].join(" · ");
+    if (response) {
+      token.style.backgroundColor = shade(view, numberOf(response, view.colour, first + i));
+      token.words = () => [`“${text}”`, `id ${id}`, ...["logprob", "advantage", "mismatch", "value", "reference_logprob"].filter((name) => response[name] !== undefined).map((name) => numberWords(name, numberOf(response, name, first + i)))].join(" · ");
     } else token.words = () => `“${text}” · id ${id} · not the policy's token: not learnt from`;
     return token;
   });
@@ -232,8 +232,8 @@ function rolloutNotes(view) {
   const notes = [];
   if (rollouts.steps.length < rollouts.of_steps) notes.push(`${rollouts.steps.length} of ${rollouts.of_steps.toLocaleString("en")} steps are in this file, evenly spaced.`);
   if (rollouts.unread) notes.push(`${count(rollouts.unread, "file")} of rollouts could not be read.`);
-  if (data.groups.length < data.of_groups) notes.push(`Of this step: ${data.groups.length} of ${count(data.of_groups, "prompt")} with their answers, the best, the worst, the most spread, and some evenly between.`);
-  if (data.cut) notes.push(`${count(data.cut, "long answer")} of this step ${data.cut === 1 ? "is" : "are"} cut in the middle.`);
+  if (data.groups.length < data.of_groups) notes.push(`Of this step: ${data.groups.length} of ${count(data.of_groups, "prompt")} with their responses, the best, the worst, the most spread, and some evenly between.`);
+  if (data.cut) notes.push(`${count(data.cut, "long response")} of this step ${data.cut === 1 ? "is" : "are"} cut in the middle.`);
   if (!rollouts.has_text) notes.push("There is no tokenizer in the run's folder, so tokens are shown as their ids.");
   if (notes.length) notes.push("rollouts/ in the run's folder has all of it.");
   return notes.join(" ");
