@@ -123,8 +123,9 @@ class EpisodeRunner:
         """Begin groups of episodes, which continue whenever the runner is called.
 
         Args:
-            prompts: as for `play`; those with the same `prompt_id` are a group, which `collect` returns as a whole.
-            sampling: as for `play`.
+            prompts: as for `run_episodes`; those with the same `prompt_id` are a group, which `collect` returns as a
+            whole.
+            sampling: as for `run_episodes`.
         """
         for prompt_id, rows in prompts.group_by("prompt_id").items():
             if prompt_id in self._groups:

@@ -123,7 +123,7 @@ class Host:
         config: what the job was built with.
         ip: where the others find it.
         transport: how its workloads reach others.
-        tell: passes a message to the master: its kind, and what it says.
+        emit: passes a message to the master: its kind, and what it says.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def fill_groups(
         keep: [B] bool, True for the responses that stay, the same for all responses to a prompt; such as
             `components.rl.rewards.groups_within` of their scores.
         stopped: asked before each round; once it is true, what there is is given back.
-        say: told how far a step is, every ten rounds.
+        info: is given how far a step is, every ten rounds.
 
     Raises:
         ValueError: a number is out of its range; a round brings responses to more or fewer prompts than were asked for,
@@ -142,7 +142,7 @@ class PromptFilter:
             passes: how often the prompts are gone through.
             fewest: responses that can still be trained on.
             stopped: whether the run is to stop.
-            say: shows a line to the user.
+            info: shows a line to the user.
         """
         self._prompts, self._low, self._high, self._option = prompts, low, high, option
         self._passes, self._fewest, self._stopped, self._info = passes, fewest, stopped, info

@@ -44,7 +44,7 @@ class Evaluation:
             temperature: of the responses behind pass1 and passN.
             samples_per_prompt: N.
             best_metric_key: see `best_metric`.
-            say: what a person should read.
+            info: what a person should read.
             further: metrics of a recipe's own, of the responses behind pass1 and passN.
         """
         self.prompts = prompts

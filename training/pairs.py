@@ -28,7 +28,7 @@ def read_training_pairs(
     Args:
         config: where they are.
         model_path: of the model that is to read them.
-        say: shows how many cannot be used.
+        info: shows how many cannot be used.
         with_mask: as of `encode_pairs`.
     """
     tokenizer = config.tokenizer(model_path)

@@ -84,7 +84,7 @@ class GroupsInFlight:
             most_stale: see AsyncOptions.
             version: of the weights that the engines have, or an older one.
             stopped: whether to give up the batch at hand; see `SampleStream.ending`.
-            say: shows a line to the user.
+            info: shows a line to the user.
         """
         self._take, self._begin, self._collect = take, begin, collect
         self._engines, self._samples = engines, samples

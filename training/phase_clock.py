@@ -21,7 +21,7 @@ class PhaseClock:
     def __init__(self, emit: Callable[[Any], object] = lambda _: None) -> None:
         """
         Args:
-            tell: takes a PhaseEvent when a phase begins and when it ends; a workload's `tell` brings it to the driver.
+            emit: takes a PhaseEvent when a phase begins and when it ends; a workload's `emit` brings it to the driver.
         """
         self._emit = emit
         self._seconds = threading.local()

@@ -112,7 +112,7 @@ class RunCheckpoints:
             every: steps between two of them; -1: only when `save` is called, or a step is the best.
             config: the options of this run, without keys and tokens.
             run_id: of this run: a restart of it continues even where `resume` says none.
-            say: shows a line to the user.
+            info: shows a line to the user.
         """
         self.store = checkpoints
         self._stream = stream
@@ -236,16 +236,16 @@ class RunCheckpoints:
     def record(
         self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]
     ) -> bool:
-        """Let `judge` evaluate a step that was trained on, and write it down. Where that fails, `save_unfinished` keeps
+        """Evaluate a step that was trained on, and log it. Where that fails, `save_unfinished` keeps
         what is given here, for `catch_up`.
 
         Args:
-            judge: (batch, metrics) -> whether the step is the best so far.
+            evaluate: (batch, metrics) -> whether the step is the best so far.
             batch: what the step was trained on.
             metrics: of the training.
 
         Returns:
-            What `judge` does.
+            What `evaluate` does.
         """
         self.unrecorded = batch, metrics
         is_best = evaluate(batch, metrics)

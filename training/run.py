@@ -53,7 +53,7 @@ class Run(Generic[Item]):
         Args:
             trainer: whose run it is.
             settings: of the run.
-            recipe: the folder of the recipe, whose code is kept with the run; its name is the recipe's.
+            recipe: the folder of the recipe, whose code W&B keeps with the run; its name is the recipe's.
             shown: metrics that a person sees of a step.
         """
         self.trainer = trainer

@@ -37,7 +37,7 @@ def add_rewards(
         samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`.
         source: of the rewards; None: the responses are episodes, whose worlds have rewarded them.
         tokenizer: of the policy.
-        say: told which answers have no reward, the first few by name.
+        info: is given which answers have no reward, the first few by name.
 
     Returns:
         With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0), and a `log_<name>` for

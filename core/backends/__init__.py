@@ -7,7 +7,7 @@ BackendName = Literal["ray", "local"]
 
 
 def make_backend(name: BackendName, run_id: str, address: str | None, emit: Callable[[str, Any], None]) -> Any:
-    """The backend of a run; `tell` passes messages of workloads in this process to the master.
+    """The backend of a run; `emit` passes messages of workloads in this process to the master.
 
     Raises:
         ValueError: there is no such backend.

@@ -36,15 +36,15 @@ class DPOTrainer(BaseTrainer):
         heldout = None if pairs.heldout is None else self.with_reference(pairs.heldout)
         data = replace(pairs, train=self.with_reference(pairs.train), heldout=heldout)
         self.RG_ACTOR.drop_reference()
-        self.training = SupervisedRun(self, config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN)
+        self.supervised_run = SupervisedRun(self, config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN)
 
     def fit(self) -> None:
         """One optimizer step per mini-batch."""
-        for minibatch in self.training.minibatches():
-            with self.training.phase("train"):
+        for minibatch in self.supervised_run.minibatches():
+            with self.supervised_run.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
-            self.training.end_step(minibatch, actor=metrics)
-        self.training.finish()
+            self.supervised_run.end_step(minibatch, actor=metrics)
+        self.supervised_run.finish()
 
     def evaluate(self, pairs: Batch) -> dict[str, float]:
         """The loss on held-out pairs, and whether the policy's implicit rewards order them."""

@@ -23,7 +23,7 @@ def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
     reward_B = shaped_rewards(samples, config)
     mask_N = samples["action_mask"]
     compare = advantages.group_norm if config.algorithm.std_norm else advantages.group_mean_baseline
-    advantage_B = compare_samples(samples, reward_B, compare)
+    advantage_B = compare_samples(samples, reward_B, compare)  # with those of the same `prompt_id`
     samples = samples.with_sequences(shaped_reward=reward_B)
     samples = samples.with_tokens(advantage=advantage_B[samples.sequence_ids] * mask_N)
     return with_correction(samples, config.algorithm.correction, *config.algorithm.correction_range)

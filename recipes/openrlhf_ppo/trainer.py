@@ -23,24 +23,24 @@ class PPOTrainer(BaseTrainer):
         options = shared_options(self.config)
         self.kl = AdaptedKL(self.config)
         self.calls = PPOCalls(self, options)
-        self.training = PPORun(self, options, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
+        self.policy_run = PPORun(self, options, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
 
     def fit(self) -> None:
         """One training step per batch of rollouts, `n_samples_per_prompt` of each of `rollout_batch_size` prompts."""
-        training = self.training
-        for rollouts in training.rollouts(self.calls.generate, score_heldout=training.add_heldout_rewards):
-            with training.phase("experience"):
+        run = self.policy_run
+        for rollouts in run.rollouts(self.calls.generate, score_heldout=run.add_heldout_rewards):
+            with run.phase("experience"):
                 experience = self.make_experience(rollouts)  # rewards, log-probs and values, all at the same time
                 experience = add_advantages(experience, self.config, self.kl.coef)
-            with training.phase("train"):
+            with run.phase("train"):
                 metrics = self.update(experience)  # critic and actor, at the same time
             # Ahead of training each step's weights have a version of their own, also where they stay as they are.
-            has_synced = self.is_actor_trained or training.config.asynchronous.ahead > 0
+            has_synced = self.is_actor_trained or run.config.asynchronous.ahead > 0
             if has_synced:
-                with training.phase("sync"):
-                    self.calls.sync_weights(training.step)
-            training.end_step(experience, metrics, weights_synced=has_synced)  # log, evaluate, checkpoint
-        training.finish()
+                with run.phase("sync"):
+                    self.calls.sync_weights(run.step)
+            run.end_step(experience, metrics, weights_synced=has_synced)  # log, evaluate, checkpoint
+        run.finish()
 
     def make_experience(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], where needed."""
@@ -57,13 +57,13 @@ class PPOTrainer(BaseTrainer):
                 found: Batch = future.result()
                 rollouts = rollouts.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
         except RewardError:
-            self.training.put_back()
+            self.policy_run.put_back()
             raise
         return rollouts
 
     def update(self, experience: Batch) -> dict[str, float]:
         """Train critic and actor, and adapt the weight of the KL; returns metrics."""
-        step = self.training.step
+        step = self.policy_run.step
         remote_call.append_experience(experience.without(*experience.objects))
         metrics = {"actor/kl_coef": self.kl.coef} if self.config.needs_reference else {}
         updates = {}
@@ -81,4 +81,4 @@ class PPOTrainer(BaseTrainer):
     @property
     def is_actor_trained(self) -> bool:
         """Whether the step at hand trains the policy; with a critic the first steps may not."""
-        return not self.config.needs_critic or self.training.step > self.config.freezing_actor_steps
+        return not self.config.needs_critic or self.policy_run.step > self.config.freezing_actor_steps

@@ -35,17 +35,17 @@ class RewardModelTrainer(BaseTrainer):
             data = read_training_pairs(self.config, model_path, self.info)
             self.info(f"sequences are padded with {data.tokenizer.pad_token!r}")
             self.scored = data.heldout or data.train.select(slice(0, PAIR * SCORED_FOR_STATISTICS))
-            self.training = SupervisedRun(
+            self.supervised_run = SupervisedRun(
                 self, self.config, FOLDER, self.RG_REWARD, data, self.evaluate, self.write_statistics, shown=SHOWN
             )
 
     def fit(self) -> None:
         """One optimizer step per mini-batch."""
-        for minibatch in self.training.minibatches():
-            with self.training.phase("train"):
+        for minibatch in self.supervised_run.minibatches():
+            with self.supervised_run.phase("train"):
                 metrics = self.RG_REWARD.train_step(replicate(minibatch))
-            self.training.end_step(minibatch, reward=metrics)
-        self.training.finish()
+            self.supervised_run.end_step(minibatch, reward=metrics)
+        self.supervised_run.finish()
 
     def evaluate(self, pairs: Batch) -> dict[str, float]:
         """Whether scores order the pairs, the loss on them, and the statistics of the scores."""
@@ -53,7 +53,7 @@ class RewardModelTrainer(BaseTrainer):
         gap_P = score_P2[:, 0] - score_P2[:, 1]
         self.mean = float(score_P2.mean())
         self.std = float(score_P2.std())
-        self.scored_step = self.training.step
+        self.scored_step = self.supervised_run.step
         return {
             "accuracy": float((gap_P.sign().double() + 1).mean() / 2),  # a tie is half right
             "loss": float(-torch.nn.functional.logsigmoid(gap_P).mean()),
@@ -64,6 +64,6 @@ class RewardModelTrainer(BaseTrainer):
 
     def write_statistics(self, folder: Path) -> None:
         """Write into an exported model what its scores are normalised by."""
-        if self.scored_step != self.training.step:
+        if self.scored_step != self.supervised_run.step:
             self.evaluate(self.scored)
         note_statistics(folder, self.mean, self.std)

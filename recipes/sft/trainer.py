@@ -25,15 +25,17 @@ class SFTTrainer(BaseTrainer):
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = starting_model(self.config, scratch)
             data = read_demonstrations(self.config, model_path, self.info)
-            self.training = SupervisedRun(self, self.config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN)
+            self.supervised_run = SupervisedRun(
+                self, self.config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN
+            )
 
     def fit(self) -> None:
         """One optimizer step per mini-batch."""
-        for minibatch in self.training.minibatches():
-            with self.training.phase("train"):
+        for minibatch in self.supervised_run.minibatches():
+            with self.supervised_run.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
-            self.training.end_step(minibatch, actor=metrics)
-        self.training.finish()
+            self.supervised_run.end_step(minibatch, actor=metrics)
+        self.supervised_run.finish()
 
     def evaluate(self, demonstrations: Batch) -> dict[str, float]:
         """The loss on demonstrations that were held out."""

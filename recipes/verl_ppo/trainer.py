@@ -31,11 +31,11 @@ class VerlPPOTrainer(BaseTrainer):
         self.critic_wg = WorkerGroup("critic", CriticWorker) if config.needs_critic else None
         self.rm_wg = WorkerGroup("rm", RewardModelWorker) if config.reward_model.enable else None
         self.kl = KLController(config)
-        self.training = VerlRun(self, config, Path(__file__).parent, {"kl": self.kl})
+        self.policy_run = VerlRun(self, config, Path(__file__).parent, {"kl": self.kl})
 
     def fit(self) -> None:
         """One training step per batch of scored rollouts, `rollout.n` of each prompt."""
-        config, training = self.config, self.training
+        config, training = self.config, self.policy_run
         if config.trainer.val_only:
             training.validate(self.rollout_wg.generate_sequences, self.score)
             return
@@ -66,28 +66,28 @@ class VerlPPOTrainer(BaseTrainer):
         if self.rm_wg is not None:
             scores: Batch = self.rm_wg.compute_rm_score(rollouts.only("tokens")).result()
             rollouts = rollouts.with_sequences(**scores.per_sequence)
-        return self.training.add_rewards(rollouts)
+        return self.policy_run.add_rewards(rollouts)
 
     def compute(self, phase: str, forward: Callable[[Batch], Future[Batch]], batch: Batch) -> Batch:
         """Add what a forward pass gives for each token."""
-        with self.training.phase(phase):
+        with self.policy_run.phase(phase):
             return batch.with_tokens(**forward(batch.only("tokens")).result().per_token)
 
     def update(self, phase: str, train: Callable[..., list[dict[str, float]]], batch: Batch) -> dict[str, float]:
         """Train on the step's responses; returns metrics, which every rank has."""
-        with self.training.phase(phase):
-            return train(batch.without(*batch.objects), self.training.step)[0]
+        with self.policy_run.phase(phase):
+            return train(batch.without(*batch.objects), self.policy_run.step)[0]
 
     @property
     def trains_policy(self) -> bool:
         """Whether the critic, if there is one, has had its head start."""
-        return self.critic_wg is None or self.training.step > self.config.trainer.critic_warmup
+        return self.critic_wg is None or self.policy_run.step > self.config.trainer.critic_warmup
 
     def update_weights(self) -> bool:
         """Let the engines sample from what was learnt; returns whether their weights have a new version."""
         # Ahead of training, each step's weights have a version of their own, also where they stay as they are.
         if not self.trains_policy and not self.config.asynchronous.ahead:
             return False
-        with self.training.phase("update_weights"):
-            self.training.calls.sync_weights(self.training.step)
+        with self.policy_run.phase("update_weights"):
+            self.policy_run.calls.sync_weights(self.policy_run.step)
         return True

@@ -12,7 +12,7 @@ from tests.agents.episode_cases import Rig
 
 
 class Blocking(OpenAIAgentExecutor):
-    """`play` with a client that blocks its thread, and which never asks twice."""
+    """`run_episodes` with a client that blocks its thread, and which never asks twice."""
 
     def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
         with openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"], max_retries=0) as client:

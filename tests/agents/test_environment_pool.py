@@ -118,7 +118,7 @@ def opened(folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "A
 
 
 def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coroutine[Any, Any, Any]]) -> Any:
-    """What `play` gives, with the environments closed afterwards."""
+    """What `run_episodes` gives, with the environments closed afterwards."""
     try:
         return asyncio.run(run_episodes(pool))
     finally:

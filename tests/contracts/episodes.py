@@ -56,7 +56,7 @@ class EpisodeRunner:
     """Plays episodes with instances of one agent."""
 
     def __init__(self, agent: Any, max_turns: int, emit: Callable[[str, str], None]) -> None:
-        """`tell` is told "begin" or "end", and of which call."""
+        """`emit` is given "begin" or "end", and of which call."""
         self.played = Played()
         self._agent = agent
         self._max_turns = max_turns

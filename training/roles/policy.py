@@ -52,7 +52,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
         return self.train_epochs(experience, step, self.loss)
 
     @rpc(remote_call.publish_weights)
-    def publish(self, version: int) -> WeightHandle | None:
+    def publish_weights(self, version: int) -> WeightHandle | None:
         """Rank 0 writes what all ranks gather."""
         return self.publish_parameters(version, self.config.rollout.verify_weight_sync)
 

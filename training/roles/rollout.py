@@ -47,7 +47,7 @@ class RolloutWorker(BaseWorkload):
         return self.runner.collect(seconds)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
-    def receive(self, handle: WeightHandle) -> None:
+    def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
         self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
 

@@ -61,7 +61,7 @@ class Tracker:
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
             state: `state_dict()` of the tracker that the checkpoint was written with: W&B continues in the same run.
             code: the recipe's folder; W&B keeps its Python files.
-            tell: takes a StepEvent for every line of metrics; a workload's `tell` brings it to the driver.
+            emit: takes a StepEvent for every line of metrics; a workload's `emit` brings it to the driver.
             shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
                 all of that group.
         """
