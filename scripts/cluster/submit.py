@@ -278,6 +278,7 @@ def slurm_script(asked: argparse.Namespace, run_dir: Path) -> str:
         wait_s=WAIT_S,
         cwd=shlex.quote(str(Path.cwd())),
         python=shlex.quote(shutil.which(asked.python) or asked.python),
+        home=shlex.quote(str(ROOT)),
         ray=shlex.quote(str(Path(asked.python).with_name("ray"))),
         await_nodes=shlex.quote(str(HERE / "await_nodes.py")),
         resources=f'"--num-cpus=$SLURM_CPUS_ON_NODE" --num-gpus={asked.gpus_per_node}',

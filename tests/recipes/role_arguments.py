@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,10 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
     inside = contextlib.ExitStack()
     for role_name, methods in calls.items():
         module, name = VERL_WORKERS.get(role_name, (role_name.lower(), role_name))
-        cls = getattr(import_module(f"recipes.{recipe}.roles.{module}"), name)
+        package = f"recipes.{recipe}.roles"
+        if find_spec(f"{package}.{module}") is None:  # the recipe has none of its own
+            package, name = "training.roles", f"{name}Worker"
+        cls = getattr(import_module(f"{package}.{module}"), name)
         identity = Identity("test", "0", 0.0, Role(role_name), 0, 1)
         context = WorkloadContext(identity, config, {}, RayTransport(), print, folder)
         inside.enter_context(entered(context))
@@ -238,7 +242,11 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             kept = all(same(x, y) for now, then in kept_for_update for x, y in zip(now, then, strict=True))
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
         # Tests of core export functions of their own to every workload of a process.
-        own = {name for name, (_, method) in exports.items() if method.__module__.startswith(("recipes.", "core."))}
+        own = {
+            name
+            for name, (_, method) in exports.items()
+            if method.__module__.startswith(("recipes.", "training.", "core."))
+        }
         untested = own - {name for name, _ in methods} - {"end_job", "mesh_position"}
         print(f"{cls.__name__} untested: {sorted(untested)}")
         if "end_job" in exports:
