@@ -242,11 +242,8 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             kept = all(same(x, y) for now, then in kept_for_update for x, y in zip(now, then, strict=True))
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
         # Tests of core export functions of their own to every workload of a process.
-        own = {
-            name
-            for name, (_, method) in exports.items()
-            if method.__module__.startswith(("recipes.", "training.", "core."))
-        }
+        ours = ("core.", f"{package.partition('.')[0]}.")
+        own = {name for name, (_, method) in exports.items() if method.__module__.startswith(ours)}
         untested = own - {name for name, _ in methods} - {"end_job", "mesh_position"}
         print(f"{cls.__name__} untested: {sorted(untested)}")
         if "end_job" in exports:
