@@ -24,7 +24,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     @trainer_invocation(blocking=False)
     def load(self, model_path: str, steps: int) -> None:

@@ -23,7 +23,7 @@ class SupervisedModel(TrainedModel, Generic[C]):
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     def load_model(self, path: str) -> nn.Module:
         """The model to train; here a causal one."""
