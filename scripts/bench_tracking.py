@@ -116,30 +116,30 @@ class BenchTrainer(PPOTrainer):
     """Trains in blocks, and leaves what they took in the run folder. The first block is not among them."""
 
     def fit(self) -> None:
-        training = self.training
-        tracker = SwitchedTracker(training.tracker)
-        saves = TimedSaves(training.checkpoints.save_when_due, tracker)
-        training.tracker = tracker
-        training.checkpoints.save_when_due = saves
+        run = self.policy_run
+        tracker = SwitchedTracker(run.tracker)
+        saves = TimedSaves(run.checkpoints.save_when_due, tracker)
+        run.tracker = tracker
+        run.checkpoints.save_when_due = saves
         blocks: list[Block] = []
-        all_rollouts = training.rollouts
+        all_rollouts = run.rollouts
 
         def timed(*given: Any, **named: Any) -> Iterator[Batch]:
             start = time.time()
             clock = time.perf_counter()
             for rollouts in all_rollouts(*given, **named):
                 yield rollouts  # what follows is done once the step is over
-                if training.step % self.config.save_steps == 0:
+                if run.step % self.config.save_steps == 0:
                     now = time.perf_counter()
                     blocks.append(Block(tracker.on, start, now - clock, saves.seconds, tracker.seconds))
                     saves.seconds = tracker.seconds = 0.0
                     start = time.time()
                     clock = now
                     tracker.on = not tracker.on
-                if training.steps - training.step == 1:
+                if run.steps - run.step == 1:
                     break  # the last step of a run has an evaluation, which no other has
 
-        training.rollouts = timed
+        run.rollouts = timed
         super().fit()
         text = json.dumps([asdict(block) for block in blocks[1:]])
         Path(self.config.run_dir, BLOCKS_FILE).write_text(text, encoding="utf-8")
