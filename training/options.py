@@ -222,7 +222,7 @@ class RolloutOptions:
     prefix_caching: bool = True
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides, and let the policy judge greedy responses of the
+    """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
     engines. Costs about a step's time."""
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ def add_rewards(
 
     Args:
         samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`.
-        source: of the rewards; None: the responses are episodes, whose worlds have rewarded them.
+        source: of the rewards; None: the responses are episodes, whose environments have rewarded them.
         tokenizer: of the policy.
         info: is given which answers have no reward, the first few by name.
 

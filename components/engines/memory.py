@@ -233,7 +233,7 @@ def training(
 
 
 def frozen(size: ModelSize | None, dtype: str, *, tokens: int, gpu: bool = False, has_head: bool = True) -> Need:
-    """Bytes of a model that only judges; arguments as in `training`, `dtype` of the weights."""
+    """Bytes of a model that is only evaluated; arguments as in `training`, `dtype` of the weights."""
     base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
     if size is None:
         return Need(weights=None, passes=None, base=base)

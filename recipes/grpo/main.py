@@ -9,7 +9,7 @@ from .config import GRPOConfig
 
 
 def build_job(config: GRPOConfig) -> Job:
-    """What runs where. A role of your own is one more line: `builder.role("judge").run(f"{roles}.judge:Judge")`."""
+    """What runs where. A role of your own is one more line: `builder.role("style").run(f"{roles}.style:Style")`."""
     roles = f"{__package__}.roles"
     builder = policy_job(config, trainer=f"{__package__}.trainer:GRPOTrainer", actor=f"{roles}.actor:Actor")
     return builder.build()

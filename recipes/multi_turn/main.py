@@ -9,7 +9,7 @@ from .config import MultiTurnConfig
 
 
 def build_job(config: MultiTurnConfig) -> Job:
-    """What runs where. A role of your own is one more line: `builder.role("judge").run(f"{roles}.judge:Judge")`."""
+    """What runs where. A role of your own is one more line: `builder.role("style").run(f"{roles}.style:Style")`."""
     roles = f"{__package__}.roles"
     builder = policy_job(config, trainer=f"{__package__}.trainer:MultiTurnTrainer", actor=f"{roles}.actor:Actor")
     return builder.build()
