@@ -34,6 +34,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Ray's own choice is 15: whatever runs beside the tests would keep its workers from working.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Every Ray of the session, whoever starts it, takes only calls with this token.
     _private = Path(tempfile.mkdtemp(prefix="troupe-tests-"))

@@ -176,6 +176,8 @@ class RayBackend:
             else:
                 self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                # Ray's own choice is 15: whatever else runs on the machine would keep the workers from working.
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 free = os.statvfs("/dev/shm")
                 store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
                 ray.init(
