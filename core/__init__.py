@@ -1,11 +1,12 @@
 """Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from core.context import Identity, WorkloadContext, info
-from core.errors import JobError, WorkerDied, WorkerTimeout
-from core.futures import Future, FutureSequence, as_completed
-from core.invocation import replicate, rpc, trainer_invocation
+from core.errors import AnswerLost, JobError, WorkerDied, WorkerTimeout
+from core.exports import replicate
+from core.futures import Future, FutureSequence
+from core.invocation import rpc, trainer_invocation
 from core.job import Job, JobBuilder, RLJobBuilder, RunningJob
 from core.members import Member
 from core.names import hint_after
@@ -21,6 +22,7 @@ DLJobBuilder = JobBuilder
 """DLRover's name."""
 
 __all__ = [
+    "AnswerLost",
     "BaseTrainer",
     "BaseWorkload",
     "CallEvent",
@@ -47,7 +49,6 @@ __all__ = [
     "WorkerGroup",
     "WorkerTimeout",
     "WorkloadContext",
-    "as_completed",
     "info",
     "nd_compute",
     "register",
@@ -57,8 +58,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    if hint := hint_after("core", name):
-        # `from core import name` would swallow an AttributeError's text.
-        raise ImportError(f"core has no {name}{hint}", name="core")
-    raise AttributeError(f"module 'core' has no attribute {name!r}")
+if not TYPE_CHECKING:  # it would make every name right
+
+    def __getattr__(name: str) -> NoReturn:
+        if hint := hint_after("core", name):
+            # `from core import name` would swallow an AttributeError's text.
+            raise ImportError(f"core has no {name}{hint}", name="core")
+        raise AttributeError(f"module 'core' has no attribute {name!r}")

@@ -7,6 +7,7 @@ its context when they are run through `contextvars.copy_context().run`.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,8 @@ class WorkloadContext:
     recovery: Recovery = field(default_factory=Recovery)
     emit: Callable[[str, Any], None] = lambda *_: None
     """Sends the master a message: its kind, and what it says."""
+    waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Around every wait for an answer: other workloads of the process may work meanwhile."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
     job_memory: Callable[[], int] = lambda: 0
     """Bytes that the processes of the job take together."""

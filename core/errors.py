@@ -5,6 +5,13 @@ class WorkerDied(RuntimeError):
     """A process that was asked for something is gone: killed, out of memory, or crashed below Python."""
 
 
+class AnswerLost(WorkerDied):
+    """A worker's answer is gone with the node that held it, or the worker could not be reached for it.
+
+    Whether the call has run is not known, so only an idempotent one is sent again.
+    """
+
+
 class WorkerTimeout(TimeoutError):
     """Workers did not answer within the time that their method is given. `missing`: (role, rank, attempt) of each."""
 

@@ -6,36 +6,36 @@ wait: its peers may be stuck in a collective that can never complete.
 
 import asyncio
 import bisect
-import contextlib
-import contextvars
 import itertools
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from core.context import WorkloadContext
-from core.errors import WorkerDied, WorkerTimeout, with_note
-from core.invocation import Export
-from core.members import Member, Outcome, Transport
-from core.parts import Parts, spread
+from core.errors import AnswerLost, WorkerDied, WorkerTimeout, with_note
+from core.exports import Export
+from core.members import Member, Outcome
 from core.sharding import join
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 FIRST_REPORT_AFTER_S = 60.0
 """Seconds of waiting before the first "still waiting" line; the pause doubles each time."""
 
 _GRACE_AFTER_FAILURE_S = 1.0
 _LOOK_FOR_REPLACEMENT_S = 0.05
+_ASKED_AGAIN = 5
+"""How often a lost answer is asked for again; the pause before it doubles each time."""
+_FIRST_PAUSE_S = 0.25
 
 
 class Pending:
     """One call on its way to one worker.
 
-    A call to a worker that is being replaced waits for the replacement. One that the worker did not live to answer is
-    sent again if its method is idempotent.
+    A call to a worker that is being replaced waits for the replacement. One whose answer is lost, with its worker or
+    its node, is sent again if its method is idempotent.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Pending:
         self._export = export
         # Kept only where they may be needed again: they may be large.
         self._arguments = (args, kwargs) if export.idempotent else None
+        self._lost_answers = 0
+        self._again_at = 0.0
         living = context.recovery.replacement(member)
         assert living is not None
         self.member = living
@@ -64,20 +66,32 @@ class Pending:
 
     def outcome(self) -> Outcome | None:
         """What came of it, once its reference is ready; None if it is to be sent again."""
-        found, recovery = self._context.transport.outcome(self.reference), self._context.recovery
-        if isinstance(found.error, WorkerDied):
-            recovery.met_death(self.member)
-            if self._arguments and recovery.may_return(self.member):
-                return None
+        found = self._context.transport.outcome(self.reference)
+        if isinstance(found.error, WorkerDied) and not found.raised and self._is_sent_again(found.error):
+            return None
         if found.error is not None and self._export.replay:
-            recovery.take_back(self.member, self.method, self._before)
+            self._context.recovery.take_back(self.member, self.method, self._before)
         return found
 
+    def _is_sent_again(self, error: WorkerDied) -> bool:
+        recovery = self._context.recovery
+        if isinstance(error, AnswerLost) and self._arguments is not None and self._lost_answers < _ASKED_AGAIN:
+            self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_answers
+            self._lost_answers += 1
+            self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
+            return True
+        recovery.met_death(self.member)
+        self._context.emit("death", (self.member.role, self.member.rank, self.member.attempt, str(error)))
+        self._again_at = 0.0
+        return self._arguments is not None and recovery.may_return(self.member)
+
     def send_again(self, timeout: float) -> bool:
-        """Send it to the replacement, if there is one after `timeout` seconds."""
+        """Send it to whoever stands in for the worker, if somebody does after `timeout` seconds."""
         assert self._arguments is not None
         living = self._context.recovery.replacement(self.member, timeout)
-        if living is None or living == self.member:
+        if living is None or time.monotonic() < self._again_at:
+            return False
+        if living == self.member and not self._again_at:
             return False
         self.member = living
         self.reference = self._context.transport.send(living, self._export, *self._arguments)
@@ -98,75 +112,93 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
-    if timeout is None and (values := context.transport.values([call.reference for call in calls])) is not None:
-        return values
-    began, report_at, limit = time.monotonic(), FIRST_REPORT_AFTER_S, timeout
-    if context.transport.is_inline:
-        limit = None
-    waiting, lost, late, outcomes = list(calls), list[Pending](), list[Pending](), dict[int, Outcome]()
-    while waiting or lost:
-        elapsed = time.monotonic() - began
-        pause = report_at - elapsed if limit is None else min(report_at - elapsed, limit - elapsed)
-        if lost:
-            waiting += [call for call in lost if call.send_again(_LOOK_FOR_REPLACEMENT_S)]
-            lost, pause = [call for call in lost if call not in waiting], 0.0
-        ready = set(context.transport.wait([c.reference for c in waiting], max(0.0, pause)))
-        for call in [call for call in waiting if call.reference in ready]:
+    with context.waits():
+        if timeout is None:
+            values = context.transport.values([call.reference for call in calls])
+            if values is not None:
+                return values
+        return _Wait(calls, context, timeout).values()
+
+
+class _Wait:
+    """One wait for several calls."""
+
+    def __init__(self, calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> None:
+        self._calls = calls
+        self._context = context
+        self._timeout = timeout
+        self._waiting = {call.reference: call for call in calls}
+        self._lost: list[Pending] = []
+        self._outcomes: dict[int, Outcome] = {}
+
+    def values(self) -> list[Any]:
+        began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
+        limit = None if self._context.transport.is_inline else self._timeout
+        while self._waiting or self._lost:
+            elapsed = time.monotonic() - began
+            self._look(min(report_at, limit or report_at) - elapsed)
+            if any(outcome.error is not None for outcome in self._outcomes.values()):
+                self._raise_first()
+            elapsed = time.monotonic() - began
+            missing = [*self._waiting.values(), *self._lost]
+            if missing and limit is not None and elapsed >= limit:
+                raise _timeout(missing, limit)
+            if missing and elapsed >= report_at:
+                name = self._context.identity.name
+                self._context.info(f"{name} has waited {elapsed:.0f} s for {_describe(missing)}")
+                report_at *= 2
+        outcomes = [self._outcomes[id(call)] for call in self._calls]
+        if self._timeout is not None:
+            late = [c for c, outcome in zip(self._calls, outcomes, strict=True) if outcome.seconds > self._timeout]
+            if late:
+                raise _timeout(late, self._timeout)
+        return [outcome.value for outcome in outcomes]
+
+    def _look(self, pause: float) -> None:
+        """Send what was lost again, and take in what is ready within `pause` seconds."""
+        for call in self._lost:
+            if call.send_again(_LOOK_FOR_REPLACEMENT_S):
+                self._waiting[call.reference] = call
+        if self._lost:
+            self._lost = [call for call in self._lost if call.reference not in self._waiting]
+            pause = 0.0
+        for reference in self._context.transport.wait(list(self._waiting), max(0.0, pause)):
+            call = self._waiting.pop(reference)
             outcome = call.outcome()
             if outcome is None:
-                lost.append(call)
-                continue
-            outcomes[id(call)] = outcome
-            if timeout is not None and outcome.seconds > timeout:
-                late.append(call)
-        waiting = [call for call in waiting if call.reference not in ready]
-        if any(outcome.error is not None for outcome in outcomes.values()):
-            _raise_first(calls, waiting, outcomes, context.transport)
-        elapsed, missing = time.monotonic() - began, [*waiting, *lost]
-        if missing and limit is not None and elapsed >= limit:
-            raise _timeout(missing, limit)
-        if missing and elapsed >= report_at:
-            context.info(f"{context.identity.name} has waited {elapsed:.0f} s for {_describe(missing)}")
-            report_at *= 2
-    if late and timeout is not None:
-        raise _timeout(late, timeout)
-    return [outcomes[id(call)].value for call in calls]
+                self._lost.append(call)
+            else:
+                self._outcomes[id(call)] = outcome
+
+    def _raise_first(self) -> NoReturn:
+        """Raise the first error in rank order, after a moment in which the others may report theirs."""
+        deadline = time.monotonic() + _GRACE_AFTER_FAILURE_S
+        while self._waiting and time.monotonic() < deadline:
+            self._look(deadline - time.monotonic())
+        failed = [(c, self._outcomes[id(c)].error) for c in self._calls if id(c) in self._outcomes]
+        (first, error), *others = [(call, error) for call, error in failed if error is not None]
+        with_note(error, f"raised by {first.member.name} in {first.method}")
+        for other, its_error in others:
+            with_note(error, f"{other.member.name} failed too: {its_error!r}")
+        missing = [*self._waiting.values(), *self._lost]
+        if missing:
+            with_note(error, f"had not answered by then: {_describe(missing)}")
+        raise error
 
 
-def _timeout(missing: list[Pending], timeout: float) -> WorkerTimeout:
+def _timeout(missing: Sequence[Pending], timeout: float) -> WorkerTimeout:
     late = WorkerTimeout(f"no answer after {timeout:g} s from {_describe(missing)}")
     late.missing = tuple((call.member.role, call.member.rank, call.member.attempt) for call in missing)
     return late
 
 
-def _raise_first(
-    calls: Sequence[Pending], waiting: list[Pending], outcomes: dict[int, Outcome], transport: Transport
-) -> None:
-    """Raise the first error in rank order, after a moment in which the others may report theirs."""
-    deadline = time.monotonic() + _GRACE_AFTER_FAILURE_S
-    while waiting and time.monotonic() < deadline:
-        ready = set(transport.wait([c.reference for c in waiting], max(0.0, deadline - time.monotonic())))
-        for call in [c for c in waiting if c.reference in ready]:
-            outcomes[id(call)] = call.outcome() or Outcome()
-        waiting = [c for c in waiting if c.reference not in ready]
-    failed = [call for call in calls if id(call) in outcomes and outcomes[id(call)].error is not None]
-    error = outcomes[id(failed[0])].error
-    assert error is not None
-    with_note(error, f"raised by {failed[0].member.name} in {failed[0].method}")
-    for other in failed[1:]:
-        with_note(error, f"{other.member.name} failed too: {outcomes[id(other)].error!r}")
-    if waiting:
-        with_note(error, f"had not answered by then: {_describe(waiting)}")
-    raise error
-
-
-class _Answers(ABC):
+class _Awaitable(ABC, Generic[T_co]):
     """What both kinds of future can do. `await future` works in async code."""
 
     _context: WorkloadContext
 
     @abstractmethod
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T_co:
         """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
 
     @abstractmethod
@@ -178,46 +210,32 @@ class _Answers(ABC):
         references = self.open_references()
         return not references or len(self._context.transport.wait(references, 0)) == len(references)
 
-    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback(self)` once there is a result or an error, on a thread of its own; in local mode, now."""
-
-        def wait() -> None:
-            with contextlib.suppress(Exception):  # the callback finds it in result()
-                self.result()
-            callback(self)
-
+    def __await__(self) -> Generator[Any, None, T_co]:
+        yield from self._context.transport.ready(self.open_references()).__await__()
         if self._context.transport.is_inline:
-            wait()
-        else:
-            within = contextvars.copy_context()
-            threading.Thread(target=within.run, args=(wait,), name="troupe-callback", daemon=True).start()
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if self._context.transport.is_inline:
-            yield from asyncio.sleep(0).__await__()
             return self.result()
+        # It waits no longer, but for an answer that was lost.
         return (yield from asyncio.to_thread(self.result).__await__())
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be sent to a worker; pass its result()")
 
-class Future(_Answers, Generic[T]):
+
+class Future(_Awaitable[T_co]):
     """The answers of a group that are still on their way."""
 
     def __init__(
-        self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T] = lambda v: v
+        self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T_co] = lambda v: v
     ) -> None:
         self.calls = list(calls)
         self._context = context
         self._finish = finish
-        self._result: list[T] = []
-        self._lock = threading.Lock()
+        self._result: list[T_co] = []
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None) -> T_co:
         """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
         if not self._result:
-            values = wait_for(self.calls, self._context, timeout)
-            with self._lock:  # a callback's thread may have waited too, and `finish` is to run once
-                if not self._result:
-                    self._result.append(self._finish(values))
+            self._result.append(self._finish(wait_for(self.calls, self._context, timeout)))
         return self._result[0]
 
     def open_references(self) -> list[Any]:
@@ -228,46 +246,7 @@ class Future(_Answers, Generic[T]):
         return f"Future({_describe(self.calls) if self.calls else 'no worker was called'})"
 
 
-class Parted:
-    """A future of answers to be joined, one item for each that was given out.
-
-    It can be an argument of another group's call: its workers fetch their parts from those who made them, and nobody
-    in between does.
-    """
-
-    calls: list[Pending]
-    lengths: list[int]
-
-    def __len__(self) -> int:
-        return sum(self.lengths)
-
-    def _answering(self) -> list[Pending]:
-        return self.calls
-
-    def _joined(self, parts: list[Any]) -> Any:
-        # An empty batch was given to nobody, so nobody could say what its answer would be.
-        return join(parts, self.calls[0].method) if parts else []
-
-    def __shard__(self, n: int) -> list[Parts]:
-        calls = self._answering()
-        return spread([call.reference for call in calls], self.lengths, n, calls[0].method if calls else "nothing")
-
-
-class JoinedFuture(Parted, Future[Any]):
-    """The answers of a call that was split over a worker group, to be joined."""
-
-    def __init__(
-        self, calls: Sequence[Pending], context: WorkloadContext, lengths: list[int], counting: list[int]
-    ) -> None:
-        """`counting`: which of the calls have the answers, in their order; the others are their peers."""
-        super().__init__(calls, context, lambda values: self._joined([values[i] for i in counting]))
-        self._counting, self.lengths = counting, lengths
-
-    def _answering(self) -> list[Pending]:
-        return [self.calls[i] for i in self._counting]
-
-
-class FutureSequence(Parted, _Answers, Sequence[T]):
+class FutureSequence(_Awaitable[Any], Sequence[T]):
     """All items of a batch that was split over workers; it blocks only for the chunks that are looked at."""
 
     def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
@@ -277,21 +256,22 @@ class FutureSequence(Parted, _Answers, Sequence[T]):
         self._context = context
         self._chunks: dict[int, Any] = {}
 
-    def _chunk(self, index: int) -> Any:
-        if index not in self._chunks:
-            (value,) = wait_for([self.calls[index]], self._context, None)
-            self._store(index, value)
-        return self._chunks[index]
+    def __len__(self) -> int:
+        return self._starts[-1]
 
-    def _store(self, index: int, value: Any) -> None:
-        call, wanted = self.calls[index], self.lengths[index]
-        got = len(value) if hasattr(value, "__len__") else None
-        if got != wanted:
-            raise ValueError(
-                f"{call.member.name}.{call.method} was given {wanted} items and returned "
-                f"{type(value).__name__} of length {got}; return one item for each"
-            )
-        self._chunks[index] = value
+    def _fetch(self, wanted: Sequence[int], timeout: float | None) -> list[Any]:
+        missing = [index for index in wanted if index not in self._chunks]
+        values = wait_for([self.calls[index] for index in missing], self._context, timeout) if missing else []
+        for index, value in zip(missing, values, strict=True):
+            call, length = self.calls[index], self.lengths[index]
+            got = len(value) if hasattr(value, "__len__") else None
+            if got != length:
+                raise ValueError(
+                    f"{call.member.name}.{call.method} was given {length} items and returned "
+                    f"{type(value).__name__} of length {got}; return one item for each"
+                )
+            self._chunks[index] = value
+        return [self._chunks[index] for index in wanted]
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -304,20 +284,15 @@ class FutureSequence(Parted, _Answers, Sequence[T]):
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} of {len(self)} items")
         chunk = bisect.bisect_right(self._starts, position) - 1
-        return self._chunk(chunk)[position - self._starts[chunk]]
+        return self._fetch([chunk], None)[0][position - self._starts[chunk]]
 
     def __iter__(self) -> Iterator[T]:
         for index in range(len(self.calls)):
-            yield from self._chunk(index)
+            yield from self._fetch([index], None)[0]
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
-        missing = [index for index in range(len(self.calls)) if index not in self._chunks]
-        for index, value in zip(
-            missing, wait_for([self.calls[i] for i in missing], self._context, timeout), strict=True
-        ):
-            self._store(index, value)
-        return self._joined([self._chunks[i] for i in range(len(self.calls))])
+        return join_answers(self._fetch(range(len(self.calls)), timeout), self.calls)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for all items; the first error of a worker is raised."""
@@ -331,39 +306,6 @@ class FutureSequence(Parted, _Answers, Sequence[T]):
         return f"FutureSequence({len(self)} items from {len(self.calls)} workers)"
 
 
-def whole(value: Any) -> Any:
-    """What goes whole to a worker: a future of joined answers as its parts, everything else as it is.
-
-    Raises:
-        ValueError: a future of separate answers.
-    """
-    if isinstance(value, Parted):
-        return value.__shard__(1)[0]
-    if isinstance(value, Future):
-        raise ValueError(f"{value} has several answers that are not joined; pass its result()")
-    return value
-
-
-AnyFuture = TypeVar("AnyFuture", bound=_Answers)
-
-
-def as_completed(futures: Iterable[AnyFuture], timeout: float | None = None) -> Iterator[AnyFuture]:
-    """Futures in the order in which they come to an end, well or badly; `result()` of each then does not wait.
-
-    Raises:
-        TimeoutError: some had not come to an end after `timeout` seconds.
-    """
-    waiting, ended = list(futures), set[Any]()
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while waiting:
-        ready = [future for future in waiting if ended.issuperset(future.open_references())]
-        yield from ready
-        waiting = [future for future in waiting if future not in ready]
-        if ready or not waiting:
-            continue
-        pause = None if deadline is None else max(0.0, deadline - time.monotonic())
-        missing = {r for future in waiting for r in future.open_references()} - ended
-        found = waiting[0]._context.transport.wait(list(missing), pause)
-        if not found and pause == 0.0:
-            raise TimeoutError(f"{len(waiting)} of the futures have not come to an end after {timeout:g} s: {waiting}")
-        ended.update(found)
+def join_answers(answers: Sequence[Any], calls: Sequence[Pending]) -> Any:
+    """The answers put together; of an empty batch, which was given to nobody, an empty list."""
+    return join(answers, calls[0].method) if answers else []

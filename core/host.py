@@ -5,8 +5,10 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -16,18 +18,21 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from core.context import Identity, WorkloadContext, entered
-from core.control import memory_bytes
-from core.invocation import Export, exports_of
+from core.control import MemoryGauge
+from core.exports import Export, exports_of
 from core.members import Directory, Transport
 from core.observers import CallEvent
-from core.parts import resolved
 from core.recovery import Recovery
 from core.roles import Role
 from core.sharding import payload_bytes
+from core.shared_memory import machine_id
 from core.workload import BaseWorkload, rendezvous_environment
 
 IDLE = "idle"
 """What a process does between two calls."""
+
+Address = tuple[str, int]
+WorkerKey = tuple[Role, int]
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,6 @@ class WorkerSpec:
     rendezvous: bool
     collocated_with: tuple[Role, ...] = ()
     concurrency: int = 1
-    process_group: str = ""
-    """The function that makes the ranks' process group before the workload is made; empty where an engine does."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,21 @@ class HostReport:
     """
 
     ip: str
-    hostname: str
+    machine: str
     pid: int
     node: str = ""
     """Which machine, or share of one, the cluster takes it for."""
-    control: tuple[str, int] | None = None
+    control: Address | None = None
     ports: dict[Role, int] = field(default_factory=dict)
+
+
+@dataclass
+class Made:
+    """What became of one workload: what it exports, its class's name, and whether it has a `run()`."""
+
+    exports: dict[str, Export]
+    implementation: str
+    has_run: bool
 
 
 @dataclass
@@ -98,7 +110,8 @@ class _Worker:
             with entered(self.context):
                 return await coroutine
 
-        return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
+        with self.context.waits():
+            return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
 
 
 H = TypeVar("H", bound="Host")
@@ -139,9 +152,9 @@ class Host:
         self._state = ("starting", time.monotonic())
         self._calls: dict[int, tuple[str, float]] = {}
         self._count = itertools.count()
-        self._slots: list[tuple[Role, int, str]] = []
-        self._workers: dict[tuple[Role, int], _Worker] = {}
+        self._workers: dict[WorkerKey, _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
+        self._memory = MemoryGauge()
         for worker in spec.workers:
             role = worker.identity.role
             context = WorkloadContext(
@@ -155,6 +168,7 @@ class Host:
                 release_port=lambda role=role: self._release_port(role),
                 recovery=self._recovery,
                 emit=emit,
+                waits=self.waits,
                 stop_requested=self._stop_requested,
                 job_memory=self.job_memory,
             )
@@ -164,20 +178,20 @@ class Host:
         """What is around everything that it does."""
         return nullcontext()
 
+    def waits(self) -> AbstractContextManager[None]:
+        """What is around every wait of its workloads for others."""
+        return nullcontext()
+
     def job_memory(self) -> int:
         """Bytes that the job takes, whose workloads are all in this process."""
-        return memory_bytes()
+        return self._memory.read()
 
     def request_stop(self) -> None:
         """Let the workloads see that the user has asked for the end."""
         self._stop_requested.set()
 
-    def holds(self, role: str, rank: int) -> bool:
-        """Whether this worker is one of its own."""
-        return (role, rank) in self._workers
-
     def _info(self, text: str) -> None:
-        self._emit("say", text)
+        self._emit("info", text)
 
     def _release_port(self, role: Role) -> None:
         reserved = self._reserved.pop(role, None)
@@ -185,11 +199,10 @@ class Host:
             reserved.close()
 
     @_at_work
-    def prepare(self) -> HostReport:
-        """Import the workloads' classes, and keep a port for each role whose ranks will meet here."""
-        report = HostReport(self._ip, socket.gethostname(), os.getpid())
+    def report(self) -> HostReport:
+        """Say where it is, and keep a port for each role whose ranks will meet here."""
+        report = HostReport(self._ip, machine_id(), os.getpid())
         for worker in self._spec.workers:
-            load_object(worker.entrypoint)
             if worker.rendezvous and worker.identity.rank == 0:
                 # Kept open until the process group is made, so that no other job on this machine is given it.
                 reserved = socket.socket()
@@ -201,15 +214,16 @@ class Host:
 
     @_at_work
     def construct(
-        self,
-        rendezvous: dict[Role, tuple[str, int]],
-        local: dict[tuple[Role, int], tuple[int, int]],
-        directory: Directory,
-        master_handle: Any = None,
-    ) -> dict[Role, tuple[dict[str, Export], str]]:
-        """Make the workloads and run their `setup()`; returns what each role exports and its class's name."""
-        found: dict[Role, tuple[dict[str, Export], str]] = {}
-        self._recovery.meet(directory, self._directory)
+        self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], master_handle: Any = None
+    ) -> dict[Role, Made]:
+        """Import the workloads' classes, make them, and run their `setup()`.
+
+        Args:
+            rendezvous: where the ranks of each of its roles meet.
+            local: (local rank, local world size) of each of its workers.
+            master_handle: passed on to the workloads, as DLRover's signature has it.
+        """
+        made: dict[Role, Made] = {}
         for spec in self._spec.workers:
             role, rank = spec.identity.role, spec.identity.rank
             worker = self._workers[role, rank]
@@ -218,40 +232,24 @@ class Host:
             worker.context.rendezvous = rendezvous.get(role)
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
+            os.environ.update(rendezvous_environment(worker.context))
             with entered(worker.context):
-                self._make(worker, spec, cls, master_handle)
+                worker.instance = _instantiate(cls, worker.context, master_handle)
+                if isinstance(worker.instance, BaseWorkload):
+                    worker.instance.setup()
             worker.exports = exports_of(worker.instance)
             callers_view = {}
             for name, (entry, function) in worker.exports.items():
                 beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
-                callers_view[name] = replace(entry, stub=None, concurrent=beside, slot=len(self._slots))
-                self._slots.append((role, rank, name))
-            found[role] = (callers_view, f"{cls.__module__}.{cls.__qualname__}")
+                callers_view[name] = replace(entry, stub=None, concurrent=beside)
+            has_run = callable(getattr(worker.instance, "run", None))
+            made[role] = Made(callers_view, f"{cls.__module__}.{cls.__qualname__}", has_run)
         self._state = (IDLE, time.monotonic())
-        return found
-
-    def _make(self, worker: _Worker, spec: WorkerSpec, cls: type, master_handle: Any) -> None:
-        if spec.rendezvous:
-            os.environ.update(rendezvous_environment(worker.context))
-        if spec.process_group:
-            self._release_port(spec.identity.role)
-            load_object(spec.process_group)()
-        worker.instance = _instantiate(cls, worker.context, master_handle)
-        if isinstance(worker.instance, BaseWorkload):
-            worker.instance.setup()
+        return made
 
     def connect(self, directory: Directory) -> None:
         """Tell all workloads who the others are."""
         self._recovery.meet(directory, self._directory)
-
-    def call_slot(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the exported method of this number: of which workload it is, and its name, need not be sent."""
-        role, rank, name = self._slots[slot]
-        return self.call(role, rank, name, *args, **kwargs)
-
-    def worker_of(self, slot: int) -> tuple[Role, int]:
-        """Whose method has this number."""
-        return self._slots[slot][:2]
 
     @_at_work
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +267,6 @@ class Host:
         """Run a workload's `run()` to its end."""
         worker = self._workers[role, rank]
         self._observed(worker, "run", worker.instance.run, (), {})
-
-    def has_run(self, role: Role, rank: int) -> bool:
-        """Whether the workload has a `run()` of its own."""
-        return callable(getattr(self._workers[role, rank].instance, "run", None))
 
     @_at_work
     def teardown(self) -> None:
@@ -295,7 +289,6 @@ class Host:
         failed = True
         try:
             with entered(worker.context):
-                args, kwargs = resolved(args, kwargs, self._transport)
                 result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = worker.finish(result)
@@ -337,3 +330,21 @@ def load_object(path: str) -> Any:
     found = getattr(importlib.import_module(module), name)
     metadata = getattr(found, "__ray_metadata__", None)
     return getattr(metadata, "modified_class", found) if metadata is not None else found
+
+
+def python_path() -> tuple[str, ...]:
+    """Folders that a host must search for the job's modules: those of this process that hold no installed packages."""
+    here = [str(Path(entry).resolve()) for entry in sys.path]
+    return tuple(entry for entry in here if "site-packages" not in entry and not entry.startswith(sys.base_prefix))
+
+
+class WarningsTo(logging.Handler):
+    """Shows the user the warnings of the project's and the user's own code; libraries only write to the log."""
+
+    def __init__(self, info: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._info = info
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
+            self._info(f"warning: {record.getMessage()}")

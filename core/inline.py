@@ -1,22 +1,20 @@
 """Calls inside one process: who waits for an answer carries out the calls that are waiting, oldest first.
 
-Local mode lives on this, and so do calls between workloads that share a host. Nothing here starts a thread: a call
-runs on the thread of who waits for it, so `breakpoint()` works wherever it stands.
+Local mode lives on this. Nothing here starts a thread: a call runs on the thread of who waits for it, so `breakpoint()`
+works wherever it stands.
 """
 
-import contextlib
 import functools
 import io
 import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from core.invocation import Export
-from core.members import Member, Outcome
+from core.members import Outcome
 
 Key = tuple[str, int]
 """Role and rank of a worker: it does one thing at a time."""
@@ -49,7 +47,8 @@ class InlineCall:
         except Exception as failure:  # noqa: BLE001 - it is the answer
             value, error = None, failure
         # Who stops at a breakpoint is not late.
-        self.outcome = Outcome(value, error, 0.0 if len(_breakpoints) > stops else time.monotonic() - began)
+        seconds = 0.0 if len(_breakpoints) > stops else time.monotonic() - began
+        self.outcome = Outcome(value, error, seconds, raised=True)
 
     def __reduce__(self) -> Any:
         raise TypeError("an answer on its way inside one process cannot be sent to another; pass its result()")
@@ -70,7 +69,7 @@ class Inline:
             self._waiting.append(call)
         return call
 
-    def wait(self, calls: list[InlineCall], timeout: float | None) -> list[InlineCall]:
+    def wait(self, calls: Sequence[InlineCall], timeout: float | None) -> list[InlineCall]:
         """Those that are done; carries calls out until one is.
 
         With a timeout of 0 it tells what was done already, and then gives way to one call, so that asking again and
@@ -93,23 +92,6 @@ class Inline:
             ready = [call for call in calls if call.outcome is not None]
         return ready
 
-    @contextlib.contextmanager
-    def occupied(self, key: Key) -> Iterator[None]:
-        """A worker is busy with a call from outside; at its end, what nobody has waited for is carried out."""
-        me = threading.get_ident()
-        with self._changed:
-            # A thread of the user's may be at work with it.
-            self._changed.wait_for(lambda: self._busy.get(key, me) == me)
-            self._busy[key] = me
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._busy[key]
-                self._changed.notify_all()
-            while self._waiting and self._step():
-                pass
-
     def _step(self) -> bool:
         """Carry out the oldest call whose worker is free, or wait for another thread that does; False if neither."""
         me = threading.get_ident()
@@ -129,15 +111,6 @@ class Inline:
                 del self._busy[call.key]
                 self._changed.notify_all()
         return True
-
-
-def send_inline(
-    inline: Inline, host: Any, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> InlineCall:
-    """Take in a call to a workload of a host in this process: it gets copies, and so does its caller."""
-    role, rank = member.role, member.rank
-    args, kwargs = copied((args, dict(kwargs)))
-    return inline.send((role, rank), lambda: copied(host.call(role, rank, export.name, *args, **kwargs)))
 
 
 def copied(value: Any) -> Any:

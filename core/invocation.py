@@ -1,101 +1,68 @@
 """How a method of a workload may be called from outside: `@trainer_invocation` and `@rpc`.
 
-Both decorators only attach a description; the function itself stays what it was. The description travels to the
-callers when the job starts, so that a caller never needs to import the workload's class (and with it torch).
+Both decorators only attach a description; the function itself stays what it was. To a type checker a decorated method
+has two forms: `self.update(batch)` inside the workload returns what the method returns, `self.RG_ACTOR.update(batch)`
+in a trainer what the group does.
 """
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+from core.exports import CallSpec, Export, Replay, Target, attach
+from core.futures import Future
 from core.names import hint_after
 
 F = TypeVar("F", bound=Callable[..., Any])
-Target = Literal["ALL", "RANK0"]
-Replay = Literal["last"]
-
-_MARK = "__troupe_export__"
-
-
-@dataclass(frozen=True)
-class CallSpec:
-    """How the trainer's role group calls a method."""
-
-    blocking: bool = True
-    is_async: bool = False
-    timeout: float = 10.0
-    target: Target = "ALL"
-    auto_shard: bool = True
-    pre_func: Callable[..., Any] | None = None
-    post_func: Callable[[Any], Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.target not in ("ALL", "RANK0"):
-            raise ValueError(f"target={self.target!r}; set target='ALL' (every worker) or 'RANK0' (the first)")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or self.timeout <= 0:
-            raise ValueError(f"timeout={self.timeout!r}; set a number of seconds above 0")
-        if self.is_async and not self.blocking:
-            raise ValueError("is_async=True waits with a timeout, blocking=False does not wait; set one of the two")
-        for name, function in (("pre_func", self.pre_func), ("post_func", self.post_func)):
-            if function is not None and not callable(function):
-                raise ValueError(f"{name}={function!r} cannot be called; give a function or leave it out")
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+G_co = TypeVar("G_co", covariant=True)
 
 
-@dataclass(frozen=True)
-class Export:
-    """One method that others may call: under which name, where it is, and how.
+class Exported(Protocol, Generic[P, R_co, G_co]):
+    """A decorated method, as type checkers see it: through an object, and through the class as a group is seen."""
 
-    `spec` says how role groups call it, `dispatch` (a worker_group.DispatchSpec) how worker groups do; both are None
-    for methods bound by `@rpc`: there the stub's body says who is called.
-    """
-
-    name: str
-    attribute: str
-    spec: CallSpec | None = None
-    stub: Callable[..., Any] | None = None
-    idempotent: bool = False
-    replay: Replay | None = None
-    dispatch: Any = None
-    concurrent: bool = False
-    """Whether calls to it may run beside others: it is async, and its role asks for concurrency."""
-    slot: int = -1
-    """Its number in its host; see `Host.call_slot`."""
-
-    def __post_init__(self) -> None:
-        if self.replay not in (None, "last"):
-            raise ValueError(f"replay={self.replay!r}; set replay='last' (repeat the last call) or leave it out")
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Callable[P, G_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[P, R_co]: ...
 
 
-class Replicated:
-    """A splittable argument that goes whole to every worker; made by `replicate`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def replicate(value: Any) -> Any:
-    """Mark a splittable argument (list, array, Batch) to be sent whole to every worker."""
-    return value if isinstance(value, Replicated) else Replicated(value)
+class _Options(TypedDict, total=False):
+    is_async: bool
+    timeout: float
+    auto_shard: bool
+    idempotent: bool
+    replay: Replay | None
 
 
 @overload
-def trainer_invocation(function: F, /) -> F: ...
+def trainer_invocation(function: Callable[Concatenate[Any, P], R], /) -> Exported[P, R, list[R]]: ...
+@overload
+def trainer_invocation(
+    *, target: Literal["RANK0"], blocking: Literal[False], **options: Unpack[_Options]
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Future[R]]]: ...
+@overload
+def trainer_invocation(
+    *, target: Literal["RANK0"], **options: Unpack[_Options]
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, R]]: ...
+@overload
+def trainer_invocation(
+    *, blocking: Literal[False], **options: Unpack[_Options]
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Future[list[R]]]]: ...
+@overload
+def trainer_invocation(
+    *, blocking: Literal[True] = ..., target: Literal["ALL"] = ..., **options: Unpack[_Options]
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, list[R]]]: ...
 @overload
 def trainer_invocation(
     *,
-    blocking: bool = True,
-    is_async: bool = False,
-    timeout: float = 10.0,
-    target: Target = "ALL",
-    auto_shard: bool = True,
-    pre_func: Callable[..., Any] | None = None,
-    post_func: Callable[[Any], Any] | None = None,
-    idempotent: bool = False,
-    replay: Replay | None = None,
-) -> Callable[[F], F]: ...
+    pre_func: Callable[..., Any] | None = ...,
+    post_func: Callable[[Any], Any] | None = ...,
+    blocking: bool = ...,
+    target: Target = ...,
+    **options: Unpack[_Options],
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[..., R, Any]]: ...
 def trainer_invocation(
     function: Any = None, /, *, idempotent: bool = False, replay: Replay | None = None, **options: Any
 ) -> Any:
@@ -130,17 +97,21 @@ def marker(describe: Callable[[str], Export]) -> Callable[[F], F]:
     """A decorator that attaches what `describe` says of a method's name, and checks it at once."""
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, describe(method.__name__))
+        attach(method, describe(method.__name__))
         return method
 
     describe("checked")
     return mark
 
 
-_exported_functions: list[tuple[Export, Callable[..., Any]]] = []
-
-
-def rpc(name: Any = None, /, *, export: bool = False, idempotent: bool = False, replay: Replay | None = None) -> Any:
+def rpc(
+    name: str | Callable[..., Any] | None = None,
+    /,
+    *,
+    export: bool = False,
+    idempotent: bool = False,
+    replay: Replay | None = None,
+) -> Callable[[F], F]:
     """Bind a method to a remote-call stub: `@rpc(remote_call.actor_forward)`.
 
     The name under which the method can be called is the stub's, a string, or the method's own (`@rpc`; outside of a
@@ -152,11 +123,8 @@ def rpc(name: Any = None, /, *, export: bool = False, idempotent: bool = False, 
         ValueError: `name` is neither a stub nor a string.
     """
 
-    def mark(method: Callable[..., Any], stub: Callable[..., Any] | None, label: str) -> Callable[..., Any]:
-        entry = Export(label, method.__name__, None, stub, idempotent, replay)
-        setattr(method, _MARK, entry)
-        if export:
-            _exported_functions.append((entry, method))
+    def mark(method: Any, stub: Callable[..., Any] | None, label: str) -> Any:
+        attach(method, Export(label, method.__name__, None, stub, idempotent, replay), everywhere=export)
         return method
 
     if name is None or isinstance(name, str):
@@ -168,62 +136,3 @@ def rpc(name: Any = None, /, *, export: bool = False, idempotent: bool = False, 
     if owner and not owner.endswith("<locals>"):
         return mark(name, None, name.__name__)
     return lambda method: mark(method, name, name.__name__)
-
-
-def export_of(function: Any) -> Export | None:
-    """What a decorator has said of a function."""
-    entry = getattr(function, _MARK, None)
-    return entry if isinstance(entry, Export) else None
-
-
-def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
-    """Everything callable of a workload: its own methods, its module's @rpc functions, functions exported anywhere.
-
-    Raises:
-        ValueError: two methods of one workload share a name, or a stub's parameters are not its method's.
-    """
-    found: dict[str, tuple[Export, Callable[..., Any]]] = {}
-    cls = type(instance)
-    candidates: list[tuple[Export, Callable[..., Any]]] = []
-    for attribute in dir(cls):
-        # Looked up on the class: evaluating a property of a half-made object would run user code.
-        function = inspect.getattr_static(cls, attribute)
-        entry = export_of(function)
-        if entry is not None:
-            candidates.append((replace(entry, attribute=attribute), getattr(instance, attribute)))
-    module = inspect.getmodule(cls)
-    for function in vars(module).values() if module else ():
-        entry = export_of(function)
-        if entry is not None and inspect.isfunction(function) and function.__module__ == cls.__module__:
-            candidates.append((entry, function))
-    for entry, function in [*candidates, *_exported_functions]:
-        if (entry.spec or entry.dispatch) and entry.name in RESERVED_NAMES:
-            raise ValueError(
-                f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"
-            )
-        known = found.get(entry.name)
-        if known is not None and known[1] != function:
-            raise ValueError(
-                f"{cls.__module__}.{cls.__qualname__} exports {entry.name!r} twice "
-                f"({known[0].attribute} and {entry.attribute}); rename one"
-            )
-        _check_stub(entry, function, cls)
-        found[entry.name] = (entry, function)
-    return found
-
-
-RESERVED_NAMES = frozenset({"call", "call_rank0", "call_batch", "world_size"})
-"""Names that a role group has for itself, so that no method of a worker could be reached by them."""
-
-
-def _check_stub(entry: Export, function: Callable[..., Any], cls: type) -> None:
-    if entry.stub is None:
-        return
-    wanted = [(p.name, p.kind) for p in inspect.signature(entry.stub).parameters.values()]
-    given = [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
-    if wanted != given:
-        raise ValueError(
-            f"stub {entry.stub.__module__}.{entry.stub.__name__}{inspect.signature(entry.stub)} does not fit "
-            f"{cls.__module__}.{cls.__qualname__}.{entry.attribute}{inspect.signature(function)}; "
-            "give both the same parameters"
-        )

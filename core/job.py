@@ -6,7 +6,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
 from core.backends import BackendName
 from core.errors import JobError
@@ -15,7 +15,7 @@ from core.members import Kind
 from core.names import hint_after
 from core.observers import Observer
 from core.placement import detect_devices, plan
-from core.plan import TORCH_PROCESS_GROUP, JobResult, JobSpec, Resource, RoleSpec
+from core.plan import JobResult, JobSpec, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
@@ -184,7 +184,13 @@ class JobBuilder:
         self._global_env |= _checked_env(env)
         return self
 
-    def recovery(self: B, max_restarts: int = 3, stall_timeout: float = 0.0, stop_grace: float = 0.0) -> B:
+    def recovery(
+        self: B,
+        max_restarts: int = 3,
+        stall_timeout: float = 0.0,
+        stop_grace: float = 0.0,
+        placement_timeout: float = 30.0,
+    ) -> B:
         """What happens when processes die, hang, or are to stop.
 
         Args:
@@ -192,6 +198,8 @@ class JobBuilder:
             stall_timeout: seconds without a sign of progress after which a process is taken for hung, and ended;
                 0: never. Below 5 it would be shorter than the pauses between two questions.
             stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return; 0: none.
+            placement_timeout: seconds that the job, and a process that takes a lost one's place, wait for room in the
+                cluster; long enough, an autoscaler can make it.
         """
         if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
             raise JobError(
@@ -200,7 +208,14 @@ class JobBuilder:
         for name, value in (("max_restarts", max_restarts), ("stop_grace", stop_grace)):
             if not value >= 0:
                 raise JobError(f"{name}={value:g}; set 0 or more")
-        self._limits = {"max_restarts": max_restarts, "stall_timeout": stall_timeout, "stop_grace": stop_grace}
+        if not placement_timeout > 0:
+            raise JobError(f"placement_timeout={placement_timeout:g}; set a number of seconds above 0")
+        self._limits = {
+            "max_restarts": max_restarts,
+            "stall_timeout": stall_timeout,
+            "stop_grace": stop_grace,
+            "placement_timeout": placement_timeout,
+        }
         return self
 
     def with_collocation(self: B, *roles: str) -> B:
@@ -245,33 +260,13 @@ class JobBuilder:
         self._roles[self._open] |= values
         return self
 
-    def resource(
-        self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0, **custom: float
-    ) -> B:
-        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (0: as cores).
-
-        `custom` are resources that the cluster's nodes were started with, under their own names.
-        """
-        wrong = [name for name in ("gpu", "acc", "mem", "disk", "user_defined") if name in custom]
-        if wrong:
-            raise JobError(
-                f"resource({wrong[0]}=...): give cpu, accelerator, memory (MB), or a resource of the cluster"
-            )
-        return self._set(
-            resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, threads=threads, custom=custom)
-        )
+    def resource(self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0) -> B:
+        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (0: as cores)."""
+        return self._set(resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, threads=threads))
 
     def concurrency(self: B, calls: int) -> B:
         """How many calls to async methods of one worker of the open role may run beside each other."""
         return self._set(concurrency=_at_least_one("concurrency", calls))
-
-    def process_group(self: B, path: str = TORCH_PROCESS_GROUP) -> B:
-        """Let core call this function in each rank of the open role, before the workload is made.
-
-        It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment, and makes the group.
-        Without this core sets these, and the workload or its engine makes the group (`setup_process_group`).
-        """
-        return self._set(process_group=_normalised(path, "function"))
 
     def total(self: B, count: int) -> B:
         """How many workers the open role has, on any nodes."""
@@ -295,13 +290,15 @@ class JobBuilder:
         return self._set(process=name)
 
     def max_restarts(self: B, count: int) -> B:
-        """How many instances of the open role are replaced in a run when they die; of `run` roles only."""
+        """How often instances of the open role may be lost before all starts again; of `run` roles only."""
         if count < 0:
             raise JobError(f"max_restarts={count}; set 0 or more")
         return self._set(max_restarts=count)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} has no {name!r}" + hint_after("a job builder", name))
+    if not TYPE_CHECKING:  # it would make every name right
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}" + hint_after("a job builder", name))
 
     # --- the check
 
@@ -319,10 +316,6 @@ class JobBuilder:
         roles = {name: RoleSpec(**values) for name, values in self._roles.items()}
         for spec in roles.values():
             _check_entrypoint(spec)
-            if spec.process_group and spec.kind == "run":
-                raise JobError(
-                    f"role {spec.name}: process_group() is for ranks that meet; use train(), or leave it out"
-                )
         placement = plan(roles, self._collocations, kind, self._node_num, devices)
         return Job(
             device_type=kind,
@@ -388,11 +381,11 @@ def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
     return env
 
 
-def _normalised(path: str, what: str = "Class") -> str:
+def _normalised(path: str) -> str:
     """`a.b:C` from `a.b:C`, `a.b::C` or `a.b.C`."""
     module, _, name = path.replace("::", ":").partition(":") if ":" in path else path.rpartition(".")
     if not module or not name.isidentifier():
-        raise JobError(f"{path!r} names no {what.lower()}; write it as 'package.module:{what}'")
+        raise JobError(f"{path!r} names no class; write it as 'package.module:Class'")
     return f"{module}:{name}"
 
 

@@ -1,10 +1,10 @@
 """Who is in a job and what they export, and how calls to them travel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from core.invocation import Export
+from core.exports import Export
 from core.roles import Role
 
 Kind = Literal["train", "run"]
@@ -19,6 +19,8 @@ class Member:
     handle: Any
     attempt: int = 1
     """Which process of this worker it is: one more for each replacement."""
+    thread: str = ""
+    """Its own thread in a process that several workers share; empty where it is alone."""
 
     @property
     def name(self) -> str:
@@ -45,14 +47,18 @@ class Outcome:
     """What one call to one worker came to: a value, or an error.
 
     `seconds`: how long it ran, where it ran in this process and nobody could be said to be late before it came back.
+    `raised`: whether the method itself raised the error; else it is about the worker or the way to it.
     """
 
-    __slots__ = ("error", "seconds", "value")
+    __slots__ = ("error", "raised", "seconds", "value")
 
-    def __init__(self, value: Any = None, error: BaseException | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self, value: Any = None, error: BaseException | None = None, seconds: float = 0.0, raised: bool = False
+    ) -> None:
         self.value = value
         self.error = error
         self.seconds = seconds
+        self.raised = raised
 
 
 class Transport(Protocol):
@@ -69,14 +75,18 @@ class Transport(Protocol):
         """Store a value once for many receivers; the reference may be passed as an argument."""
         ...
 
-    def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
-        """Those of the references that are ready after at most `timeout` seconds; None waits for all."""
+    def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:
+        """Those of the references that are ready, once `count` are, or after `timeout` seconds (0: at once)."""
+        ...
+
+    async def ready(self, references: Sequence[Any]) -> None:
+        """Wait until all are ready, without a thread of one's own."""
         ...
 
     def outcome(self, reference: Any) -> Outcome:
         """The outcome of a reference that is ready."""
         ...
 
-    def values(self, references: list[Any]) -> list[Any] | None:
+    def values(self, references: Sequence[Any]) -> list[Any] | None:
         """All values, if within a moment all are there and none is an error; else None, and `wait` finds out more."""
         ...

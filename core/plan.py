@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from core.members import Kind
 
-TORCH_PROCESS_GROUP = "torch.distributed:init_process_group"
-
 
 class Resource(BaseModel):
     """What each worker of a role is given."""
@@ -24,8 +22,6 @@ class Resource(BaseModel):
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
     """MB to reserve; 0 reserves nothing."""
-    custom: dict[str, float] = {}
-    """What the cluster's nodes were started with beside these, by its own names."""
 
 
 class RoleSpec(BaseModel):
@@ -45,28 +41,19 @@ class RoleSpec(BaseModel):
     process: str | None = None
     """Roles with the same name here share processes, rank by rank."""
     max_restarts: int = Field(default=3, ge=0)
-    """How many instances that died are replaced in a run, over all; of "run" roles only."""
+    """How often instances may be lost and replaced before all starts again; losses at the same time, as with a node,
+    count once. Of "run" roles only."""
     concurrency: int = Field(default=1, ge=1)
     """How many calls to async methods of one worker may run beside each other."""
-    process_group: str = ""
-    """`package.module:function` that makes the ranks' process group before the workload is made; empty: core sets the
-    environment for it, and an engine makes it."""
     comm_pre_check: Literal[False] = False
     """DLRover's name: nodes are not checked before the start."""
+    comm_auto_setup_process_group: Literal[False] = False
+    """DLRover's name: core sets the environment for a process group, and the engine makes it."""
 
     @property
     def backend(self) -> Literal["elastic", "simple"]:
         """DLRover's name for the kind."""
         return "elastic" if self.kind == "train" else "simple"
-
-    @property
-    def comm_auto_setup_process_group(self) -> bool:
-        """DLRover's name: whether core makes the process group."""
-        return self.process_group != ""
-
-    @comm_auto_setup_process_group.setter
-    def comm_auto_setup_process_group(self, value: bool) -> None:
-        self.process_group = TORCH_PROCESS_GROUP if value else ""
 
     @property
     def total(self) -> int:
@@ -83,7 +70,6 @@ class HostPlan(BaseModel):
     threads: int
     accelerator: float
     memory: int
-    custom: dict[str, float] = {}
     env: dict[str, str] = {}
 
     @property
@@ -98,7 +84,6 @@ class BundlePlan(BaseModel):
     cpu: float
     accelerator: float
     memory: int
-    custom: dict[str, float] = {}
     machine: tuple[str, int] | None = None
     """The role that is spread over machines, and on which of its machines this is; None: wherever there is room."""
 
@@ -130,6 +115,8 @@ class JobSpec(BaseModel):
     """How often all starts again after the death of a rank or of the trainer."""
     stall_timeout: float = Field(default=0.0, ge=0)
     """Seconds without a sign of progress after which a process is taken for hung, and ended; 0: never."""
+    placement_timeout: float = Field(default=30.0, gt=0)
+    """Seconds that the job, and a process that takes a lost one's place, wait for room in the cluster."""
     stop_grace: float = Field(default=0.0, ge=0)
     """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
     config: Any = None

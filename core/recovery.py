@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from core.invocation import Export
+from core.exports import Export
 from core.members import Directory, Member, Transport
 
 _Call = tuple[int, Export, tuple[Any, ...], Mapping[str, Any]]

@@ -1,21 +1,27 @@
 """RoleGroup: all workers of a role, seen as one. The one place that splits a call, sends it, and gathers answers."""
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
-from core.futures import Future, FutureSequence, Pending, whole
-from core.invocation import Export
+from core.exports import CallSpec, Export
+from core.futures import Future, FutureSequence, Pending
 from core.members import Member, RoleEntry
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
+
+P = ParamSpec("P")
+W = TypeVar("W")
+Method = str | Callable[..., Any]
 
 _SHARE_ABOVE_BYTES = 100_000
 """Arguments above this size are stored once instead of once per receiver; below, Ray sends them within the call."""
 
 
-class RoleGroup:
+class RoleGroup(Generic[W]):
     """The workers of one role of the job that is running.
 
     It has a length, members, and iterates over them; every other name is a method of the workers.
@@ -23,14 +29,24 @@ class RoleGroup:
     - `group.update(batch)`: as the method's `@trainer_invocation` says.
     - `group.call(stub, ...)`: to all, whole; `group.call_rank0(...)`: to the first;
       `group.call_batch(stub, size, ...)`: split over all.
+    - `group.on(rank)`: the group of one worker, as of the one in the caller's own process.
+
+    A trainer declares `RG_ACTOR: RoleGroup[Actor]`, and a type checker then knows the methods of Actor and their
+    arguments.
 
     Raises:
         ValueError: the job has no such role, unless optional=True (then the group is empty).
     """
 
+    if TYPE_CHECKING:
+        # Seen through the class, a decorated method is what the group returns; see `invocation.Exported`.
+        def __get__(self, instance: Any, owner: Any) -> type[W]: ...
+        def __set__(self, instance: Any, value: "RoleGroup[W] | None") -> None: ...
+
     def __init__(self, role: str, optional: bool = False, context: WorkloadContext | None = None) -> None:
         self._role = Role(role)
         self._fixed_context = context
+        self._only: int | None = None
         if not optional and self._role not in self._context.directory:
             raise ValueError(f"the job has no role {self._role}; it has {sorted(self._context.directory)}")
 
@@ -43,35 +59,66 @@ class RoleGroup:
         # Looked up at each use: a group follows the replacement of a worker.
         return self._context.directory.get(self._role) or RoleEntry(self._role, "run", [])
 
-    def __len__(self) -> int:
-        return len(self._entry.members)
+    @property
+    def _members(self) -> list[Member]:
+        members = self._entry.members
+        return members if self._only is None else [members[self._only]]
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._entry.members[index]
+    def on(self, rank: int) -> Self:
+        """The group of this one worker.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if rank not in range(len(self._entry.members)):
+            raise ValueError(f"{self._role} has {len(self._entry.members)} workers, and no rank {rank}")
+        one = copy.copy(self)
+        one._only = rank
+        return one
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> Member: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Member]: ...
+    def __getitem__(self, index: int | slice) -> Member | list[Member]:
+        return self._members[index]
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._entry.members)
+        return iter(self._members)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._role}, {len(self)} workers)"
 
     # --- remote-call stubs
 
-    def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[list[Any]]":
+    @overload
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]: ...
+    @overload
+    def call(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[Any]]: ...
+    def call(self, method: Method, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call every worker with the same arguments; the result is a list in rank order."""
-        export = self._find(method)
-        members = self._entry.members
-        return Future(self._broadcast(export, members, args, kwargs), self._context)
+        return Future(self._broadcast(self._find(method), self._members, args, kwargs), self._context)
 
-    def call_rank0(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+    @overload
+    def call_rank0(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def call_rank0(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]: ...
+    def call_rank0(self, method: Method, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the first worker only; the result is its value."""
         export = self._find(method)
         first = self._some_members(export)[:1]
         return Future(self._broadcast(export, first, args, kwargs), self._context, lambda v: v[0])
 
+    @overload
+    def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
+    @overload
     def call_batch(
-        self, method: str | Callable[..., Any], size: int, /, *args: Any, **kwargs: Any
-    ) -> FutureSequence[Any]:
+        self, method: Callable[P, Any], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[Any]: ...
+    def call_batch(self, method: Method, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split the arguments that have `size` items over the workers; the result is the sequence of all items.
 
         Raises:
@@ -97,22 +144,16 @@ class RoleGroup:
         export = exports.get(name)
         if export is None or not self._may_call(export):
             raise AttributeError(self._unknown(name, [n for n, e in exports.items() if self._may_call(e)]))
-
-        def invoke(*args: Any, **kwargs: Any) -> Any:
-            return self._invoke(export, args, kwargs)
-
-        invoke.__name__ = name
-        return invoke
+        return functools.partial(self._invoke, export)
 
     def _may_call(self, export: Export) -> bool:
         return export.spec is not None
 
-    def _invoke(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _invoke(self, export: Export, /, *args: Any, **kwargs: Any) -> Any:
         spec = export.spec
         assert spec is not None
         if spec.pre_func is not None:
-            sent = spec.pre_func(*args, **kwargs)
-            args, kwargs = sent if isinstance(sent, tuple) else (sent,), {}
+            args, kwargs = _prepared(spec.pre_func(*args, **kwargs), f"{self._role}.{export.name}"), {}
         members = self._some_members(export)
         if spec.target == "RANK0":
             calls = self._broadcast(export, members[:1], args, kwargs)
@@ -120,12 +161,7 @@ class RoleGroup:
             calls, _ = self._scatter(export, args, kwargs)
         else:
             calls = self._broadcast(export, members, args, kwargs)
-
-        def finish(values: list[Any]) -> Any:
-            value = spec.post_func(values) if spec.post_func is not None else values
-            return value[0] if spec.target == "RANK0" and spec.post_func is None else value
-
-        future = Future(calls, self._context, finish)
+        future = Future(calls, self._context, functools.partial(_finished, spec))
         if not spec.blocking:
             return future
         while True:
@@ -142,9 +178,9 @@ class RoleGroup:
     def _some_members(self, export: Export) -> list[Member]:
         if not self._entry.members:
             raise ValueError(f"{self._role} has no worker to call {export.name} on")
-        return self._entry.members
+        return self._members
 
-    def _find(self, method: str | Callable[..., Any]) -> Export:
+    def _find(self, method: Method) -> Export:
         name = method if isinstance(method, str) else method.__name__
         export = self._entry.exports.get(name)
         if export is None and self._entry.members:
@@ -189,10 +225,26 @@ class RoleGroup:
         return chunks, chunk_sizes(length, workers)
 
     def _share(self, value: Any, receivers: int) -> Any:
-        value = whole(unwrap(value))
+        value = unwrap(value)
         if receivers > 1 and payload_bytes(value) > _SHARE_ABOVE_BYTES:
             return self._context.transport.put(value)
         return value
 
     def _send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
         return Pending(self._context, member, export, args, kwargs)
+
+
+def _finished(spec: CallSpec, values: list[Any]) -> Any:
+    if spec.post_func is not None:
+        return spec.post_func(values)
+    return values[0] if spec.target == "RANK0" else values
+
+
+def _prepared(sent: Any, name: str) -> tuple[Any, ...]:
+    """What a pre_func returned, as arguments."""
+    if isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], tuple) and isinstance(sent[1], dict):
+        raise ValueError(
+            f"pre_func of {name} returned a pair (args, kwargs), as DLRover's do; here it gets the arguments alone, "
+            "without the group, and returns what is sent: return *args, or one value"
+        )
+    return sent if isinstance(sent, tuple) else (sent,)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.invocation import Replicated
+from core.exports import Replicated
 
 
 def _is_array(value: Any) -> bool:

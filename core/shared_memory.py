@@ -1,10 +1,9 @@
-"""The folder in shared memory that a run has for itself, and the folders that killed runs left behind."""
+"""The folder in shared memory that a run has on each machine, and the folders that killed runs left behind."""
 
 import contextlib
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -16,23 +15,29 @@ def shared_folder(run_id: str) -> Path:
 
 
 def claim_shared(folder: Path) -> None:
-    """Make the folder of a run, empty, with a note of whose it is."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": process_start(os.getpid())}
-    (folder / "owner.json").write_text(json.dumps(owner), encoding="utf-8")
+    """Make the folder of a run, with a note that this process uses it; every process of the run leaves its own."""
+    owners = folder / "owners"
+    owners.mkdir(parents=True, exist_ok=True)
+    owner = {"machine": machine_id(), "pid": os.getpid(), "started": process_start(os.getpid())}
+    (owners / f"{os.getpid()}.json").write_text(json.dumps(owner), encoding="utf-8")
 
 
 def sweep_shared(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the shared folders of runs on this machine whose driver was killed; returns what was removed."""
+    """Remove the folders on this machine whose owners are all gone; returns what was removed."""
     removed = []
     for folder in root.glob("troupe-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            owner = json.loads((folder / "owner.json").read_text(encoding="utf-8"))
-            if owner["host"] == socket.gethostname() and process_start(owner["pid"]) != owner["started"]:
+            owners = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "owners").glob("*.json")]
+            if owners and not any(_may_live(owner) for owner in owners):
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
     return removed
+
+
+def machine_id() -> str:
+    """Which machine, boot and space of process ids this is: within it a pid and its start name one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_start(pid: int) -> str:
@@ -41,3 +46,8 @@ def process_start(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+def _may_live(owner: dict[str, str | int]) -> bool:
+    # Of a process in another container that shares this memory nothing can be known.
+    return owner["machine"] != machine_id() or process_start(int(owner["pid"])) == owner["started"]

@@ -1,7 +1,7 @@
 """BaseTrainer: the role that drives the others, with one RG_<ROLE> for each role of the job."""
 
-from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.members import Directory
 from core.role_group import RoleGroup
@@ -9,10 +9,11 @@ from core.roles import Role
 from core.workload import BaseWorkload
 
 
-class BaseTrainer(BaseWorkload, ABC):
+class BaseTrainer(BaseWorkload):
     """Drives a job: `init()` prepares, `fit()` trains, and the job ends when `fit()` returns.
 
-    `self.RG_ACTOR.update(batch)` calls `update` of every actor as its `@trainer_invocation` says.
+    `self.RG_ACTOR.update(batch)` calls `update` of every actor as its `@trainer_invocation` says. A trainer that
+    declares `RG_ACTOR: RoleGroup[Actor]` has its calls checked by type checkers.
 
     Args:
         actor_handles: the workers of each role.
@@ -20,11 +21,11 @@ class BaseTrainer(BaseWorkload, ABC):
         config: what the job was built with.
     """
 
-    RG_ACTOR: RoleGroup
-    RG_CRITIC: RoleGroup
-    RG_ROLLOUT: RoleGroup
-    RG_REWARD: RoleGroup
-    RG_REFERENCE: RoleGroup
+    RG_ACTOR: RoleGroup[Any]
+    RG_CRITIC: RoleGroup[Any]
+    RG_ROLLOUT: RoleGroup[Any]
+    RG_REWARD: RoleGroup[Any]
+    RG_REFERENCE: RoleGroup[Any]
 
     def __init__(
         self,
@@ -59,12 +60,14 @@ class BaseTrainer(BaseWorkload, ABC):
     def _others(self) -> Directory:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("RG_"):
-            raise AttributeError(
-                f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
-            )
-        return super().__getattr__(name)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("RG_"):
+                raise AttributeError(
+                    f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
+                )
+            super().__getattr__(name)
 
     def get_role_groups(self) -> list[str]:
         """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""

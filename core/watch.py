@@ -3,27 +3,28 @@
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.control import ControlLink, memory_bytes
+from core.control import ControlLink, MemoryGauge
 from core.host import IDLE, HostReport
 from core.members import Directory, Member, RoleEntry
 from core.observers import JobEvent, MemoryEvent, Observer, Observers
 from core.plan import HostPlan, RoleSpec
 from core.roles import Role
+from core.shared_memory import machine_id
 
 _STATUS_EVERY_S = 2.0
 _MEMORY_EVERY_S = 10.0
+_SILENT_S = 5.0
 _STACK_WITHIN_S = 2.0
 _TAIL_LINES = 20
 
 
-@dataclass
+@dataclass(eq=False)
 class WatchedHost:
     """One process of the job; replaced in place, so that its place in the job stays what it is."""
 
@@ -31,13 +32,17 @@ class WatchedHost:
     log_file: Path | None
     expendable: bool
     """Whether it is replaced when it dies; the death of the others ends the attempt."""
+    drives: bool = False
+    """Whether it holds the trainer."""
     handle: Any = None
     attempt: int = 0
+    started: float = 0.0
     report: HostReport | None = None
     link: ControlLink | None = None
-    replacing: bool = False
     fault: str = ""
     """Why it was ended, if it did not die by itself."""
+    lost: str = ""
+    """How its end became known; empty while it lives. Whoever finds out says it here, and nothing else counts."""
 
     @property
     def roles(self) -> str:
@@ -45,21 +50,25 @@ class WatchedHost:
         return "+".join(dict.fromkeys(role for role, _ in self.plan.workers))
 
     @property
-    def is_gone(self) -> bool:
-        """Whether it has died."""
-        return self.link is not None and not self.link.alive
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine, so that signals reach it."""
+        return self.report is not None and self.report.machine == machine_id()
+
+    def lose(self, how: str) -> None:
+        """It is gone, or nobody can reach it any more, which comes to the same; the first to say so is believed."""
+        self.lost = self.lost or how
 
     def blame(self) -> str:
         """One line about its end."""
-        assert self.link is not None and self.report is not None
+        if self.report is None or self.link is None:
+            return f"{self.plan.name} died before it was up ({self.lost})"
         who = f"{self.plan.name} (process {self.report.pid} on {self.report.ip})"
         where = f"; its output: {self.log_file}" if self.log_file else ""
         if self.fault:
             return f"{who} hung and was ended: {self.fault}{where}"
         status = self.link.status
         seconds = status.seconds + time.monotonic() - self.link.seen
-        told = f"last seen {status.doing} for {seconds:.0f} s"
-        return f"{who} died: killed, out of memory, or crashed; {told}{where}"
+        return f"{who} died: {self.lost}; last seen {status.doing} for {seconds:.0f} s{where}"
 
     def last_lines(self) -> str:
         """The end of what it wrote, where its log is on this machine."""
@@ -72,17 +81,21 @@ class WatchedHost:
 
 
 class Watch:
-    """Hears all processes. What is not for the terminal or the observers is kept in `messages`."""
+    """Hears all processes. What is not for the terminal or the observers is kept in `messages`.
 
-    def __init__(self, observers: list[Observer], info: Callable[[str], None]) -> None:
+    `in_this_process`: the job is; else the children of this process are Ray's own, whose memory is not the job's.
+    """
+
+    def __init__(self, observers: list[Observer], info: Callable[[str], None], in_this_process: bool = False) -> None:
         self.hosts: list[WatchedHost] = []
         self.messages: list[tuple[str, Any]] = []
         self.peak_memory = 0
         self._observers = Observers(observers)
-        self._info = info
+        self.info = info
         self._next_status = 0.0
         self._next_memory = time.monotonic() + _STATUS_EVERY_S
         self._last_sign = time.monotonic()
+        self._memory = MemoryGauge(descendants=in_this_process)
 
     def event(self, kind: str, process: str = "", text: str = "") -> None:
         """Tell the observers of something that happened to the job."""
@@ -90,26 +103,30 @@ class Watch:
         self._observers.emit(JobEvent(kind, time.time(), process, text))
 
     def poll(self) -> None:
-        """Show what the processes said, and keep their status fresh."""
-        links = [host.link for host in self.hosts if host.link is not None]
-        for link in links:
+        """Show what the processes said, notice whose connection has ended, and keep their status fresh."""
+        linked = [(host, host.link) for host in self.hosts if host.link is not None]
+        for host, link in linked:
             for kind, payload in link.poll():
                 self._take_in(kind, payload)
+            if not link.alive:
+                host.lose("killed, out of memory, or crashed")
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_EVERY_S
-            # The driver's children are Ray's own processes, which are not counted; without links they are the job's.
-            memory = {"DRIVER": memory_bytes(descendants=not links)}
-            for host in self.hosts:
-                if host.link is not None and host.link.alive:
-                    memory[host.roles] = memory.get(host.roles, 0) + host.link.status.memory_bytes
+            memory = {"DRIVER": self._memory.read()}
+            alive = [(host, link) for host, link in linked if link.alive]
+            for host, link in alive:
+                memory[host.roles] = memory.get(host.roles, 0) + link.status.memory_bytes
             total = sum(memory.values())
             self.peak_memory = max(self.peak_memory, total)
             if time.monotonic() >= self._next_memory:
                 self._next_memory = time.monotonic() + _MEMORY_EVERY_S
                 self._observers.emit(MemoryEvent(time.time(), memory))
-            for link in links:
-                if link.alive:
-                    link.send("status", total)
+            for _, link in alive:
+                link.send("status", total)
+
+    def silent(self) -> list[WatchedHost]:
+        """Processes that have not answered for a while: perhaps their machine is gone, which closes no connection."""
+        return [host for host in self.hosts if host.link and host.link.alive and host.link.silent_for > _SILENT_S]
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Take a message of a workload in this process, which no poll will bring."""
@@ -117,11 +134,11 @@ class Watch:
         self.poll()
 
     def _take_in(self, kind: str, payload: Any) -> None:
-        if kind not in ("say", "event"):
+        if kind not in ("info", "event"):
             self.messages.append((kind, payload))
             return
         self._last_sign = time.monotonic()
-        self._info(payload) if kind == "say" else self._observers.emit(payload)
+        self.info(payload) if kind == "info" else self._observers.emit(payload)
 
     def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
         """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.
@@ -132,7 +149,7 @@ class Watch:
         self.messages = [message for message in self.messages if message not in found]
         return [payload for _, payload in found]
 
-    def stalled(self, limit: float, driving: list[WatchedHost]) -> list[tuple[WatchedHost, str]]:
+    def stalled(self, limit: float, driving: Sequence[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.
 
         A process that answers nothing, or is in one call for so long. Only when there is none: who drives the job, if
@@ -149,7 +166,7 @@ class Watch:
         # What a process that has just stopped answering said last, that it is idle, may be long untrue.
         known = limit / 2
         idle = all(h in driving or (link.status.doing == IDLE and link.silent_for < known) for h, link in alive)
-        if not found and quiet > limit and idle and not any(host.replacing for host in self.hosts):
+        if not found and quiet > limit and idle and all_up:
             found = [
                 (host, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
                 for host, link in alive
@@ -168,12 +185,17 @@ class Watch:
             if answers:
                 return answers[-1]
             time.sleep(0.02)
-        if host.report.hostname == socket.gethostname():
+        if host.is_here:
             # It holds Python's lock; the signal's handler needs none.
             with contextlib.suppress(OSError):
                 os.kill(host.report.pid, signal.SIGUSR1)
             time.sleep(0.2)
         return ""
+
+
+def member_of(host: WatchedHost, role: Role, rank: int) -> Member:
+    """A worker as others see it."""
+    return Member(role, rank, host.handle, host.attempt, role if len(host.plan.workers) > 1 else "")
 
 
 def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) -> Directory:
@@ -185,8 +207,8 @@ def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) ->
         directory[role] = RoleEntry(
             role=role,
             kind=spec.kind,
-            members=[Member(role, rank, members[rank].handle, members[rank].attempt) for rank in range(spec.total)],
-            resource=spec.resource.model_dump(exclude={"custom", "threads"}) | spec.resource.custom,
+            members=[member_of(members[rank], role, rank) for rank in range(spec.total)],
+            resource=spec.resource.model_dump(exclude={"threads"}),
         )
     return directory
 
@@ -207,7 +229,6 @@ def local_ranks(hosts: Sequence[WatchedHost]) -> dict[tuple[Role, int], tuple[in
 
 def kill_local(host: WatchedHost) -> None:
     """End a process of this machine for sure: one that is stopped obeys nobody else."""
-    report, link = host.report, host.link
-    if report and link and link.alive and report.hostname == socket.gethostname():
+    if host.report and host.is_here and host.link and host.link.alive:
         with contextlib.suppress(OSError):
-            os.kill(report.pid, signal.SIGKILL)
+            os.kill(host.report.pid, signal.SIGKILL)

@@ -1,17 +1,22 @@
 """WorkerGroup: a role group seen through a class, whose methods say how their arguments are given out and collected."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from core.context import WorkloadContext
-from core.futures import Future, JoinedFuture
-from core.invocation import Export, export_of, marker
+from core.exports import Export, export_of
+from core.futures import Future, Pending, join_answers
+from core.invocation import Exported, marker
 from core.names import hint_after
 from core.role_group import RoleGroup
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W")
+Share = tuple[tuple[Any, ...], dict[str, Any]]
+"""One worker's arguments."""
 
 
 class Dispatch(Enum):
@@ -26,8 +31,6 @@ class Dispatch(Enum):
     ALL_TO_ALL = "every argument is a list or tuple with one item for each worker; returns the list of their answers"
     DP_COMPUTE = "the same as ALL_TO_ALL"
     DP_COMPUTE_PROTO = "arguments are split; returns the answers joined"
-    DP_COMPUTE_PROTO_WITH_FUNC = "the first argument is a function for everybody, the others are split; joined"
-    DP_COMPUTE_METRIC = "arguments are split; returns the list of answers"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def nd_compute(mesh: str) -> NdDispatch:
     return NdDispatch(mesh)
 
 
-Mode = Dispatch | NdDispatch | Mapping[str, Callable[..., Any]]
+Mode = Dispatch | NdDispatch
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,10 @@ class DispatchSpec:
     blocking: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.mode, Mapping):
-            wrong = set(self.mode) != {"dispatch_fn", "collect_fn"} or not all(map(callable, self.mode.values()))
-            if wrong:
-                raise ValueError(f"dispatch_mode={self.mode!r}; give {{'dispatch_fn': f, 'collect_fn': g}}")
-        elif not isinstance(self.mode, Dispatch | NdDispatch):
+        if not isinstance(self.mode, Mode):
             raise ValueError(
                 f"dispatch_mode={self.mode!r}; give one of {', '.join(f'Dispatch.{m.name}' for m in Dispatch)}, "
-                "nd_compute(mesh), or {'dispatch_fn': f, 'collect_fn': g}"
+                "or nd_compute(mesh)"
             )
 
 
@@ -75,14 +74,12 @@ def register(
     idempotent: bool = False,
     replay: Any = None,
     **unknown: Any,
-) -> Callable[[F], F]:
+) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Any]]:
     """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
 
     Args:
-        dispatch_mode: a `Dispatch`; `nd_compute(mesh)`; or {"dispatch_fn": f, "collect_fn": g}, where
-            `f(group, *args, **kwargs)` returns (args, kwargs) in which every argument is a list with one item for each
-            worker, and `g(group, answers)` makes the result of the list of answers.
-        blocking: wait for the result; False returns a Future, which may be an argument of another group's call.
+        dispatch_mode: a `Dispatch`, or `nd_compute(mesh)`.
+        blocking: wait for the result; False returns a Future.
         idempotent: as in `trainer_invocation`.
         replay: as in `trainer_invocation`.
 
@@ -92,13 +89,15 @@ def register(
     if unknown:
         raise ValueError(f"register has no {sorted(unknown)}" + hint_after("register", *unknown))
     spec = DispatchSpec(dispatch_mode, blocking)
-    return marker(lambda name: Export(name, name, idempotent=idempotent, replay=replay, dispatch=spec))
+    mark: Any = marker(lambda name: Export(name, name, idempotent=idempotent, replay=replay, dispatch=spec))
+    return mark
 
 
-class WorkerGroup(RoleGroup):
+class WorkerGroup(RoleGroup[W]):
     """All workers of a role, with each method of `cls` that `@register` has marked as a method of its own.
 
-    `call`, `call_rank0` and `call_batch` of role groups reach every exported method, with a Future each.
+    `call`, `call_rank0` and `call_batch` of role groups reach every exported method, with a Future each. A trainer that
+    declares `actor: WorkerGroup[Actor]` in its class has its calls checked by type checkers.
 
     Args:
         role: the role.
@@ -129,37 +128,27 @@ class WorkerGroup(RoleGroup):
     def _may_call(self, export: Export) -> bool:
         return export.dispatch is not None
 
-    def _invoke(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _invoke(self, export: Export, /, *args: Any, **kwargs: Any) -> Any:
         members, spec = self._some_members(export), export.dispatch
         if isinstance(spec.mode, NdDispatch):
             future = self._call_mesh(export, spec.mode.mesh, args, kwargs)
-        elif isinstance(spec.mode, Mapping):
-            shares = self._own_shares(export, *spec.mode["dispatch_fn"](self, *args, **kwargs))
-            collect = spec.mode["collect_fn"]
-            future = Future(self._deal(export, shares), self._context, lambda answers: collect(self, answers))
         elif spec.mode is Dispatch.RANK_ZERO:
             future = Future(self._broadcast(export, members[:1], args, kwargs), self._context, lambda v: v[0])
         elif spec.mode is Dispatch.ONE_TO_ALL:
             future = Future(self._broadcast(export, members, args, kwargs), self._context)
-        elif spec.mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-            future = Future(self._deal(export, self._own_shares(export, args, kwargs)), self._context)
+        elif spec.mode is Dispatch.DP_COMPUTE_PROTO:
+            calls, _ = self._scatter(export, args, kwargs)
+            future = self._joined(calls, calls)
         else:
-            future = self._call_split(export, spec.mode, args, kwargs)
+            future = Future(self._deal(export, self._own_shares(export, args, kwargs)), self._context)
         return future.result() if spec.blocking else future
 
-    def _call_split(
-        self, export: Export, mode: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "Future[Any]":
-        if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
-            raise ValueError(f"{self._role}.{export.name}: the first argument must be a function, for every worker")
-        calls, lengths = self._scatter(export, args, kwargs)
-        if mode is Dispatch.DP_COMPUTE_METRIC:
-            return Future(calls, self._context)
-        return JoinedFuture(calls, self._context, lengths, list(range(len(calls))))
+    def _joined(self, calls: list[Pending], answering: list[Pending]) -> Future[Any]:
+        """Of the calls only those in `answering` have answers to be joined; the others are their peers."""
+        places = [calls.index(call) for call in answering]
+        return Future(calls, self._context, lambda values: join_answers([values[i] for i in places], answering))
 
-    def _own_shares(
-        self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _own_shares(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
         """Each worker's arguments, where every argument has one item for each worker."""
         count = len(self)
         for label, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
@@ -172,16 +161,16 @@ class WorkerGroup(RoleGroup):
                 )
         return [(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
 
-    def _deal(self, export: Export, shares: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        members = self._entry.members
+    def _deal(self, export: Export, shares: list[Share]) -> list[Pending]:
+        members = self._members
         return [self._send(member, export, *share) for member, share in zip(members, shares, strict=True)]
 
     # --- meshes
 
-    def _call_mesh(self, export: Export, mesh: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+    def _call_mesh(self, export: Export, mesh: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         positions = self._mesh(mesh)
         ranks = max(rank for rank, _ in positions) + 1
-        chunks, lengths = self._cut(export, args, kwargs, ranks, everybody=True)
+        chunks, _ = self._cut(export, args, kwargs, ranks, everybody=True)
         peers = [sum(rank == wanted for rank, _ in positions) for wanted in range(ranks)]
         # Stored once for all who read it.
         stored = [
@@ -189,8 +178,8 @@ class WorkerGroup(RoleGroup):
             for (args, kwargs), n in zip(chunks, peers, strict=True)
         ]
         calls = self._deal(export, [stored[rank] for rank, _ in positions])
-        counting = sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)
-        return JoinedFuture(calls, self._context, lengths, [i for _, i in counting])
+        answering = sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)
+        return self._joined(calls, [calls[i] for _, i in answering])
 
     def _mesh(self, mesh: str) -> list[tuple[int, bool]]:
         """(data-parallel rank, whether its answer counts) of each worker; asked once."""

@@ -1,17 +1,26 @@
 """BaseWorkload: who am I, and my life cycle."""
 
 import os
+from abc import ABCMeta
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.context import WorkloadContext, current
 from core.invocation import rpc
 from core.names import hint_after
+from core.role_group import RoleGroup
 from core.roles import Role
 
+if TYPE_CHECKING:
 
-class BaseWorkload:
+    class _SeenAsGroup(ABCMeta, RoleGroup[Any]):
+        """What a role group has beside the workers' methods: `RG_ACTOR: RoleGroup[Actor]` is seen as the class."""
+else:
+    _SeenAsGroup = ABCMeta
+
+
+class BaseWorkload(metaclass=_SeenAsGroup):
     """One worker of a role. Subclass it, and decorate what others may call.
 
     The life of a workload: it is constructed in its own process, `setup()` runs, calls arrive one at a time on the
@@ -165,8 +174,10 @@ class BaseWorkload:
             )
         return self._meshes[mesh]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + hint_after("a workload", name))
+    if not TYPE_CHECKING:  # it would make every name right
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + hint_after("a workload", name))
 
     def setup_process_group(self, make: Callable[[], None]) -> None:
         """Let an engine make the process group of my role's ranks, before any other library can make one.

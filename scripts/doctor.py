@@ -267,15 +267,22 @@ def memory(_: Probes) -> list[Line]:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether the process is gone that a run's shared folder belongs to; as core/shared_memory.py."""
+    """Whether all processes are gone that a run's shared folder belongs to; as core/shared_memory.py."""
     try:
-        owner = json.loads((folder / "owner.json").read_text())
-        if owner["host"] != socket.gethostname():
-            return False
-        stat = Path(f"/proc/{owner['pid']}/stat")
-        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[19] != owner["started"]
+        owners = [json.loads(file.read_text()) for file in (folder / "owners").glob("*.json")]
+        machine = (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+        )
+        return bool(owners) and not any(_may_live(owner, machine) for owner in owners)
     except (OSError, ValueError, KeyError, IndexError):
         return False
+
+
+def _may_live(owner: dict[str, Any], machine: str) -> bool:
+    if owner["machine"] != machine:
+        return True
+    stat = Path(f"/proc/{owner['pid']}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[19] == owner["started"]
 
 
 def disk(_: Probes) -> list[Line]:

@@ -37,7 +37,7 @@ from components.engines.hf_engine import HFRolloutEngine
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
 from core.context import entered
-from core.invocation import exports_of
+from core.exports import exports_of
 from training.roles.reference import ReferenceWorker
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "recipes" / "golden"

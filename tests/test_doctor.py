@@ -18,6 +18,7 @@ from typing import Any
 import packaging
 import pytest
 
+from core.shared_memory import machine_id, process_start
 from tests.messages import says
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,12 +238,12 @@ def test_of_a_key_and_a_proxy_it_is_told_that_they_are_there_and_no_more(house: 
 
 
 def test_only_the_folder_of_a_dead_process_is_left_over(module: ModuleType, tmp_path: Path) -> None:
-    own_start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
-    for started, left in ((own_start, False), ("1", True)):
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
-        (tmp_path / "owner.json").write_text(json.dumps(owner))
+    (tmp_path / "owners").mkdir()
+    for started, left in ((process_start(os.getpid()), False), ("1", True)):
+        owner = {"machine": machine_id(), "pid": os.getpid(), "started": started}
+        (tmp_path / "owners" / "1.json").write_text(json.dumps(owner))
         assert module.is_left_over(tmp_path) is left
-    (tmp_path / "owner.json").write_text("{")
+    (tmp_path / "owners" / "1.json").write_text("{")
     assert module.is_left_over(tmp_path) is False
 
 

@@ -1,19 +1,19 @@
 """Local mode: the whole job in this process, one workload at a time, for breakpoints and quick tests. No Ray."""
 
+import asyncio
 import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from core.host import Host, HostSpec
-from core.inline import Inline, InlineCall, copied, notice_breakpoints, send_inline
-from core.invocation import Export
+from core.exports import Export
+from core.host import Host, HostSpec, WarningsTo
+from core.inline import Inline, InlineCall, copied, notice_breakpoints
 from core.members import Member, Outcome
 from core.plan import HostPlan, Placement
-from core.process import WarningsTo
 
 
 class LocalTransport:
@@ -25,18 +25,26 @@ class LocalTransport:
         self.inline = Inline()
 
     def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InlineCall:
-        """Take one call in."""
-        return send_inline(self.inline, member.handle, member, export, args, kwargs)
+        """Take one call in: who carries it out gets copies, and so does its caller."""
+        role, rank, host = member.role, member.rank, member.handle
+        args, kwargs = copied((args, dict(kwargs)))
+        return self.inline.send((role, rank), lambda: copied(host.call(role, rank, export.name, *args, **kwargs)))
 
     def put(self, value: Any) -> Any:
         """Nothing to store: everything is in this process."""
         return value
 
-    def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
+    def wait(self, references: Sequence[InlineCall], timeout: float | None, count: int = 1) -> list[InlineCall]:
         """Those that are done, once one is."""
+        del count
         return self.inline.wait(references, timeout)
 
-    def values(self, references: list[Any]) -> list[Any] | None:
+    async def ready(self, references: Sequence[InlineCall]) -> None:
+        """Let other coroutines work first; who asks for the result carries the calls out."""
+        del references
+        await asyncio.sleep(0)
+
+    def values(self, references: Sequence[InlineCall]) -> list[Any] | None:
         """None: there is no quicker way here."""
         del references
 
@@ -76,12 +84,13 @@ class LocalBackend:
     def __init__(self, emit: Callable[[str, Any], None]) -> None:
         self._emit = emit
         self._before: _State | None = None
-        self._warnings = WarningsTo(lambda text: emit("say", text))
+        self._warnings = WarningsTo(lambda text: emit("info", text))
         self.transport = LocalTransport()
         notice_breakpoints()
 
-    def start(self, placement: Placement) -> None:
+    def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
         """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
+        del placement_timeout, info  # there is room at once
         self._before = _State()
         threads = max(host.threads for host in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -114,6 +123,18 @@ class LocalBackend:
 
     def stop(self) -> None:
         """Nothing was started."""
+
+    def fault(self) -> str:
+        """Nothing can die alone."""
+        return ""
+
+    def dead_nodes(self) -> set[str]:
+        """There is one machine, and it lives."""
+        return set()
+
+    def room_missing(self) -> str:
+        """There is always room."""
+        return ""
 
 
 class _State:

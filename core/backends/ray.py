@@ -1,5 +1,6 @@
-"""Workloads as Ray actors: one plain, single-threaded actor per host, inside one placement group per job."""
+"""Workloads as Ray actors: one actor for each process of the job, inside one placement group per job."""
 
+import asyncio
 import contextlib
 import importlib
 import logging
@@ -8,13 +9,24 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.cloudpickle import cloudpickle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -23,130 +35,86 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token
-from core.errors import JobError, WorkerDied, with_note
-from core.host import Host, HostReport, HostSpec
-from core.inline import Inline, InlineCall, send_inline
-from core.invocation import Export
+from core.errors import AnswerLost, JobError, WorkerDied, with_note
+from core.exports import Export
+from core.host import HostSpec
 from core.members import Member, Outcome
 from core.plan import BundlePlan, HostPlan, Placement
-from core.process import HostProcess
-from core.roles import Role
 from core.shared_memory import shared_folder
 
-_BESIDE_OTHERS = "beside_others"
+_CONCURRENTLY = "concurrently"
 _NODE_LABEL = "ray.io/node-id"
 _MOMENT_S = 0.02
 _REACHED_WITHIN_S = 10.0
-_SLOTS = 64
-"""So many exported methods of a host have a method of the actor each; the others share one."""
+_FIRST_REPORT_S = 10.0
+_DEATHS = (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError, OutOfMemoryError)
+_LOSSES = (ActorUnavailableError, ObjectLostError)
+"""What says nothing of the worker's life: its answer is gone, or it could not be reached for a while."""
 OBJECT_STORE_BYTES = 2 * 2**30
 """Upper bound of a local cluster's object store; its memory is taken only as it is used."""
 
 
 class RayTransport:
-    """Calls as actor tasks, outcomes as object references; calls between workloads of one host stay in its process."""
+    """Calls as actor tasks, outcomes as object references."""
 
     is_inline = False
 
-    def __init__(self, host: Host | None = None) -> None:
-        self.host = host
-        self.inline = Inline()
-
     def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Submit one call."""
-        if self.host is not None and self.host.holds(member.role, member.rank):
-            return send_inline(self.inline, self.host, member, export, args, kwargs)
+        """Submit one call. The task's name says which: Ray's tools show it, and it need not be an argument."""
+        name = f"{member.role}.{export.name}"
         if export.concurrent:
-            beside = member.handle.beside_others.options(concurrency_group=_BESIDE_OTHERS)
-            return beside.remote(export.slot, *args, **kwargs)
-        # Ray packs each argument by itself, and an argument more is a tenth of a small call's time.
-        if 0 <= export.slot < _SLOTS:
-            return getattr(member.handle, f"slot_{export.slot}").remote(*args, **kwargs)
-        return member.handle.from_outside.remote(export.slot, *args, **kwargs)
+            call = member.handle.call_concurrently.options(name=name, concurrency_group=_CONCURRENTLY)
+        elif member.thread:
+            call = member.handle.call_named.options(name=name, concurrency_group=member.thread)
+        else:
+            call = member.handle.call_named.options(name=name)
+        return call.remote(*args, **kwargs)
 
     def put(self, value: Any) -> Any:
         """Store a value once."""
         return ray.put(value)
 
-    def wait(self, references: list[Any], timeout: float | None) -> list[Any]:
-        """Those that are ready after at most `timeout` seconds."""
-        own = [reference for reference in references if isinstance(reference, InlineCall)]
-        if own:
-            others = [reference for reference in references if not isinstance(reference, InlineCall)]
-            return self.inline.wait(own, timeout) + self.wait(others, 0)
+    def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:
+        """Those that are ready, once `count` are, or after `timeout` seconds (0: at once)."""
         if not references:
             return []
-        wanted = len(references) if timeout == 0 else 1
-        ready, _ = ray.wait(references, num_returns=wanted, timeout=timeout)
+        wanted = len(references) if timeout == 0 else min(count, len(references))
+        ready, others = ray.wait(list(references), num_returns=wanted, timeout=timeout)
+        if timeout != 0 and others:
+            ready += ray.wait(others, num_returns=len(others), timeout=0)[0]
         return ready
 
-    def values(self, references: list[Any]) -> list[Any] | None:
+    async def ready(self, references: Sequence[Any]) -> None:
+        """Wait until all are ready, without a thread."""
+        if references:
+            done, _ = await asyncio.wait([asyncio.wrap_future(reference.future()) for reference in references])
+            for future in done:
+                future.exception()  # looked at here, and raised by `outcome`
+
+    def values(self, references: Sequence[Any]) -> list[Any] | None:
         """All values in one question to Ray, if they come within a moment."""
-        if not all(isinstance(reference, ray.ObjectRef) for reference in references):
-            return None
         try:
-            return ray.get(references, timeout=_MOMENT_S)
+            return ray.get(list(references), timeout=_MOMENT_S)
         except Exception:  # noqa: BLE001 - whatever it is, `wait` and `outcome` find out whose
             return None
 
     def outcome(self, reference: Any) -> Outcome:
         """The value, or the error with its own type and the remote traceback as a note."""
-        if isinstance(reference, InlineCall):
-            assert reference.outcome is not None
-            return reference.outcome
         try:
             return Outcome(ray.get(reference))
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if cause is not error:
                 with_note(cause, f"remote traceback:\n{error}")
-            return Outcome(error=cause)
-        except RayActorError as error:
+            return Outcome(error=cause, raised=True)
+        except _LOSSES as error:
+            return Outcome(error=AnswerLost(f"its answer is lost ({type(error).__name__})"))
+        except _DEATHS as error:
             return Outcome(error=WorkerDied(f"the worker's process is gone ({type(error).__name__})"))
-
-
-class RayHost(HostProcess):
-    """A host inside an actor."""
-
-    def __init__(self, spec: HostSpec) -> None:
-        transport = RayTransport()
-        self._inline = transport.inline
-        super().__init__(spec, ray.util.get_node_ip_address(), transport)
-        transport.host = self
-
-    def prepare(self) -> HostReport:
-        """As `HostProcess.prepare`, with Ray's node: several may have one address."""
-        report = super().prepare()
-        report.node = ray.get_runtime_context().get_node_id()
-        return report
-
-    def from_outside(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Host.call_slot`; then what it asked of others in this process without waiting."""
-        with self._inline.occupied(self.worker_of(slot)):
-            return self.call_slot(slot, *args, **kwargs)
-
-    def run(self, role: Role, rank: int) -> None:
-        """As `Host.run`, and the same."""
-        with self._inline.occupied((role, rank)):
-            super().run(role, rank)
-
-    def beside_others(self, slot: int, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Host.call_slot`, on a thread of its own."""
-        return self.call_slot(slot, *args, **kwargs)
-
-
-def _slot(number: int) -> Any:
-    def call(self: RayHost, *args: Any, **kwargs: Any) -> Any:
-        return self.from_outside(number, *args, **kwargs)
-
-    return call
-
-
-for _number in range(_SLOTS):
-    setattr(RayHost, f"slot_{_number}", _slot(_number))
-
-_SingleThreaded = ray.remote(RayHost)
+        except RayError as error:
+            return Outcome(error=error)
 
 
 class RayBackend:
@@ -158,11 +126,17 @@ class RayBackend:
         self._run_id = run_id
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._own_cluster = contextlib.ExitStack()
+        self._own_processes: list[tuple[str, Any]] = []
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
-    def start(self, placement: Placement) -> None:
+    def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
         """Connect or start Ray, and reserve the job's bundles.
+
+        Args:
+            placement: the job's bundles.
+            placement_timeout: seconds to wait for room, which an autoscaler may be about to make.
+            info: shows the user a line.
 
         Raises:
             JobError: nobody answers at the cluster's address, or it has less than the job needs.
@@ -174,47 +148,51 @@ class RayBackend:
                 check_reachable(self._address)
                 ray.init(address=self._address, **quiet)
             else:
-                self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                # Ray's own choice is 15: whatever else runs on the machine would keep the workers from working.
-                os.environ.setdefault("RAY_worker_niceness", "0")
-                free = os.statvfs("/dev/shm")
-                store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
-                ray.init(
-                    address="local",
-                    num_cpus=max(cpus, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    object_store_memory=store,
-                    **quiet,
-                )
-                self._own_cluster.callback(ray.shutdown)
-                # Ray prints a paragraph about each process that dies; the master names it in one line.
-                vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
-        self._check_capacity(placement, cpus)
-        nodes = self._machines(placement)
+                self._start_own(max(cpus, os.cpu_count() or 1), quiet)
+        missing = _missing(placement, cpus)
+        if missing and self._own_processes:
+            raise JobError(f"{missing}; lower the roles' resources")
+        nodes = self._machines(placement, placement_timeout, info)
         where = [{_NODE_LABEL: nodes[bundle.machine]} if bundle.machine else {} for bundle in placement.bundles]
         selected: dict[str, Any] = {"bundle_label_selector": where} if nodes else {}
         bundles = [_ray_resources(bundle) for bundle in placement.bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
-        if not self._group.wait(30):
-            raise JobError(
-                f"the cluster could not reserve the job's {len(bundles)} bundles within 30 s; free resources now: "
-                f"{_short(ray.available_resources())}; wait for other jobs to end, or ask for less"
-            )
+        wish = missing or f"the job's {len(bundles)} bundles are to be reserved"
+        _await_group(self._group, wish, placement_timeout, info)
 
-    def _check_capacity(self, placement: Placement, cpus: int) -> None:
-        has = ray.cluster_resources()
-        wanted = Counter({"CPU": cpus})
-        for bundle in placement.bundles:
-            wanted.update({"GPU": bundle.accelerator, **bundle.custom})
-        for kind, needed in wanted.items():
-            if needed > has.get(kind, 0) + 1e-6:
-                raise JobError(
-                    f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all; "
-                    "add nodes, or lower the roles' resources"
-                )
+    def _start_own(self, cpus: int, quiet: dict[str, Any]) -> None:
+        self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's own choice is 15: whatever else runs on the machine would keep the workers from working.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        free = os.statvfs("/dev/shm")
+        store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
+        self._own_cluster.callback(ray.shutdown)
+        worker = vars(importlib.import_module("ray._private.worker"))
+        # Ray prints a paragraph about each process that dies; the master names it in one line.
+        worker["print_to_stdstream"] = lambda *_, **__: None
+        started = worker["_global_node"].all_processes
+        self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]
 
-    def _machines(self, placement: Placement) -> dict[tuple[str, int], str]:
+    def fault(self) -> str:
+        """What has died of the cluster that was started for this job; empty while all of it lives."""
+        ended = [(name, process.poll()) for name, process in self._own_processes if process.poll() is not None]
+        return f"Ray's own {ended[0][0]} has ended, with status {ended[0][1]}" if ended else ""
+
+    def dead_nodes(self) -> set[str]:
+        """Nodes that Ray has found dead."""
+        return set() if self.fault() else {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+    def room_missing(self) -> str:
+        """What a process that is to be started again waits for; empty if its place is there."""
+        if self._group is None or self.fault() or placement_group_table(self._group)["state"] == "CREATED":
+            return ""
+        return f"the cluster has no room for it; free now: {_short(ray.available_resources())}"
+
+    def _machines(
+        self, placement: Placement, timeout: float, info: Callable[[str], None]
+    ) -> dict[tuple[str, int], str]:
         """A node for each machine of the roles that are spread over several.
 
         Ray chooses: a group of bundles that must be on different nodes is reserved for each such role, and given back
@@ -231,15 +209,13 @@ class RayBackend:
             for role, machines in needs.items():
                 each = [{k: float(v) for k, v in machines[index].items()} for index in sorted(machines)]
                 able = [node for node in ray.nodes() if node["Alive"] and _fits(each[0], node["Resources"])]
-                wish = f"{role} is to be on {len(each)} machines with {_short(each[0])} on each"
-                if len(able) < len(each):
-                    raise JobError(
-                        f"{wish}, but the cluster has {len(able)} of that size; join more to it (ray start "
-                        "--address=HEAD:6379), or lower the role's number of nodes"
-                    )
                 held.append(placement_group(each, strategy="STRICT_SPREAD", name=f"troupe-{self._run_id}-{role}"))
-                if not held[-1].wait(30):
-                    raise JobError(f"{wish}, but not so many had room within 30 s; wait for other jobs to end")
+                wish = (
+                    f"{role} is to be on {len(each)} machines with {_short(each[0])} on each, and the cluster has "
+                    f"{len(able)} of that size; join more to it (ray start --address=HEAD:6379), or lower the role's "
+                    "number of nodes"
+                )
+                _await_group(held[-1], wish, timeout, info)
                 chosen: dict[int, str] = placement_group_table(held[-1])["bundles_to_node_id"]
                 found |= {(role, index): chosen[place] for place, index in enumerate(sorted(machines))}
         finally:
@@ -260,7 +236,6 @@ class RayBackend:
             "namespace": f"troupe-{self._run_id}",
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
-            "resources": plan.custom,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, plan.bundle),
         }
         if plan.memory:
@@ -272,9 +247,11 @@ class RayBackend:
             options["runtime_env"] = {"env_vars": dict(env), **python}
         # Groups cost every call a little, and their threads are not the main one: only for who asks for them.
         beside = max(worker.concurrency for worker in spec.workers)
-        groups: Any = ray.remote(concurrency_groups={_BESIDE_OTHERS: beside})  # pyright: ignore[reportCallIssue]
-        actor = groups(RayHost) if beside > 1 else _SingleThreaded
-        return actor.options(**options).remote(spec)
+        groups = {_CONCURRENTLY: beside} if beside > 1 else {}
+        if len(spec.workers) > 1:
+            groups |= {str(worker.identity.role): 1 for worker in spec.workers}
+        remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
+        return remote(RayHost).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
         """Call a method of the host itself; returns a reference."""
@@ -282,17 +259,19 @@ class RayBackend:
 
     def kill(self, handle: Any) -> None:
         """End a host at once."""
-        ray.kill(handle, no_restart=True)
+        if not self.fault():
+            ray.kill(handle, no_restart=True)
 
     def release(self) -> None:
         """Give back what the job has reserved."""
-        if self._group is not None and ray.is_initialized():
+        if self._group is not None and ray.is_initialized() and not self.fault():
             remove_placement_group(self._group)
-            self._group = None
+        self._group = None
 
     def stop(self) -> None:
         """End the cluster if it was started for this job."""
         self._own_cluster.close()
+        self._own_processes = []
 
 
 def check_reachable(address: str) -> None:
@@ -306,8 +285,36 @@ def check_reachable(address: str) -> None:
         raise JobError(f"no Ray cluster answers at {address} ({error}); start it, or unset RAY_ADDRESS") from error
 
 
+def _missing(placement: Placement, cpus: int) -> str:
+    """What the whole cluster has too little of, in a sentence; empty if it has enough."""
+    has = ray.cluster_resources()
+    wanted = Counter({"CPU": cpus})
+    for bundle in placement.bundles:
+        wanted.update({"GPU": bundle.accelerator})
+    for kind, needed in wanted.items():
+        if needed > has.get(kind, 0) + 1e-6:
+            return f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all"
+    return ""
+
+
+def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callable[[str], None]) -> None:
+    """Wait until a group of bundles is reserved, and say what is waited for."""
+    began, report_at = time.monotonic(), min(_FIRST_REPORT_S, timeout / 2)
+    while not group.wait(1):
+        elapsed = time.monotonic() - began
+        free = f"free now: {_short(ray.available_resources())}"
+        if elapsed >= timeout:
+            raise JobError(
+                f"{wish}; there was no room within placement_timeout={timeout:g} s ({free}); wait for other jobs to "
+                "end, add nodes, or ask for less"
+            )
+        if elapsed >= report_at:
+            info(f"{wish}; waiting up to {timeout:g} s for room ({free})")
+            report_at *= 2
+
+
 def _ray_resources(bundle: BundlePlan) -> dict[str, float]:
-    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20), **bundle.custom}
+    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20)}
     return {key: value for key, value in found.items() if value}
 
 

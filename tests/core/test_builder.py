@@ -99,14 +99,12 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: JobBuilder().total(2), ["nproc_per_node", "run("]),
         (lambda: rl_job().total(-1), ["total", -1]),
         (lambda: rl_job().concurrency(0), ["concurrency", 0]),
-        (lambda: JobBuilder().role("a").run("workers.Echo").process_group().build(), ["A", "process_group", "train"]),
-        (lambda: rl_job().resource(gpu=1), ["gpu", "accelerator"]),
-        (lambda: rl_job().process_group("nowhere"), ["nowhere", "package.module:function"]),
         (lambda: rl_job().max_restarts(-1), ["max_restarts", -1]),
         (lambda: rl_job().recovery(max_restarts=-2), ["max_restarts", -2]),
         (lambda: rl_job().recovery(stop_grace=-1), ["stop_grace", -1]),
         (lambda: rl_job().recovery(stall_timeout=-1), ["stall_timeout", -1, 5]),
         (lambda: rl_job().recovery(stall_timeout=4), ["stall_timeout", 4, 5]),
+        (lambda: rl_job().recovery(placement_timeout=0), ["placement_timeout", 0]),
         (lambda: rl_job().env({"RANK": "3"}), ["RANK"]),
         (lambda: rl_job().global_env({"A": 1}), ["A=1"]),  # pyright: ignore[reportArgumentType]
         (lambda: rl_job().with_collocation("actor", "critic").build(), ["ACTOR", "CRITIC"]),
@@ -162,19 +160,11 @@ def test_all_but_the_trainer_and_who_is_named_share() -> None:
     assert builder.with_collocation_all("reward").build().collocations == [["ACTOR", "ROLLOUT"]]
 
 
-def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
-    builder = JobBuilder().device_type("CPU")
-    builder.role("a").train("workers.Echo").nproc_per_node(2).resource(cpu=1, fpga=0.5)
-    placement = builder.build().placement
-    assert [bundle.custom for bundle in placement.bundles] == [{"fpga": 1.0}]
-    assert [host.custom for host in placement.hosts] == [{"fpga": 0.5}] * 2
-
-
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
         ("per_group", "nproc_per_node"),
-        ("no_setup_process_group", "process_group()"),
+        ("process_group", "setup_process_group"),
         ("by_dlrover_run_cmd", "role("),
     ],
 )
@@ -188,13 +178,11 @@ def test_the_guides_ways_to_change_a_job_work() -> None:
     for workload in job.workloads.values():
         if workload.backend == "elastic":
             workload.comm_pre_check = False
-            workload.comm_auto_setup_process_group = True
-    assert job.workloads["ACTOR"].process_group == "torch.distributed:init_process_group"
+            workload.comm_auto_setup_process_group = False
     assert [workload.backend for workload in job.workloads.values()] == ["simple", "elastic"]
-    job.workloads["ACTOR"].comm_auto_setup_process_group = False
-    assert job.workloads["ACTOR"].process_group == ""
-    with pytest.raises(ValueError, match="comm_pre_check"):
-        job.workloads["ACTOR"].comm_pre_check = True  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("comm_pre_check", "comm_auto_setup_process_group"):
+        with pytest.raises(ValueError, match=name):
+            setattr(job.workloads["ACTOR"], name, True)
 
 
 def test_two_collocations_cannot_claim_the_same_role() -> None:

@@ -159,13 +159,15 @@ def test_call_batch_refuses_a_size_that_its_arguments_have_not(actors: RoleGroup
 
 @ON_RAY
 def test_every_worker_knows_who_it_is(ranks: RoleGroup, actors: RoleGroup) -> None:
-    (role, rank, environment, local, port, threads, colour, master_port, _), second = ranks.identity()
+    (role, rank, environment, local, port, threads, colour, master_port, _, *ranks_of), second = ranks.identity()
     assert (role, rank, environment, local, threads, colour) == ("CRITIC", 0, 2, 0, "1", "blue")
     assert second[:4] == ("CRITIC", 1, 2, 1)
     assert port == second[4] > 0
     assert master_port == str(port)
-    assert actors.identity()[2][:3] == ("ACTOR", 2, 3)
-    assert actors.identity()[2][6] == "red"
+    assert ranks_of == ["0", "2"]
+    third = actors.identity()[2]
+    assert third[:3] == ("ACTOR", 2, 3)
+    assert (third[6], third[-2:]) == ("red", ("2", "3"))
 
 
 @ON_RAY
@@ -244,6 +246,11 @@ def test_arrays_arrive_read_only_and_later_changes_are_not_seen(solo: RoleGroup)
     assert not arrived.flags.writeable
 
 
+def test_a_pre_func_as_dlrover_has_them_is_told_apart(actors: RoleGroup) -> None:
+    with pytest.raises(ValueError, match=says("ACTOR.prepared_as_dlrover_does", "DLRover", "pair")):
+        actors.prepared_as_dlrover_does(1)
+
+
 def test_pre_func_and_post_func_may_be_any_callables(actors: RoleGroup) -> None:
     assert actors.largest_plus_one([1, 5, 2]) == 6
     assert actors.swapped(1, 2) == [(2, 1)] * 3
@@ -310,6 +317,15 @@ def test_workloads_of_one_host_call_each_other(echoes: None) -> None:
     assert RoleGroup("both_a").ask_async("BOTH_B", 7) == ([(0, 7)], (0, 7), ["BOTH_B-0"])
 
 
+def test_a_group_of_one_rank_calls_it_alone(actors: RoleGroup) -> None:
+    assert actors.on(2).echo(1) == [(2, 1)]
+    assert actors.on(1).call("echo", 5).result() == [(1, 5)]
+    assert (len(actors.on(0)), len(actors)) == (1, 3)
+    with pytest.raises(ValueError, match=says("ACTOR", 3, "rank 3")):
+        actors.on(3)
+
+
+@pytest.mark.parametrize("backend", ["local"], indirect=True)
 def test_who_waits_for_its_own_answer_is_told_so_where_it_can_be_seen(echoes: None) -> None:
     with pytest.raises(RuntimeError, match="BOTH_A-0"):
         RoleGroup("both_a").ask("BOTH_A", 7)

@@ -1,8 +1,8 @@
 """Futures: what can be done with answers that are on their way, on Ray and in local mode alike."""
 
-import queue
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import workers
@@ -10,7 +10,7 @@ from groups import ON_RAY, group_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core import FutureSequence, RoleGroup, as_completed
+from core import FutureSequence, RoleGroup
 from tests.messages import says
 
 EVERY_EXAMPLE_CALLS = settings(
@@ -65,59 +65,6 @@ def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGr
         list(sequence)
 
 
-@ON_RAY
-def test_as_completed_gives_futures_in_the_order_in_which_they_end(echoes: None, gate: Path) -> None:
-    held, quick, failing = RoleGroup("two").held(gate), RoleGroup("actor").slow(0.0), RoleGroup("solo").call("fail", 0)
-    ended = as_completed([held, quick, failing])
-    assert {next(ended), next(ended)} == {quick, failing}
-    gate.touch()
-    assert [*ended] == [held]
-    assert quick.result() == [0, 1, 2]
-    with pytest.raises(KeyError):
-        failing.result()
-
-
-def test_as_completed_gives_each_future_once_whoever_is_first(echoes: None) -> None:
-    futures = [RoleGroup("two").slow(0.05), RoleGroup("actor").slow(0.0), RoleGroup("actor").call("echo", 1)]
-    found = [*as_completed(futures)]
-    assert sorted(map(id, found)) == sorted(map(id, futures))
-    assert [*as_completed([])] == []
-    assert all(future.done() for future in found)
-
-
-@ON_RAY
-def test_as_completed_has_a_time_limit(actors: RoleGroup, gate: Path) -> None:
-    future = actors.held(gate)
-    with pytest.raises(TimeoutError, match=says(1, "0.1 s", "ACTOR.held")):
-        list(as_completed([future], timeout=0.1))
-    gate.touch()
-    future.result()
-
-
-def test_a_callback_is_called_once_with_the_future_also_when_it_fails(actors: RoleGroup) -> None:
-    told: queue.Queue[object] = queue.Queue()
-    good, bad = actors.slow(0.05), actors.call("fail", 0)
-    good.add_done_callback(told.put)
-    bad.add_done_callback(told.put)
-    assert {told.get(timeout=60), told.get(timeout=60)} == {good, bad}
-    assert good.result() == [0, 1, 2]
-    with pytest.raises(KeyError, match="lost in rank 0"):
-        bad.result()
-    assert told.empty()
-
-
-@ON_RAY
-def test_a_callback_does_not_hold_up_a_wait_with_a_limit(actors: RoleGroup, gate: Path) -> None:
-    told: queue.Queue[object] = queue.Queue()
-    future = actors.held(gate)
-    future.add_done_callback(told.put)
-    with pytest.raises(TimeoutError, match=says("0.1 s", "ACTOR.held")):
-        future.result(0.1)
-    assert told.empty()
-    gate.touch()
-    assert told.get(timeout=60) is future
-
-
 def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleGroup) -> None:
     future, deadline = actors.call("echo", 1), time.monotonic() + 60
     while not future.done():
@@ -134,3 +81,23 @@ def test_a_sequence_can_be_awaited(actors: RoleGroup) -> None:
     import asyncio
 
     assert asyncio.run(_awaited(actors)) == [2, 4, 6]
+
+
+async def _many(actors: RoleGroup, solo: RoleGroup, gate: Path) -> list[Any]:
+    import asyncio
+
+    waiting = [asyncio.ensure_future(_awaited_one(actors.held(gate))) for _ in range(40)]
+    await asyncio.sleep(0)
+    await solo.call("echo", 1)  # all forty wait meanwhile
+    gate.touch()
+    return await asyncio.gather(*waiting)
+
+
+async def _awaited_one(future: Any) -> Any:
+    return await future
+
+
+def test_those_that_await_do_not_keep_others_from_awaiting(actors: RoleGroup, solo: RoleGroup, gate: Path) -> None:
+    import asyncio
+
+    assert asyncio.run(_many(actors, solo, gate)) == [[0, 1, 2]] * 40

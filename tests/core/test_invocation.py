@@ -6,7 +6,7 @@ import pytest
 import workers
 
 from core import Role, rpc, trainer_invocation
-from core.invocation import exports_of
+from core.exports import exports_of
 from core.sharding import chunk_sizes, join, split
 from tests.messages import says
 

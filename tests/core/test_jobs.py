@@ -83,19 +83,36 @@ def test_a_job_that_does_not_block_is_told_to_stop_and_saves_its_work(tmp_path: 
     assert (running.result(300).status, saved.exists()) == ("stopped", True)
 
 
-def test_a_process_group_is_made_before_the_workload_if_the_job_says_so() -> None:
+def test_ranks_find_in_the_environment_what_their_process_group_needs() -> None:
     builder = JobBuilder().device_type("CPU")
-    builder.role("ranks").train("workers.Grouped").total(2).resource(cpu=0.5).process_group()
-    builder.role("others").train("workers.Grouped").total(1).resource(cpu=0.5)
+    builder.role("ranks").train("workers.Grouped").total(2).resource(cpu=0.5)
+    builder.role("others").run("workers.Grouped").total(1).resource(cpu=0.5)
     with builder.build().running("groups"):
         assert RoleGroup("ranks").call("sum_of_ranks").result() == [1, 1]
         assert RoleGroup("others").call("sum_of_ranks").result() == [None]
 
 
-def test_a_resource_that_the_cluster_lacks_is_named() -> None:
+def test_what_the_cluster_has_too_little_of_is_named_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    builder = JobBuilder().device_type("CPU").recovery(placement_timeout=2)
+    builder.role("plain").run("workers.Plain").resource(cpu=1000)
+    error = builder.build().submit("test").error
+    assert re.search(says("1000 CPU", "the cluster has", "placement_timeout=2"), error)
+    assert re.search(says("1000 CPU", "waiting up to 2 s"), capsys.readouterr().out)
+
+
+def test_a_worker_that_says_more_than_a_pipe_holds_is_heard_while_the_block_runs() -> None:
     builder = JobBuilder().device_type("CPU")
-    builder.role("plain").run("workers.Plain").resource(cpu=0.5, fpga=2)
-    assert re.search(says("2 fpga", "has 0"), builder.build().submit("test").error)
+    builder.role("talks").run("workers.Echo").resource(cpu=0.5)
+    with builder.build().running("talks"):
+        assert RoleGroup("talks").call("talk", 30_000).result() == [30_000]
+
+
+def test_an_exception_that_cannot_be_pickled_still_names_its_type_and_who_raised_it() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("odd").run("workers.Echo").resource(cpu=0.5)
+    with builder.build().running("odd"), pytest.raises(RuntimeError, match="KeywordsOnly: 7 of 8") as caught:
+        RoleGroup("odd").call("fail_oddly").result()
+    assert any(re.search(says("ODD-0", "fail_oddly"), note) for note in caught.value.__notes__)
 
 
 def test_a_warning_of_the_users_code_reaches_the_terminal_and_the_log(

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.inline import copied
-from core.shared_memory import process_start, sweep_shared
+from core.shared_memory import machine_id, process_start, sweep_shared
 from tests.messages import says
 
 HERE = Path(__file__).parent
@@ -283,9 +282,14 @@ def test_a_plan_that_was_read_back_runs_twice_under_one_name(
 
 
 def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    for name, pid, started in (("dead", 2**22 + 1, "1"), ("living", os.getpid(), process_start(os.getpid()))):
-        folder = tmp_path / f"troupe-{name}"
-        folder.mkdir()
-        (folder / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": started}))
+    dead = {"machine": machine_id(), "pid": 2**22 + 1, "started": "1"}
+    reused = {"machine": machine_id(), "pid": os.getpid(), "started": "1"}
+    living = {"machine": machine_id(), "pid": os.getpid(), "started": process_start(os.getpid())}
+    elsewhere = dead | {"machine": "another boot"}
+    folders = {"dead": [dead, reused], "living": [dead, living], "elsewhere": [elsewhere], "of nobody": []}
+    for name, owners in folders.items():
+        folder = tmp_path / f"troupe-{name}" / "owners"
+        folder.mkdir(parents=True)
+        for number, owner in enumerate(owners):
+            (folder / f"{number}.json").write_text(json.dumps(owner))
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
-    assert [path.name for path in tmp_path.iterdir()] == ["troupe-living"]

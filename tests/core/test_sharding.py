@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.batch import Batch
-from core.parts import spread
 from core.sharding import chunk_sizes, is_splittable, join, shard_arguments, split
 from tests.messages import says
 
@@ -52,17 +51,6 @@ def test_what_is_split_is_joined_to_what_it_was(kind: str, length: int, workers:
     joined = join([part for part in parts if len(part)], "x")
     assert type(joined) is type(value)
     assert items_of(joined) == items_of(value)
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), WORKERS)
-def test_a_future_is_cut_where_a_list_of_the_same_length_would_be(lengths: list[int], workers: int) -> None:
-    answers = [[(i, k) for k in range(length)] for i, length in enumerate(lengths)]
-    items = [item for answer in answers for item in answer]
-    parts = spread(range(len(lengths)), lengths, workers, "x")
-    found = [[item for p in part.pieces for item in answers[p.reference][p.start : p.stop]] for part in parts]
-    assert found == split(items, workers)
-    # Nobody fetches what he does not need.
-    assert all(piece.start < piece.stop for part in parts for piece in part.pieces)
 
 
 def test_numbers_strings_mappings_tuples_and_nothing_are_not_split() -> None:

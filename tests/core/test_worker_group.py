@@ -87,13 +87,12 @@ def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed
 
 def test_an_empty_batch_is_given_to_nobody(grid: WorkerGroup, pair: WorkerGroup) -> None:
     assert grid.add([]) == []
-    assert pair.where(grid.later([])) == []
-    assert grid.total([]) == []
+    assert pair.where([]) == []
 
 
 def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
     batch = Batch.from_rows({"tokens": [torch.arange(n) for n in (1, 2, 3, 4)]})
-    back = grid.same_later(batch).result()
+    back = grid.same(batch)
     assert isinstance(back, Batch)
     assert [back.row(i, "tokens").tolist() for i in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     assert grid.whole_length(batch) == [4, 4, 4]
@@ -104,16 +103,6 @@ def test_dp_compute_proto_refuses_what_nothing_can_be_split_of(grid: WorkerGroup
         grid.add(5)
     with pytest.raises(ValueError, match=says("GRID.add", "argument 0 has 3", "other has 2")):
         grid.add([1, 2, 3], other=[1, 2])
-
-
-def test_a_function_goes_to_everybody_and_the_rest_is_split(grid: WorkerGroup) -> None:
-    assert grid.apply(abs, [-1, -2, -3, -4]) == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"GRID\.apply"):
-        grid.apply([1, 2, 3], abs)
-
-
-def test_metrics_are_not_joined(grid: WorkerGroup) -> None:
-    assert grid.total([1, 2, 3, 4]) == [3, 3, 4]
 
 
 def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: WorkerGroup) -> None:
@@ -156,10 +145,6 @@ def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup) -> Non
         mesh.on_no_mesh([1, 2])
 
 
-def test_a_custom_mode_gives_out_and_collects_as_it_says(grid: WorkerGroup) -> None:
-    assert grid.custom([1, 2, 3]) == ("WorkerGroup(GRID, 3 workers)", 3 * 1 + 2 * 2 + 1 * 3)
-
-
 def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup) -> None:
     with pytest.raises(AttributeError, match=says("GRID", "workers.Grid", "'unregistered'", "add, ")):
         grid.unregistered()
@@ -179,60 +164,11 @@ def test_a_class_that_is_not_the_workers_is_refused(grids: None) -> None:
     assert len(WorkerGroup("nobody", Other, optional=True)) == 0
 
 
-# --- futures as arguments
+# --- futures
 
 
-def test_a_future_goes_to_a_group_of_the_same_size_part_by_part(grid: WorkerGroup) -> None:
-    assert grid.where(grid.later([1, 2, 3, 4])) == [(0, [2, 3]), (0, [2, 3]), (1, [4]), (2, [5])]
-
-
-def test_a_future_is_cut_anew_for_a_group_of_another_size(
-    grid: WorkerGroup, pair: WorkerGroup, mesh: WorkerGroup
-) -> None:
-    later = grid.later([1, 2, 3, 4, 5])
-    assert pair.where(later) == [(0, [2, 3, 4])] * 3 + [(1, [5, 6])] * 2
-    assert [part for _, part in mesh.where(later)] == [[2, 3], [2, 3], [4], [5], [6]]
-    assert pair.add(later, [10, 20, 30, 40, 50]) == [12, 23, 34, 45, 56]
-    assert pair.whole_length(later) == [5, 5]
-    assert grid.where(mesh.on_mesh_later([1, 2, 3])) == [(0, [10]), (1, [20]), (2, [30])]
-
-
-@pytest.mark.parametrize("kind", ["batch", "array", "tensor"])
-def test_a_future_of_a_batch_or_an_array_is_cut_anew_too(grid: WorkerGroup, pair: WorkerGroup, kind: str) -> None:
-    rows = [torch.arange(n) for n in (1, 2, 3, 4, 5)]
-    value: Any = {"batch": Batch.from_rows({"tokens": rows}), "array": np.arange(5), "tensor": torch.arange(5)}[kind]
-    back = pair.same_later(grid.same_later(value)).result()
-    assert type(back) is type(value)
-    if kind == "batch":
-        assert [len(back.row(i, "tokens")) for i in range(5)] == [1, 2, 3, 4, 5]
-    else:
-        assert back.tolist() == [0, 1, 2, 3, 4]
-    assert pair.whole_length(grid.same_later(value)) == [5, 5]
-
-
-def test_a_chain_of_futures_needs_no_result_between(grid: WorkerGroup, pair: WorkerGroup) -> None:
-    assert grid.later(pair.later(grid.later([1, 2, 3, 4]))).result() == [4, 5, 6, 7]
-
-
-def test_a_sequence_of_a_role_group_can_be_passed_on_too(grid: WorkerGroup, pair: WorkerGroup) -> None:
-    sequence = RoleGroup("pair").call_batch("add", 3, [1, 2, 3], 1)
-    assert grid.where(sequence) == [(0, [2]), (1, [3]), (2, [4])]
-
-
-def test_the_error_of_a_call_that_was_passed_on_arrives_with_its_type(grid: WorkerGroup, pair: WorkerGroup) -> None:
-    with pytest.raises(KeyError, match="no values in rank 0"):
-        pair.add(grid.fails_later([1, 2, 3]), 1)
-
-
-def test_a_call_that_multiplies_its_items_cannot_be_passed_on_unseen(grid: WorkerGroup, pair: WorkerGroup) -> None:
-    more = grid.twice_as_many([1, 2, 3])
-    with pytest.raises(ValueError, match=says("twice_as_many", "1 item", "list", "length 2")):
-        pair.where(more)
-    assert more.result() == [1, 1, 2, 2, 3, 3]
-
-
-def test_a_future_of_separate_answers_is_refused_as_an_argument(grid: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"result\(\)"):
+def test_a_future_as_an_argument_is_refused_with_what_to_pass(grid: WorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"result\(\)"):
         grid.everybody(grid.call("everybody", 1))
 
 
@@ -243,8 +179,6 @@ def test_a_future_of_separate_answers_is_refused_as_an_argument(grid: WorkerGrou
     ("options", "facts"),
     [
         ({"dispatch_mode": "ONE_TO_ALL"}, ["'ONE_TO_ALL'", "Dispatch.ONE_TO_ALL"]),
-        ({"dispatch_mode": {"dispatch_fn": len}}, ["dispatch_mode", "'collect_fn'"]),
-        ({"dispatch_mode": {"dispatch_fn": 1, "collect_fn": len}}, ["dispatch_mode", "'dispatch_fn': 1"]),
         ({"execute_mode": 1}, ["execute_mode", "Dispatch.RANK_ZERO"]),
         ({"replay": "first"}, ["replay='first'", "'last'"]),
     ],

@@ -19,7 +19,6 @@ from core import (
     BaseWorkload,
     Dispatch,
     RoleGroup,
-    WorkerGroup,
     info,
     nd_compute,
     register,
@@ -42,17 +41,6 @@ def doubled(values: list[int]) -> Any:
 def first_only() -> int:
     """Stub: only rank 0."""
     return RoleGroup("ACTOR").call_rank0(first_only).result()
-
-
-def give_reversed(group: WorkerGroup, values: list[int]) -> tuple[tuple[list[int]], dict[str, Any]]:
-    """Custom dispatch: the last item to the first worker."""
-    assert len(values) == group.world_size
-    return (values[::-1],), {}
-
-
-def collect_sum(group: WorkerGroup, answers: list[int]) -> tuple[str, int]:
-    """Custom collect."""
-    return repr(group), sum(answers)
 
 
 class Plus:
@@ -82,6 +70,13 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     """Wait until it is so, however long that takes."""
     while not is_so():
         time.sleep(0.01)
+
+
+class KeywordsOnly(Exception):
+    """What pickle cannot make anew."""
+
+    def __init__(self, *, done: int, of: int) -> None:
+        super().__init__(f"{done} of {of}")
 
 
 class Echo(BaseWorkload):
@@ -142,6 +137,10 @@ class Echo(BaseWorkload):
     @trainer_invocation(pre_func=Plus(1), post_func=functools.partial(max, default=0))
     def largest_plus_one(self, values: list[int]) -> int:
         return max(values)
+
+    @trainer_invocation(pre_func=lambda x: ((x,), {}))
+    def prepared_as_dlrover_does(self, value: int) -> int:
+        return value
 
     @trainer_invocation(pre_func=lambda a, b: (b, a))
     def swapped(self, first: Any, second: Any) -> tuple[Any, Any]:
@@ -218,6 +217,8 @@ class Echo(BaseWorkload):
             os.environ.get("COLOUR"),
             os.environ.get("MASTER_PORT"),
             os.environ.get("OMP_WAIT_POLICY"),
+            os.environ.get("RANK"),
+            os.environ.get("WORLD_SIZE"),
         )
 
     @rpc(whole)
@@ -237,6 +238,16 @@ class Echo(BaseWorkload):
     @rpc()
     def too_many(self, values: list[int]) -> list[int]:
         return [*values, 0]
+
+    @rpc()
+    def talk(self, lines: int) -> int:
+        for number in range(lines):
+            self.info(f"line {number}")
+        return lines
+
+    @rpc()
+    def fail_oddly(self) -> NoReturn:
+        raise KeywordsOnly(done=7, of=8)
 
     @rpc(first_only)
     def _first_only(self) -> int:
@@ -316,14 +327,6 @@ class Grid(BaseWorkload):
             return [a + b for a, b in zip(values, others, strict=True)]
         return values + other
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def apply(self, function: Any, values: list[int]) -> list[int]:
-        return [function(value) for value in values]
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def total(self, values: list[int]) -> int:
-        return sum(values)
-
     @register(dispatch_mode=nd_compute("dp"))
     def on_mesh(self, values: list[int]) -> list[tuple[int, int]]:
         return [(self.rank, value) for value in values]
@@ -336,16 +339,12 @@ class Grid(BaseWorkload):
     def on_no_mesh(self, values: list[int]) -> list[int]:
         return values
 
-    @register(dispatch_mode={"dispatch_fn": give_reversed, "collect_fn": collect_sum})
-    def custom(self, value: int) -> int:
-        return value * (self.rank + 1)
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def later(self, values: Any) -> Any:
         return [value + 1 for value in values]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def same_later(self, values: Any) -> Any:
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, values: Any) -> Any:
         return values
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -356,14 +355,6 @@ class Grid(BaseWorkload):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def tell_again(self) -> None:
         self.register_mesh("dp", 0)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def fails_later(self, values: Any) -> Any:
-        raise KeyError(f"no values in rank {self.rank}")
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def twice_as_many(self, values: list[int]) -> list[int]:
-        return values + values
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def where(self, values: Any) -> list[tuple[int, list[Any]]]:
@@ -429,30 +420,24 @@ class Stops(BaseWorkload):
 
 
 class Grouped(BaseWorkload):
-    """Finds the process group, where there is one, in its set-up."""
+    """Makes the group of its ranks, as an engine does."""
 
     def setup(self) -> None:
         import torch.distributed as dist
 
-        self.has_group = dist.is_initialized()
+        if self.torch_master_port > 0:
+            self.setup_process_group(lambda: dist.init_process_group("gloo"))
 
     @rpc()
     def sum_of_ranks(self) -> int | None:
         import torch
         import torch.distributed as dist
 
-        if not self.has_group:
+        if not dist.is_initialized():
             return None
         total = torch.tensor(self.rank)
         dist.all_reduce(total)
         return int(total)
-
-
-def init_gloo() -> None:
-    """Makes a process group on the CPU, whatever devices Ray shows."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
 
 
 class Place(Grouped):

@@ -17,7 +17,7 @@ from components.engines.config import SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import entered
-from core.invocation import exports_of
+from core.exports import exports_of
 
 Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
 """The methods of each role, with their arguments, in the order of a step; "handle" stands for published weights."""

@@ -1,0 +1,197 @@
+"""A host inside a Ray actor: a process of its own, with a log, and a side thread that answers the master."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.cloudpickle import cloudpickle
+
+from core.control import ControlServer, Status
+from core.errors import with_note
+from core.host import Host, HostReport, HostSpec, WarningsTo
+from core.members import Member, Transport
+from core.roles import Role
+from core.shared_memory import claim_shared, sweep_shared
+
+
+class RayHost(Host):
+    """The actor. What the master asks runs in the order in which it was sent, and so do the calls to each workload.
+
+    A process of one workload does all of this on its main thread. Where several share it, each has a thread, so that
+    they can call each other; they work one at a time.
+    """
+
+    def __init__(self, spec: HostSpec, transport: Transport) -> None:
+        _prepare(spec)
+        super().__init__(spec, pickle.loads(spec.config), ray.util.get_node_ip_address(), transport, self._to_master)
+        self._turn = _Turn()
+        self._job_memory = 0
+        answer: dict[str, Callable[..., Any]] = {
+            "status": self._status,
+            "stack": self._stack,
+            "stop": self.request_stop,
+            "end": self._end,
+            "lost": self._recovery.lose,
+            "replay": self._replay,
+            "replaced": lambda member: self._recovery.replace(pickle.loads(member)),
+        }
+        # Without a master nobody would end this process.
+        self._control = ControlServer(self._ip, spec.key, answer, orphaned=self._end)
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger().addHandler(WarningsTo(lambda text: self._control.send("info", text)))
+
+    def _to_master(self, kind: str, payload: Any) -> None:
+        self._control.send(kind, payload)
+
+    def _status(self, job_memory: int) -> Status:
+        self._job_memory = job_memory
+        return Status(*self.doing(), self._memory.read())
+
+    def _end(self) -> None:
+        shutil.rmtree(self._spec.shared_dir, ignore_errors=True)
+        os._exit(1)
+
+    def job_memory(self) -> int:
+        """Bytes that all processes of the job take, by the master's last count."""
+        return self._job_memory
+
+    def report(self) -> HostReport:
+        """As `Host.report`, with the address of the side thread, and Ray's node: several may have one address."""
+        sweep_shared()
+        claim_shared(self._spec.shared_dir)
+        run_id = self._spec.workers[0].identity.run_id
+        print(f"{self._spec.name}: process {os.getpid()} on {self._ip} in run {run_id}", flush=True)
+        report = super().report()
+        report.control = self._control.address
+        report.node = ray.get_runtime_context().get_node_id()
+        return report
+
+    def call_named(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method that the task is named after, `ACTOR.update`: so it is called in Ray's own tools too."""
+        if len(self._workers) == 1:
+            return self.call_concurrently(*args, **kwargs)
+        with self._turn.taken():
+            return self.call_concurrently(*args, **kwargs)
+
+    def call_concurrently(self, *args: Any, **kwargs: Any) -> Any:
+        """As `call_named`, whatever else is running."""
+        name = ray.get_runtime_context().get_task_name()
+        assert name is not None
+        role, _, method = name.partition(".")
+        rank = next(rank for other, rank in self._workers if other == role)
+        try:
+            return self.call(Role(role), rank, method, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - it is raised, in a form that arrives
+            raise _that_can_be_sent(error) from error.__cause__
+
+    def run(self, role: Role, rank: int) -> None:
+        """As `Host.run`; siblings work while it waits for them."""
+        with self._turn.taken():
+            super().run(role, rank)
+
+    def waits(self) -> contextlib.AbstractContextManager[None]:
+        """The turn is given away meanwhile."""
+        return self._turn.given_away()
+
+    def _info(self, text: str) -> None:
+        print(text, flush=True)
+        super()._info(text)
+
+    def _stack(self) -> tuple[str, str]:
+        """Where the main thread is; all threads are written to the log."""
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return self._spec.name, "".join(traceback.format_stack(frame))
+
+    def _replay(self, pickled: bytes) -> None:
+        """Repeat on a replacement what this process had called on the lost worker, while the main thread continues."""
+        member: Member = pickle.loads(pickled)
+        asked = (self._spec.name, member.role, member.rank, member.attempt)
+
+        def repeat() -> None:
+            error = None
+            try:
+                self._recovery.replay(member, self._transport)
+            except Exception as failure:  # noqa: BLE001 - the master raises it
+                error = failure
+            self._control.send("replayed", (asked, error))
+
+        threading.Thread(target=repeat, name="troupe-replay", daemon=True).start()
+
+
+class _Turn:
+    """Workloads that share a process work one at a time; who waits for an answer gives its turn away meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the turn, and have it inside the block."""
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    @contextlib.contextmanager
+    def given_away(self) -> Iterator[None]:
+        """Let others have it inside the block; nothing happens on a thread that does not have it."""
+        if self._owner != threading.get_ident():
+            yield
+            return
+        self._owner = None
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._owner = threading.get_ident()
+
+
+def _that_can_be_sent(error: Exception) -> Exception:
+    """The error itself if it survives its way to the caller, else one that says as much."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its own __reduce__ or __init__ raises
+        plain = RuntimeError(f"{type(error).__qualname__}: {error}")
+        with_note(plain, "its own type cannot be pickled")
+        return plain.with_traceback(error.__traceback__)
+    return error
+
+
+def _prepare(spec: HostSpec) -> None:
+    # Before any user module is imported: libraries read these once.
+    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if spec.hides_devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for path in reversed(spec.python_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    # Relative paths in a configuration mean what they mean to the driver, where its folder exists here.
+    if spec.working_dir.is_dir():
+        os.chdir(spec.working_dir)
+    if spec.log_file is not None:
+        print(f"{spec.name} writes to {spec.log_file}", flush=True)  # for who looks into Ray's own log
+        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)

@@ -1,0 +1,366 @@
+"""How the processes of a job come up, first all together and later one by one in place of those that are lost.
+
+Each is a generator that goes through the same stages and yields what it waits for, so any number of them come up at
+the same time, and a death on the way starts one of them anew without a word to the others.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.context import Identity
+from core.control import ControlLink
+from core.errors import WorkerDied, with_note
+from core.host import HostSpec, Made, WorkerSpec, python_path
+from core.members import Directory
+from core.plan import JobSpec
+from core.roles import Role
+from core.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_FIRST_REPORT_S = 10.0
+_TOGETHER_S = 5.0
+"""Processes that are lost within so many seconds are one incident: a node takes all of its processes along."""
+_NODE_S = 60.0
+"""So long after a node's death, a replacement that never came up may have been placed on it."""
+
+Stages = Generator[Any, Any, None]
+
+
+@dataclass
+class _Coming:
+    """One process on its way up, and the reference that it waits for; None: it is to be asked again."""
+
+    stages: Stages
+    reference: Any = None
+
+
+@dataclass
+class Budget:
+    """How often the instances of one role were lost."""
+
+    incidents: int = 0
+    began: float = -1e9
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all processes of a run are told."""
+
+    name: str
+    run_id: str
+    began: float
+    key: bytes
+    shared_dir: Path
+    log_dir: Path | None
+    reports_calls: bool
+
+
+@dataclass
+class _Start:
+    """One start of all processes: who has still to get how far before the others may go on."""
+
+    unreported: set[str]
+    unmade: set[str]
+    drivers: set[str]
+    local: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
+    rendezvous: dict[Role, tuple[str, int]] = field(default_factory=dict)
+    directory: Any = None
+    """A reference to the directory as it is now, stored once for all who ask; None if it has changed."""
+
+
+class BringUp:
+    """Brings processes up, and keeps the directory of who is where."""
+
+    def __init__(self, job: JobSpec, facts: RunFacts, backend: Any, watch: Watch) -> None:
+        self._job = job
+        self._facts = facts
+        self._backend = backend
+        self._watch = watch
+        self._config = backend.pickled(job.config)
+        self._python_path = python_path()
+        self._starts: dict[str, int] = {}
+        self._budgets: dict[str, Budget] = {}
+        self._coming: dict[WatchedHost, _Coming] = {}
+        self._reports: dict[WatchedHost, float] = {}
+        self._node_died_at = -1e9
+        self._dead_nodes: set[str] = set()
+        self._recovers = False
+        self._start = _Start(set(), set(), set())
+        self.roles: Directory = {}
+        self.has_run: dict[tuple[Role, int], bool] = {}
+
+    @property
+    def all_up(self) -> bool:
+        """Whether nobody is on the way."""
+        return not self._coming
+
+    # --- all together
+
+    def start_all(self, recovers: bool) -> None:
+        """Begin to start every process of the job; `recovers`: whether those that die are to be replaced."""
+        self._recovers = recovers
+        self._budgets.clear()
+        self._dead_nodes = self._backend.dead_nodes()
+        self.roles = {}
+        for plan in self._job.placement.hosts:
+            roles = [role for role, _ in plan.workers]
+            drives = Role.TRAINER in roles
+            runs = all(self._job.roles[role].kind == "run" for role in roles) and not drives
+            log_file = self._facts.log_dir / f"{plan.name.lower()}.log" if self._facts.log_dir else None
+            self._watch.hosts.append(WatchedHost(plan, log_file, runs and recovers, drives))
+        names = {host.plan.name for host in self._watch.hosts}
+        drivers = {host.plan.name for host in self._watch.hosts if host.drives}
+        self._start = _Start(set(names), set(names), drivers)
+        for host in self._watch.hosts:
+            self._begin(host)
+
+    def _begin(self, host: WatchedHost) -> None:
+        name = host.plan.name
+        host.attempt = self._starts[name] = self._starts.get(name, 0) + 1
+        host.report = host.link = None
+        host.fault = host.lost = ""
+        host.started = time.monotonic()
+        env = self._job.global_env | host.plan.env
+        host.handle = self._backend.create(self._spec(host), host.plan, env, host.attempt)
+        self._reports[host] = _FIRST_REPORT_S
+        self._coming[host] = _Coming(self._stages(host), self._ask(host, "report"))
+
+    def _spec(self, host: WatchedHost) -> HostSpec:
+        facts, workers = self._facts, []
+        for role, rank in host.plan.workers:
+            spec = self._job.roles[role]
+            group = next((group for group in self._job.collocations if role in group), [])
+            identity = Identity(
+                facts.name, facts.run_id, facts.began, Role(role), rank, spec.total, attempt=host.attempt
+            )
+            workers.append(
+                WorkerSpec(
+                    identity,
+                    spec.entrypoint,
+                    rendezvous=spec.kind == "train" and not self._backend.is_local,
+                    collocated_with=tuple(Role(name) for name in group),
+                    concurrency=spec.concurrency,
+                )
+            )
+        return HostSpec(
+            name=host.plan.name,
+            workers=tuple(workers),
+            config=self._config,
+            key=facts.key,
+            threads=host.plan.threads,
+            python_path=self._python_path,
+            working_dir=Path.cwd(),
+            shared_dir=facts.shared_dir,
+            log_file=host.log_file,
+            hides_devices=not host.plan.accelerator and _DEVICES not in self._job.global_env | host.plan.env,
+            reports_calls=facts.reports_calls,
+            recovers=self._recovers,
+        )
+
+    def _ask(self, host: WatchedHost, method: str, *args: Any) -> Any:
+        return self._backend.invoke(host.handle, method, *args)
+
+    # --- the stages of one
+
+    def _stages(self, host: WatchedHost) -> Stages:
+        """From a process that has been asked where it is to one that can be called."""
+        start, name, workers = self._start, host.plan.name, host.plan.workers
+        host.report = yield
+        assert host.report is not None
+        if host.report.control is not None:
+            host.link = ControlLink(name, host.report.control, self._facts.key)
+        start.unreported.discard(name)
+        while start.unreported:
+            yield
+        if not self.roles:
+            self._introduce()
+        is_replacement = not start.unmade
+        if host.drives:
+            # It is made with the others' exports in hand.
+            while start.unmade - start.drivers:
+                yield
+            yield self._ask(host, "connect", self._directory())
+        local = {(Role(role), rank): start.local[Role(role), rank] for role, rank in workers}
+        rendezvous = {Role(role): start.rendezvous[Role(role)] for role, _ in workers if role in start.rendezvous}
+        self._note(host, (yield self._ask(host, "construct", rendezvous, local)), is_replacement)
+        start.unmade.discard(name)
+        while start.unmade:
+            yield
+        if not host.drives:
+            yield self._ask(host, "connect", self._directory())
+        if is_replacement:
+            yield from self._replays(host)
+            self._announce(host)
+
+    def _introduce(self) -> None:
+        """Once all have said where they are: who is who, and where the ranks of each role meet."""
+        hosts, start = self._watch.hosts, self._start
+        self.roles, start.local = directory_of(self._job.roles, hosts), local_ranks(hosts)
+        start.rendezvous = {
+            role: (host.report.ip, port) for host in hosts if host.report for role, port in host.report.ports.items()
+        }
+
+    def _note(self, host: WatchedHost, made: dict[Role, Made], is_replacement: bool) -> None:
+        for role, rank in host.plan.workers:
+            entry, found = self.roles[Role(role)], made[Role(role)]
+            entry.exports = found.exports
+            entry.implementation = found.implementation
+            self.has_run[Role(role), rank] = found.has_run
+            if not is_replacement:  # others are to find one that takes a lost one's place only once it stands
+                entry.members[rank] = member_of(host, Role(role), rank)
+        self._start.directory = None
+
+    def _directory(self) -> Any:
+        if self._start.directory is None:
+            self._start.directory = self._backend.transport.put(self.roles)
+        return self._start.directory
+
+    def _replays(self, host: WatchedHost) -> Stages:
+        """Let everybody repeat in the new process what they had called in the lost one."""
+        for role, rank in host.plan.workers:
+            pickled = self._backend.pickled(member_of(host, Role(role), rank))
+            asked = self._emit_to_others(host, "replay", pickled)
+            expected = {(other.plan.name, role, rank, host.attempt): (other, other.attempt) for other in asked}
+            while expected:
+                for answer, error in self._watch.take("replayed", expected):
+                    del expected[answer]
+                    if isinstance(error, WorkerDied):
+                        host.lose(str(error))
+                    elif error is not None:
+                        raise with_note(error, f"repeated in {host.plan.name} after {answer[0]} had called it before")
+                # Who died meanwhile has nothing to repeat, and neither has its replacement.
+                expected = {
+                    answer: (other, attempt)
+                    for answer, (other, attempt) in expected.items()
+                    if other.attempt == attempt and not other.lost
+                }
+                yield
+
+    def _announce(self, host: WatchedHost) -> None:
+        for role, rank in host.plan.workers:
+            member = member_of(host, Role(role), rank)
+            self.roles[member.role].members[rank] = member
+            self._emit_to_others(host, "replaced", self._backend.pickled(member))
+        self._start.directory = None
+        self._watch.event("replaced", host.plan.name, f"attempt {host.attempt}")
+
+    def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
+        others = [h for h in self._watch.hosts if h is not host and not h.lost and h.link is not None]
+        for other in others:
+            assert other.link is not None
+            other.link.send(kind, *details)
+        return others
+
+    # --- going on
+
+    def wait(self, timeout: float) -> None:
+        """Wait until those on the way may have come further."""
+        references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
+        # To be asked about each of many that answer one by one would take as long as all of them together.
+        pause = min(timeout, max(0.01, 0.002 * len(references)))
+        if references and len(references) == len(self._coming):
+            self._backend.transport.wait(references, timeout, 1 if len(references) < 5 else len(references))
+        elif references:
+            self._backend.transport.wait(references, pause)
+        else:
+            time.sleep(pause)
+
+    def advance(self) -> None:
+        """Take everybody on the way as far as what they wait for is there.
+
+        Raises:
+            BaseException: what a workload's class raised while it was imported, made or set up.
+        """
+        references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
+        ready = set(self._backend.transport.wait(references, 0))
+        for host, coming in list(self._coming.items()):
+            if not host.lost and (coming.reference is None or coming.reference in ready):
+                self._advance(host, coming)
+            if host.report is None and not host.lost:
+                self._check_room(host)
+
+    def _advance(self, host: WatchedHost, coming: _Coming) -> None:
+        value = None
+        if coming.reference is not None:
+            outcome = self._backend.transport.outcome(coming.reference)
+            if isinstance(outcome.error, WorkerDied) and not outcome.raised:
+                host.lose(str(outcome.error))
+                return
+            if outcome.error is not None:
+                raise with_note(outcome.error, f"in {host.plan.name}")
+            value = outcome.value
+            if host.report is None:
+                next(coming.stages)  # up to its first yield, which is for this value
+        try:
+            coming.reference = coming.stages.send(value)
+        except StopIteration:
+            del self._coming[host]
+
+    def _check_room(self, host: WatchedHost) -> None:
+        """Say of a process that has not started for long what it waits for.
+
+        Raises:
+            WorkerDied: it has waited for room as long as the user allows.
+        """
+        waited = time.monotonic() - host.started
+        if waited < self._reports[host]:
+            return
+        self._reports[host] *= 2
+        missing = self._backend.room_missing()
+        limit = self._job.placement_timeout
+        if missing and waited >= limit:
+            raise WorkerDied(f"{host.plan.name} could not be started within placement_timeout={limit:g} s: {missing}")
+        self._watch.info(f"{host.plan.name} has not started after {waited:.0f} s; {missing or 'its place is reserved'}")
+
+    # --- the lost
+
+    def look_at_nodes(self) -> None:
+        """All processes on nodes that the cluster has found dead are lost, though no connection may have ended."""
+        dead = self._backend.dead_nodes()
+        if dead - self._dead_nodes:
+            self._dead_nodes = dead
+            self._node_died_at = time.monotonic()
+        for host in self._watch.hosts:
+            if host.report is not None and host.report.node in dead:
+                host.lose("its machine is gone")
+
+    def start_again(self, host: WatchedHost, end: Callable[[WatchedHost], None]) -> None:
+        """Begin to put a new process in the place of a lost one.
+
+        Raises:
+            WorkerDied: one of its roles has used up its restarts.
+        """
+        line, start = host.blame(), self._start
+        self._watch.event("lost", host.plan.name, line)
+        for role, rank in host.plan.workers:
+            self._emit_to_others(host, "lost", role, rank)
+        if start.unmade:
+            start.unmade.add(host.plan.name)
+            if not self.roles:
+                start.unreported.add(host.plan.name)
+        for role in dict.fromkeys(role for role, _ in host.plan.workers):
+            self._count(role, host, line)
+        self._watch.info(f"{line}; it is started again")
+        end(host)
+        self._begin(host)
+
+    def _count(self, role: str, host: WatchedHost, line: str) -> None:
+        now, limit = time.monotonic(), self._job.roles[role].max_restarts
+        budget = self._budgets.setdefault(role, Budget())
+        if host.report is None:
+            self.look_at_nodes()
+        together = host.started < budget.began and now - budget.began < _TOGETHER_S
+        by_the_node = host.report is None and now - self._node_died_at < _NODE_S
+        if together or by_the_node:
+            return
+        if budget.incidents >= limit:
+            raise WorkerDied(f"{line}; {role} has lost instances {limit} times already (max_restarts={limit})")
+        self._budgets[role] = Budget(budget.incidents + 1, now)
+
+    def forget(self) -> None:
+        """Nobody is on the way any more."""
+        self._coming.clear()
+        self._reports.clear()
