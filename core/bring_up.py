@@ -4,6 +4,7 @@ Each is a generator that goes through the same stages and yields what it waits f
 the same time, and a death on the way starts one of them anew without a word to the others.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class BringUp:
         self._starts: dict[str, int] = {}
         self._budgets: dict[str, Budget] = {}
         self._coming: dict[WatchedHost, _Coming] = {}
-        self._reports: dict[WatchedHost, float] = {}
+        self._report_at = _FIRST_REPORT_S
         self._node_died_at = -1e9
         self._dead_nodes: set[str] = set()
         self._recovers = False
@@ -125,7 +126,6 @@ class BringUp:
         host.started = time.monotonic()
         env = self._job.global_env | host.plan.env
         host.handle = self._backend.create(self._spec(host), host.plan, env, host.attempt)
-        self._reports[host] = _FIRST_REPORT_S
         self._coming[host] = _Coming(self._stages(host), self._ask(host, "report"))
 
     def _spec(self, host: WatchedHost) -> HostSpec:
@@ -171,13 +171,16 @@ class BringUp:
         host.report = yield
         assert host.report is not None
         if host.report.control is not None:
-            host.link = ControlLink(name, host.report.control, self._facts.key)
+            try:
+                host.link = ControlLink(name, host.report.control, self._facts.key)
+            except (OSError, EOFError) as error:
+                host.lose(f"its control channel: {error!r}")
+                yield
         start.unreported.discard(name)
         while start.unreported:
             yield
         if not self.roles:
             self._introduce()
-        is_replacement = not start.unmade
         if host.drives:
             # It is made with the others' exports in hand.
             while start.unmade - start.drivers:
@@ -185,13 +188,13 @@ class BringUp:
             yield self._ask(host, "connect", self._directory())
         local = {(Role(role), rank): start.local[Role(role), rank] for role, rank in workers}
         rendezvous = {Role(role): start.rendezvous[Role(role)] for role, _ in workers if role in start.rendezvous}
-        self._note(host, (yield self._ask(host, "construct", rendezvous, local)), is_replacement)
+        self._note(host, (yield self._ask(host, "construct", rendezvous, local)))
         start.unmade.discard(name)
         while start.unmade:
             yield
         if not host.drives:
             yield self._ask(host, "connect", self._directory())
-        if is_replacement:
+        if host.replaces:
             yield from self._replays(host)
             self._announce(host)
 
@@ -203,14 +206,12 @@ class BringUp:
             role: (host.report.ip, port) for host in hosts if host.report for role, port in host.report.ports.items()
         }
 
-    def _note(self, host: WatchedHost, made: dict[Role, Made], is_replacement: bool) -> None:
+    def _note(self, host: WatchedHost, made: dict[Role, Made]) -> None:
         for role, rank in host.plan.workers:
             entry, found = self.roles[Role(role)], made[Role(role)]
             entry.exports = found.exports
             entry.implementation = found.implementation
             self.has_run[Role(role), rank] = found.has_run
-            if not is_replacement:  # others are to find one that takes a lost one's place only once it stands
-                entry.members[rank] = member_of(host, Role(role), rank)
         self._start.directory = None
 
     def _directory(self) -> Any:
@@ -259,12 +260,10 @@ class BringUp:
     def wait(self, timeout: float) -> None:
         """Wait until those on the way may have come further."""
         references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
-        # To be asked about each of many that answer one by one would take as long as all of them together.
+        # To be woken by each of many that answer one by one would take as long as all of them together.
         pause = min(timeout, max(0.01, 0.002 * len(references)))
-        if references and len(references) == len(self._coming):
-            self._backend.transport.wait(references, timeout, 1 if len(references) < 5 else len(references))
-        elif references:
-            self._backend.transport.wait(references, pause)
+        if references:
+            self._backend.transport.wait(references, pause, len(references))
         else:
             time.sleep(pause)
 
@@ -279,8 +278,7 @@ class BringUp:
         for host, coming in list(self._coming.items()):
             if not host.lost and (coming.reference is None or coming.reference in ready):
                 self._advance(host, coming)
-            if host.report is None and not host.lost:
-                self._check_room(host)
+        self._check_room([host for host in self._coming if host.report is None and not host.lost])
 
     def _advance(self, host: WatchedHost, coming: _Coming) -> None:
         value = None
@@ -299,21 +297,26 @@ class BringUp:
         except StopIteration:
             del self._coming[host]
 
-    def _check_room(self, host: WatchedHost) -> None:
-        """Say of a process that has not started for long what it waits for.
+    def _check_room(self, waiting: list[WatchedHost]) -> None:
+        """Say of processes that have not started for long what they wait for.
 
         Raises:
-            WorkerDied: it has waited for room as long as the user allows.
+            WorkerDied: they have waited for room as long as the user allows.
         """
-        waited = time.monotonic() - host.started
-        if waited < self._reports[host]:
+        waited = time.monotonic() - min((host.started for host in waiting), default=math.inf)
+        if waited < _FIRST_REPORT_S:
+            self._report_at = _FIRST_REPORT_S
+        if waited < self._report_at:
             return
-        self._reports[host] *= 2
-        missing = self._backend.room_missing()
-        limit = self._job.placement_timeout
+        self._report_at = 2 * waited
+        missing, limit = self._backend.room_missing(), self._job.placement_timeout
+        names = ", ".join(host.plan.name for host in waiting[:3]) + (", ..." if len(waiting) > 3 else "")
         if missing and waited >= limit:
-            raise WorkerDied(f"{host.plan.name} could not be started within placement_timeout={limit:g} s: {missing}")
-        self._watch.info(f"{host.plan.name} has not started after {waited:.0f} s; {missing or 'its place is reserved'}")
+            raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")
+        self._watch.info(
+            f"{len(waiting)} processes ({names}) have not started after {waited:.0f} s; "
+            f"{missing or 'their places are reserved'}"
+        )
 
     # --- the lost
 
@@ -345,6 +348,7 @@ class BringUp:
             self._count(role, host, line)
         self._watch.info(f"{line}; it is started again")
         end(host)
+        host.replaces = True
         self._begin(host)
 
     def _count(self, role: str, host: WatchedHost, line: str) -> None:
@@ -363,4 +367,3 @@ class BringUp:
     def forget(self) -> None:
         """Nobody is on the way any more."""
         self._coming.clear()
-        self._reports.clear()

@@ -25,7 +25,9 @@ FIRST_REPORT_AFTER_S = 60.0
 """Seconds of waiting before the first "still waiting" line; the pause doubles each time."""
 
 _GRACE_AFTER_FAILURE_S = 1.0
-_LOOK_FOR_REPLACEMENT_S = 0.05
+_LOOK_S = 0.05
+_MANY = 8
+_SLICE_S = 0.02
 _ASKED_AGAIN = 5
 """How often a lost answer is asked for again; the pause before it doubles each time."""
 _FIRST_PAUSE_S = 0.25
@@ -130,6 +132,11 @@ class _Wait:
         self._waiting = {call.reference: call for call in calls}
         self._lost: list[Pending] = []
         self._outcomes: dict[int, Outcome] = {}
+        self._has_failed = False
+
+    @property
+    def _missing(self) -> list[Pending]:
+        return [*self._waiting.values(), *self._lost]
 
     def values(self) -> list[Any]:
         began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
@@ -137,15 +144,14 @@ class _Wait:
         while self._waiting or self._lost:
             elapsed = time.monotonic() - began
             self._look(min(report_at, limit or report_at) - elapsed)
-            if any(outcome.error is not None for outcome in self._outcomes.values()):
+            if self._has_failed:
                 self._raise_first()
             elapsed = time.monotonic() - began
-            missing = [*self._waiting.values(), *self._lost]
-            if missing and limit is not None and elapsed >= limit:
-                raise _timeout(missing, limit)
-            if missing and elapsed >= report_at:
+            if limit is not None and elapsed >= limit and self._missing:
+                raise _timeout(self._missing, limit)
+            if elapsed >= report_at and self._missing:
                 name = self._context.identity.name
-                self._context.info(f"{name} has waited {elapsed:.0f} s for {_describe(missing)}")
+                self._context.info(f"{name} has waited {elapsed:.0f} s for {_describe(self._missing)}")
                 report_at *= 2
         outcomes = [self._outcomes[id(call)] for call in self._calls]
         if self._timeout is not None:
@@ -156,19 +162,22 @@ class _Wait:
 
     def _look(self, pause: float) -> None:
         """Send what was lost again, and take in what is ready within `pause` seconds."""
-        for call in self._lost:
-            if call.send_again(_LOOK_FOR_REPLACEMENT_S):
-                self._waiting[call.reference] = call
         if self._lost:
+            sent = [call for i, call in enumerate(self._lost) if call.send_again(0.0 if i else _LOOK_S)]
+            self._waiting |= {call.reference: call for call in sent}
             self._lost = [call for call in self._lost if call.reference not in self._waiting]
             pause = 0.0
-        for reference in self._context.transport.wait(list(self._waiting), max(0.0, pause)):
+        # To be woken by each of many that answer one by one would take as long as all of them together.
+        pause = max(0.0, min(pause, _SLICE_S)) if len(self._waiting) > _MANY else max(0.0, pause)
+        count = len(self._waiting) if len(self._waiting) > _MANY else 1
+        for reference in self._context.transport.wait(list(self._waiting), pause, count):
             call = self._waiting.pop(reference)
             outcome = call.outcome()
             if outcome is None:
                 self._lost.append(call)
-            else:
-                self._outcomes[id(call)] = outcome
+                continue
+            self._outcomes[id(call)] = outcome
+            self._has_failed |= outcome.error is not None
 
     def _raise_first(self) -> NoReturn:
         """Raise the first error in rank order, after a moment in which the others may report theirs."""
@@ -180,9 +189,8 @@ class _Wait:
         with_note(error, f"raised by {first.member.name} in {first.method}")
         for other, its_error in others:
             with_note(error, f"{other.member.name} failed too: {its_error!r}")
-        missing = [*self._waiting.values(), *self._lost]
-        if missing:
-            with_note(error, f"had not answered by then: {_describe(missing)}")
+        if self._missing:
+            with_note(error, f"had not answered by then: {_describe(self._missing)}")
         raise error
 
 

@@ -70,7 +70,7 @@ class Master:
         self._coming = BringUp(job, self._facts, self._backend, self._watch)
         self._runs = self._ending = self._stop_passed_on = False
         self._attempt = 1
-        self._driving: list[WatchedHost] = []
+        self._driving: set[WatchedHost] = set()
         self._stop_asked: float | None = None
         self._look_at_nodes_at = 0.0
         self._output = ""
@@ -183,7 +183,7 @@ class Master:
         driving = [worker for worker in workers if worker[1] == Role.TRAINER]
         if not driving:
             driving = [(host, role, rank) for host, role, rank in workers if self._coming.has_run[role, rank]]
-        self._driving = [host for host, _, _ in driving]
+        self._driving = {host for host, _, _ in driving}
         for host in self._driving:
             host.expendable = False  # nobody could tell its replacement how far it had come
         self._collect([(host, self._backend.invoke(host.handle, "run", role, rank)) for host, role, rank in driving])
@@ -196,7 +196,7 @@ class Master:
         """Wait for all, tending every process meanwhile; the first failure or fatal death is raised."""
         waiting = {reference: host for host, reference in calls}
         while waiting:
-            for reference in self._backend.transport.wait(list(waiting), _POLL_S):
+            for reference in self._backend.transport.wait(list(waiting), _POLL_S, len(waiting)):
                 host = waiting.pop(reference)
                 outcome = self._backend.transport.outcome(reference)
                 died = isinstance(outcome.error, WorkerDied) and not outcome.raised
@@ -320,7 +320,8 @@ class Master:
             self._end(host)
         self._watch.hosts.clear()
         self._watch.messages.clear()
-        self._driving, self._ending = [], False
+        self._driving.clear()
+        self._ending = False
         self._coming.forget()
         self._backend.release()
         shutil.rmtree(self._shared_dir, ignore_errors=True)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class WatchedHost:
     """Whether it is replaced when it dies; the death of the others ends the attempt."""
     drives: bool = False
     """Whether it holds the trainer."""
+    replaces: bool = False
+    """Whether it stands in for one that was lost since all were started."""
     handle: Any = None
     attempt: int = 0
     started: float = 0.0
@@ -145,11 +147,14 @@ class Watch:
 
         Two replacements may wait for their answers at the same time.
         """
-        found = [m for m in self.messages if m[0] == kind and (about is None or m[1][0] in about)]
-        self.messages = [message for message in self.messages if message not in found]
+        found, kept = [], []
+        for message in self.messages:
+            is_meant = message[0] == kind and (about is None or message[1][0] in about)
+            (found if is_meant else kept).append(message)
+        self.messages = kept
         return [payload for _, payload in found]
 
-    def stalled(self, limit: float, driving: Sequence[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
+    def stalled(self, limit: float, driving: Collection[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.
 
         A process that answers nothing, or is in one call for so long. Only when there is none: who drives the job, if

@@ -1,5 +1,6 @@
 """WorkerGroup: a role group seen through a class, whose methods say how their arguments are given out and collected."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -145,7 +146,8 @@ class WorkerGroup(RoleGroup[W]):
 
     def _joined(self, calls: list[Pending], answering: list[Pending]) -> Future[Any]:
         """Of the calls only those in `answering` have answers to be joined; the others are their peers."""
-        places = [calls.index(call) for call in answering]
+        place = {id(call): i for i, call in enumerate(calls)}
+        places = [place[id(call)] for call in answering]
         return Future(calls, self._context, lambda values: join_answers([values[i] for i in places], answering))
 
     def _own_shares(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
@@ -171,11 +173,11 @@ class WorkerGroup(RoleGroup[W]):
         positions = self._mesh(mesh)
         ranks = max(rank for rank, _ in positions) + 1
         chunks, _ = self._cut(export, args, kwargs, ranks, everybody=True)
-        peers = [sum(rank == wanted for rank, _ in positions) for wanted in range(ranks)]
+        peers = Counter(rank for rank, _ in positions)
         # Stored once for all who read it.
         stored = [
             (tuple(self._share(v, n) for v in args), {k: self._share(v, n) for k, v in kwargs.items()})
-            for (args, kwargs), n in zip(chunks, peers, strict=True)
+            for (args, kwargs), n in ((chunk, peers[rank]) for rank, chunk in enumerate(chunks))
         ]
         calls = self._deal(export, [stored[rank] for rank, _ in positions])
         answering = sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import math
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -49,6 +51,10 @@ _NODE_LABEL = "ray.io/node-id"
 _MOMENT_S = 0.02
 _REACHED_WITHIN_S = 10.0
 _FIRST_REPORT_S = 10.0
+_KNOCK_S = 3.0
+_KNOCKS_AT_ONCE = 32
+_SILENT_WITHIN_S = 90
+"""Ray gives a silent node up after 64 s, unless it is told otherwise."""
 _DEATHS = (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError, OutOfMemoryError)
 _LOSSES = (ActorUnavailableError, ObjectLostError)
 """What says nothing of the worker's life: its answer is gone, or it could not be reached for a while."""
@@ -117,6 +123,17 @@ class RayTransport:
             return Outcome(error=error)
 
 
+@functools.cache
+def _actor(concurrency: int, roles: tuple[str, ...]) -> Any:
+    """The actor class of a process; Ray ships each that is made to all workers."""
+    # Groups cost every call a little, and their threads are not the main one: only for who needs them.
+    groups = {_CONCURRENTLY: concurrency} if concurrency > 1 else {}
+    if len(roles) > 1:
+        groups |= dict.fromkeys(roles, 1)
+    remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
+    return remote(RayHost)
+
+
 class RayBackend:
     """Starts and ends what a job needs on Ray; starts a cluster of its own when there is none."""
 
@@ -149,6 +166,7 @@ class RayBackend:
                 ray.init(address=self._address, **quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
+        _await_silent_nodes(info)
         missing = _missing(placement, cpus)
         if missing and self._own_processes:
             raise JobError(f"{missing}; lower the roles' resources")
@@ -245,13 +263,9 @@ class RayBackend:
             quoted = shlex.quote(sys.executable)
             python = {} if quoted == sys.executable else {"py_executable": quoted}
             options["runtime_env"] = {"env_vars": dict(env), **python}
-        # Groups cost every call a little, and their threads are not the main one: only for who asks for them.
         beside = max(worker.concurrency for worker in spec.workers)
-        groups = {_CONCURRENTLY: beside} if beside > 1 else {}
-        if len(spec.workers) > 1:
-            groups |= {str(worker.identity.role): 1 for worker in spec.workers}
-        remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
-        return remote(RayHost).options(**options).remote(spec, RayTransport())
+        roles = [str(worker.identity.role) for worker in spec.workers]
+        return _actor(beside, tuple(roles)).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
         """Call a method of the host itself; returns a reference."""
@@ -295,6 +309,29 @@ def _missing(placement: Placement, cpus: int) -> str:
         if needed > has.get(kind, 0) + 1e-6:
             return f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all"
     return ""
+
+
+def _await_silent_nodes(info: Callable[[str], None]) -> None:
+    """Wait until every node that Ray counts on answers: a reservation that meets a silent one blocks all others."""
+    for attempt in range(_SILENT_WITHIN_S):
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        with ThreadPoolExecutor(_KNOCKS_AT_ONCE) as pool:
+            answers = list(pool.map(_answers, nodes)) if len(nodes) > 1 else [True]
+        pairs = zip(nodes, answers, strict=True)
+        silent = [node["NodeManagerHostname"] for node, is_there in pairs if not is_there]
+        if not silent:
+            return
+        if attempt == 0:
+            info(f"{', '.join(silent)} does not answer; waiting until it does, or until Ray gives it up")
+        time.sleep(1)
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _KNOCK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callable[[str], None]) -> None:

@@ -123,12 +123,12 @@ def test_who_is_in_one_call_for_longer_than_the_limit_is_taken_for_dead_and_a_dr
         link.status = status
         watch.hosts.append(WatchedHost(plan, None, expendable=False, link=link))
     trainer, actor = watch.hosts
-    ((found, why),) = watch.stalled(60.0, [trainer])
+    ((found, why),) = watch.stalled(60.0, [trainer], all_up=True)
     assert found is actor
     assert re.search(says("ACTOR.double", 70), why)
-    assert watch.stalled(80.0, [trainer]) == []
+    assert watch.stalled(80.0, [trainer], all_up=True) == []
     # Nobody works, and nobody has said anything for a microsecond.
     assert actor.link is not None
     actor.link.status = Status(IDLE, 70.0, 7)
-    assert [host for host, _ in watch.stalled(1e-6, [trainer])] == [trainer]
-    assert watch.stalled(1000.0, [trainer]) == []
+    assert [host for host, _ in watch.stalled(1e-6, [trainer], all_up=True)] == [trainer]
+    assert watch.stalled(1000.0, [trainer], all_up=True) == []

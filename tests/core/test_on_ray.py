@@ -79,6 +79,18 @@ def test_worker_groups_give_out_split_and_join(ray_cluster: None) -> None:
         assert grid.later([1, 2]).result() == [2, 3]
 
 
+def test_ranks_that_share_their_processes_with_others_call_them_and_each_its_own(ray_cluster: None) -> None:
+    builder = JobBuilder().device_type("CPU")
+    for role in ("upper", "lower"):
+        builder.role(role).train("workers.Stacked").total(2).resource(cpu=0.5).process("both")
+    builder.with_collocation("upper", "lower")
+    with builder.build().running("stacked"):
+        # Both ranks ask both ranks below at the same time, whose processes are their own.
+        first, second = RoleGroup("upper").ask_all(["a", "b"])
+        assert (first, second) == ([["LOWER-0: a"], ["LOWER-1: a"]], [["LOWER-0: b"], ["LOWER-1: b"]])
+        assert RoleGroup("upper").ask_own() == [["LOWER-0"], ["LOWER-1"]]
+
+
 def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

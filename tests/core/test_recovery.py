@@ -200,12 +200,26 @@ def test_several_instances_may_die_at_once(case: Case) -> None:
     assert (result.status, case.result) == ("finished", [[2, 4], [6]])
 
 
-def test_beyond_the_budget_of_its_role_an_instance_is_not_replaced_and_the_run_fails(case: Case) -> None:
-    result = case.strike("double", "tool-0", "kk").run(
-        lambda t: t.RG_TOOL.double([1, 2]), ranks=0, tools=1, tool_restarts=1
+def test_those_that_are_lost_at_once_come_back_at_once_and_count_once(case: Case) -> None:
+    def script(trainer: Any) -> Any:
+        for pid in trainer.RG_TOOL.pid():
+            os.kill(pid, signal.SIGKILL)
+        return trainer.RG_TOOL.double([*range(6)]), [attempt for attempt, _ in trainer.RG_TOOL.story()]
+
+    result = case.run(script, ranks=0, tools=6, tool_restarts=1)
+    assert (result.status, result.attempt) == ("finished", 1)
+    assert case.result == ([[0], [2], [4], [6], [8], [10]], [2] * 6)
+    # Nobody waits for another's replacement.
+    assert case.kinds == ["start", *["lost"] * 6, *["replaced"] * 6, "end"]
+
+
+def test_beyond_the_budget_of_its_role_all_starts_again_and_beyond_the_jobs_the_run_fails(case: Case) -> None:
+    result = case.strike("double", "tool-0", "kkkkk").run(
+        lambda t: t.RG_TOOL.double([1, 2]), ranks=0, tools=1, tool_restarts=1, max_restarts=1
     )
-    assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 1)
-    assert re.search(says("TOOL-0", "max_restarts=1"), result.error)
+    assert (result.status, result.exit_code, result.attempt) == ("failed", 1, 2)
+    assert re.search(says("TOOL-0", "max_restarts=1", "2 attempts"), result.error)
+    assert case.kinds == ["start", "lost", "replaced", "lost", "restart", "start", "lost", "replaced", "lost", "end"]
 
 
 # --- a rank of a `train` role, and the trainer
@@ -400,3 +414,71 @@ def test_the_second_ctrl_c_stops_at_once_and_so_does_the_first_without_a_grace(
     assert driven.returncode == 130
     assert list(tmp_path.glob("saved-*")) == []
     wait_until_gone(*processes(tmp_path), timeout_s=GUARD_S)
+
+
+# --- Ray itself
+
+OWN_CLUSTER = """
+import os, signal, sys, time
+from pathlib import Path
+from core import JobBuilder
+sys.path.insert(0, sys.argv[3])
+
+def script(trainer):
+    folder = trainer.config["folder"]
+    if trainer.attempt == 1:
+        (folder / "running").write_text("")
+        while not trainer.stop_requested:
+            time.sleep(0.05)
+    return trainer.RG_TOOL.double([1, 2]), trainer.attempt
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    builder = JobBuilder().device_type("CPU").config({"folder": folder, "script": script})
+    builder.recovery(max_restarts=1, stop_grace=5)
+    builder.role("trainer").run("fragile.Script").resource(cpu=0.25)
+    builder.role("tool").run("fragile.Fragile").total(2).resource(cpu=0.25)
+    sys.exit(builder.build().submit("own", log_dir=folder / "logs").exit_code)
+"""
+
+
+@pytest.fixture
+def on_its_own_cluster(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A driver that has started a Ray of its own and waits in the first attempt."""
+    (tmp_path / "driver.py").write_text(OWN_CLUSTER)
+    command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path), "", str(Path(__file__).parent)]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not (tmp_path / "running").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+        process.kill()
+
+
+def of_ray(driver: int, name: str) -> int:
+    """The process of this name that the driver has started."""
+    children = Path(f"/proc/{driver}/task").glob("*/children")
+    pids = [pid for file in children for pid in file.read_text().split()]
+    (found,) = [int(pid) for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+    return found
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_when_a_part_of_our_own_cluster_dies_it_is_named_and_all_starts_again_on_a_new_one(
+    on_its_own_cluster: "subprocess.Popen[str]", tmp_path: Path, name: str
+) -> None:
+    os.kill(of_ray(on_its_own_cluster.pid, name), signal.SIGKILL)
+    out, _ = on_its_own_cluster.communicate(timeout=GUARD_S)
+    assert on_its_own_cluster.returncode == 0, out
+    assert re.search(says(name, "attempt 2"), out)
+    assert ast.literal_eval((tmp_path / "result").read_text()) == ([[2], [4]], 2)
+
+
+def test_a_signal_to_the_whole_process_group_ends_the_run_and_says_what_could_not_be_saved(
+    on_its_own_cluster: "subprocess.Popen[str]",
+) -> None:
+    os.killpg(on_its_own_cluster.pid, signal.SIGTERM)
+    out, _ = on_its_own_cluster.communicate(timeout=GUARD_S)
+    assert on_its_own_cluster.returncode == 130, out

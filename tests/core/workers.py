@@ -368,6 +368,27 @@ class Grid(BaseWorkload):
         """Not a method of the group."""
 
 
+class Stacked(BaseWorkload):
+    """One of two roles that share processes, rank by rank."""
+
+    @trainer_invocation
+    def ask_all(self, words: list[str]) -> list[Any]:
+        return RoleGroup("LOWER").call("answer", words).result()
+
+    @trainer_invocation
+    def ask_own(self) -> list[str]:
+        return RoleGroup("LOWER").on(self.rank).call("who").result()
+
+    @rpc()
+    def answer(self, words: list[str]) -> list[str]:
+        time.sleep(HELD_S)  # so that both ranks above wait
+        return [f"{self.name}: {word}" for word in words]
+
+    @rpc()
+    def who(self) -> str:
+        return self.name
+
+
 class Settings(BaseWorkload):
     """Changes what libraries keep once per process."""
 
