@@ -61,10 +61,13 @@ class RunOptions:
     backend: Literal["ray", "local"] = "ray"
     """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
     max_restarts: int = 3
-    """How often all starts again from the latest checkpoint when a rank dies, and how many dead engines of a role are
-    replaced."""
+    """How often all starts again from the latest checkpoint when a rank dies, and how often dead engines of a role are
+    replaced before that; those that die together, as with their node, count once."""
     stall_timeout: float = 1800.0
     """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+    placement_timeout: float = 30.0
+    """Seconds to wait for room in the cluster, at the start and for the replacement of an engine; longer than an
+    autoscaler needs to add a node, if there is one."""
 
     def __post_init__(self) -> None:
         if not self.run_dir:

@@ -42,7 +42,7 @@ def policy_job(
     # Colocated roles work one after the other, and may each use all cores; others share them.
     learners = actors if own.collocate or not config.needs_reference else actors + references
     builder = RLJobBuilder().config(config).node_num(own.nodes)
-    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(trainer)
     builder.actor(actor).nnodes(own.nodes).nproc_per_node(actors // own.nodes)
     builder.resource(accelerator=1, threads=threads_each(learners))

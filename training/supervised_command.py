@@ -33,7 +33,8 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
         model: the class of the ranks that train the model.
         role: of these.
     """
-    builder = JobBuilder().config(config).recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder = JobBuilder().config(config)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role(Role.TRAINER).run(trainer)
     builder.role(role).train(model).resource(accelerator=1)
     builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)

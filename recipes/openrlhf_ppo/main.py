@@ -19,7 +19,7 @@ def build_job(config: PPOConfig) -> Job:
     """What runs where."""
     roles = f"{__package__}.roles"
     builder = RLJobBuilder().config(config).node_num(config.nodes)
-    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
     builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
     builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)

@@ -59,7 +59,7 @@ def build_job(config: VerlPPOConfig) -> Job:
     """What runs where."""
     pools, workers, trainer = config.pools, role_worker_mapping(config), config.trainer
     builder = JobBuilder().config(config).node_num(trainer.nnodes)
-    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role("trainer").run(f"{__package__}.trainer:VerlPPOTrainer")
     for role, pool in pools.mapping.items():
         refuse({"no_worker": role not in workers}, role=role)
