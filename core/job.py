@@ -260,9 +260,21 @@ class JobBuilder:
         self._roles[self._open] |= values
         return self
 
-    def resource(self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0) -> B:
-        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (0: as cores)."""
-        return self._set(resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, threads=threads))
+    def resource(
+        self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0, **custom: float
+    ) -> B:
+        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (0: as cores).
+
+        `custom` are resources that the cluster's nodes were started with, under their own names.
+        """
+        wrong = [name for name in ("gpu", "acc", "mem", "disk", "user_defined") if name in custom]
+        if wrong:
+            raise JobError(
+                f"resource({wrong[0]}=...): give cpu, accelerator, memory (MB), or a resource of the cluster"
+            )
+        return self._set(
+            resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, threads=threads, custom=custom)
+        )
 
     def concurrency(self: B, calls: int) -> B:
         """How many calls to async methods of one worker of the open role may run beside each other."""

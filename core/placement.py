@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,8 +68,16 @@ def _bundle(
         cpu=sum(spec.resource.cpu for spec in specs) * workers,
         accelerator=round(sum(share[spec.name] for spec in specs) * workers, 4),
         memory=sum(spec.resource.memory for spec in specs) * workers,
+        custom={kind: amount * workers for kind, amount in _custom(specs).items()},
         machine=machine,
     )
+
+
+def _custom(specs: Sequence[RoleSpec]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for spec in specs:
+        total.update(spec.resource.custom)
+    return dict(total)
 
 
 def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Sequence[str]]) -> None:
@@ -112,6 +121,7 @@ def _hosts(
                     threads=_threads([roles[role].resource for role in members]),
                     accelerator=round(sum(share[role] for role in members), 4),
                     memory=sum(roles[role].resource.memory for role in members),
+                    custom=_custom([roles[role] for role in members]),
                     env={key: value for role in members for key, value in roles[role].env.items()},
                 )
             )

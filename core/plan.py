@@ -22,6 +22,8 @@ class Resource(BaseModel):
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
     """MB to reserve; 0 reserves nothing."""
+    custom: dict[str, float] = {}
+    """What the cluster's nodes were started with beside these, by its own names, or `node:<ip>`."""
 
 
 class RoleSpec(BaseModel):
@@ -70,6 +72,7 @@ class HostPlan(BaseModel):
     threads: int
     accelerator: float
     memory: int
+    custom: dict[str, float] = {}
     env: dict[str, str] = {}
 
     @property
@@ -84,6 +87,7 @@ class BundlePlan(BaseModel):
     cpu: float
     accelerator: float
     memory: int
+    custom: dict[str, float] = {}
     machine: tuple[str, int] | None = None
     """The role that is spread over machines, and on which of its machines this is; None: wherever there is room."""
 

@@ -213,7 +213,7 @@ def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) ->
             role=role,
             kind=spec.kind,
             members=[member_of(members[rank], role, rank) for rank in range(spec.total)],
-            resource=spec.resource.model_dump(exclude={"threads"}),
+            resource=spec.resource.model_dump(exclude={"custom", "threads"}) | spec.resource.custom,
         )
     return directory
 

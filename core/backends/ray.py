@@ -254,6 +254,7 @@ class RayBackend:
             "namespace": f"troupe-{self._run_id}",
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
+            "resources": plan.custom,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, plan.bundle),
         }
         if plan.memory:
@@ -304,7 +305,7 @@ def _missing(placement: Placement, cpus: int) -> str:
     has = ray.cluster_resources()
     wanted = Counter({"CPU": cpus})
     for bundle in placement.bundles:
-        wanted.update({"GPU": bundle.accelerator})
+        wanted.update({"GPU": bundle.accelerator, **bundle.custom})
     for kind, needed in wanted.items():
         if needed > has.get(kind, 0) + 1e-6:
             return f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all"
@@ -351,7 +352,7 @@ def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callabl
 
 
 def _ray_resources(bundle: BundlePlan) -> dict[str, float]:
-    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20)}
+    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20), **bundle.custom}
     return {key: value for key, value in found.items() if value}
 
 

@@ -99,6 +99,7 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
         (lambda: JobBuilder().total(2), ["nproc_per_node", "run("]),
         (lambda: rl_job().total(-1), ["total", -1]),
         (lambda: rl_job().concurrency(0), ["concurrency", 0]),
+        (lambda: rl_job().resource(gpu=1), ["gpu", "accelerator"]),
         (lambda: rl_job().max_restarts(-1), ["max_restarts", -1]),
         (lambda: rl_job().recovery(max_restarts=-2), ["max_restarts", -2]),
         (lambda: rl_job().recovery(stop_grace=-1), ["stop_grace", -1]),
@@ -158,6 +159,14 @@ def test_all_but_the_trainer_and_who_is_named_share() -> None:
     for role in (builder.actor, builder.rollout, builder.reward):
         role("workers.Echo").total(1).resource(accelerator=1)
     assert builder.with_collocation_all("reward").build().collocations == [["ACTOR", "ROLLOUT"]]
+
+
+def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").train("workers.Echo").nproc_per_node(2).resource(cpu=1, fpga=0.5)
+    placement = builder.build().placement
+    assert [bundle.custom for bundle in placement.bundles] == [{"fpga": 1.0}]
+    assert [host.custom for host in placement.hosts] == [{"fpga": 0.5}] * 2
 
 
 @pytest.mark.parametrize(
