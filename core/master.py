@@ -26,6 +26,7 @@ from core.watch import Watch, WatchedHost, kill_local
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 1.0
 _GONE_WITHIN_S = 10.0
+_TIDY_WITHIN_S = 5.0
 _NODES_EVERY_S = 2.0
 
 
@@ -304,12 +305,10 @@ class Master:
     def _end_processes(self) -> None:
         """End all processes, and give back what they were given; the cluster stays."""
         hosts = self._watch.hosts
+        self._tidy_other_machines()
         for host in hosts:
-            if host.link is not None and host.link.alive and not host.is_here:
-                host.link.send("end")  # it has shared memory on its machine to remove
-            else:
-                with contextlib.suppress(Exception):  # a host that is gone already needs no end
-                    self._backend.kill(host.handle)
+            with contextlib.suppress(Exception):  # a host that is gone already needs no end
+                self._backend.kill(host.handle)
         deadline = time.monotonic() + _GONE_WITHIN_S
         while any(host.link and host.link.alive for host in hosts) and time.monotonic() < deadline:
             self._watch.poll()
@@ -325,6 +324,19 @@ class Master:
         self._coming.forget()
         self._backend.release()
         shutil.rmtree(self._shared_dir, ignore_errors=True)
+
+    def _tidy_other_machines(self) -> None:
+        """Let one process of each other machine remove what the run has in its shared memory."""
+        living = [host for host in self._watch.hosts if host.report and host.link and not host.lost]
+        others = {host.report.machine: host for host in living if host.report and not host.is_here}
+        for host in others.values():
+            if host.link is not None:
+                host.link.send("tidy")
+        deadline, done = time.monotonic() + _TIDY_WITHIN_S, 0
+        while done < len([host for host in others.values() if not host.lost]) and time.monotonic() < deadline:
+            self._watch.poll()
+            done += len(self._watch.take("tidy"))
+            time.sleep(0.02)
 
     def _clean_up(self) -> None:
         self._end_processes()

@@ -166,6 +166,8 @@ class RayBackend:
                 ray.init(address=self._address, **quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
+            # Ray prints a paragraph about each process that dies; the master names it in one line.
+            vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
         _await_silent_nodes(info)
         missing = _missing(placement, cpus)
         if missing and self._own_processes:
@@ -187,10 +189,7 @@ class RayBackend:
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
         self._own_cluster.callback(ray.shutdown)
-        worker = vars(importlib.import_module("ray._private.worker"))
-        # Ray prints a paragraph about each process that dies; the master names it in one line.
-        worker["print_to_stdstream"] = lambda *_, **__: None
-        started = worker["_global_node"].all_processes
+        started = vars(importlib.import_module("ray._private.worker"))["_global_node"].all_processes
         self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]
 
     def fault(self) -> str:

@@ -40,7 +40,7 @@ class RayHost(Host):
             "status": self._status,
             "stack": self._stack,
             "stop": self.request_stop,
-            "end": self._end,
+            "tidy": self._tidy,
             "lost": self._recovery.lose,
             "replay": self._replay,
             "replaced": lambda member: self._recovery.replace(pickle.loads(member)),
@@ -57,8 +57,13 @@ class RayHost(Host):
         self._job_memory = job_memory
         return Status(*self.doing(), self._memory.read())
 
-    def _end(self) -> None:
+    def _tidy(self) -> bool:
+        """Remove what the run has in this machine's shared memory; the answer says that it is done."""
         shutil.rmtree(self._spec.shared_dir, ignore_errors=True)
+        return True
+
+    def _end(self) -> None:
+        self._tidy()
         os._exit(1)
 
     def job_memory(self) -> int:
