@@ -22,6 +22,7 @@ from core.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _FIRST_REPORT_S = 10.0
+_POLL_S = 0.05
 _TOGETHER_S = 5.0
 """Processes that are lost within so many seconds are one incident: a node takes all of its processes along."""
 _NODE_S = 60.0
@@ -125,7 +126,7 @@ class BringUp:
         host.fault = host.lost = ""
         host.started = time.monotonic()
         env = self._job.global_env | host.plan.env
-        host.handle = self._backend.create(self._spec(host), host.plan, env, host.attempt)
+        host.handle = self._backend.create(self._spec(host), host.plan, env)
         self._coming[host] = _Coming(self._stages(host), self._ask(host, "report"))
 
     def _spec(self, host: WatchedHost) -> HostSpec:
@@ -261,7 +262,7 @@ class BringUp:
         """Wait until those on the way may have come further."""
         references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
         # To be woken by each of many that answer one by one would take as long as all of them together.
-        pause = min(timeout, max(0.01, 0.002 * len(references)))
+        pause = min(timeout, max(_POLL_S, 0.002 * len(references)))
         if references:
             self._backend.transport.wait(references, pause, len(references))
         else:
@@ -314,8 +315,7 @@ class BringUp:
         if missing and waited >= limit:
             raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")
         self._watch.info(
-            f"{len(waiting)} processes ({names}) have not started after {waited:.0f} s; "
-            f"{missing or 'their places are reserved'}"
+            f"not started after {waited:.0f} s: {names}, {len(waiting)} in all; {missing or 'the places are reserved'}"
         )
 
     # --- the lost

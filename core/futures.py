@@ -28,6 +28,7 @@ _GRACE_AFTER_FAILURE_S = 1.0
 _LOOK_S = 0.05
 _MANY = 8
 _SLICE_S = 0.02
+_SLICE_S_EACH = 1e-4
 _ASKED_AGAIN = 5
 """How often a lost answer is asked for again; the pause before it doubles each time."""
 _FIRST_PAUSE_S = 0.25
@@ -167,10 +168,12 @@ class _Wait:
             self._waiting |= {call.reference: call for call in sent}
             self._lost = [call for call in self._lost if call.reference not in self._waiting]
             pause = 0.0
-        # To be woken by each of many that answer one by one would take as long as all of them together.
-        pause = max(0.0, min(pause, _SLICE_S)) if len(self._waiting) > _MANY else max(0.0, pause)
-        count = len(self._waiting) if len(self._waiting) > _MANY else 1
-        for reference in self._context.transport.wait(list(self._waiting), pause, count):
+        count = 1
+        if len(self._waiting) > _MANY:
+            # To be woken by each that answers would take as long as all of them together.
+            count = len(self._waiting)
+            pause = min(pause, max(_SLICE_S, _SLICE_S_EACH * count))
+        for reference in self._context.transport.wait(list(self._waiting), max(0.0, pause), count):
             call = self._waiting.pop(reference)
             outcome = call.outcome()
             if outcome is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 
 def is_alive(pid: int) -> bool:
@@ -25,11 +24,13 @@ def wait_until_gone(*pids: int, timeout_s: float = 120.0) -> None:
 
 def left_behind(run_id: str) -> list[str]:
     """Whatever of a run is still there: shared memory, actors, placement groups of the Ray of this process."""
-    import ray
+    from ray._private import state
     from ray.util import placement_group_table
 
     found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
-    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    found += [actor["name"] for actor in actors if run_id in actor["name"]]
+    deadline = time.monotonic() + 60  # Ray's list is a little behind
+    while (actors := [a for a in state.actors().values() if a["State"] != "DEAD"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found += [f"actor {actor['ActorClassName']} in process {actor['Pid']}" for actor in actors]
     groups = placement_group_table().values()
     return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]

@@ -102,7 +102,7 @@ class LocalBackend:
         """A copy, for a host of its own."""
         return copied(value)
 
-    def create(self, spec: HostSpec, _plan: HostPlan, env: Mapping[str, str], _attempt: int = 1) -> LocalHost:
+    def create(self, spec: HostSpec, _plan: HostPlan, env: Mapping[str, str]) -> LocalHost:
         """Make one host."""
         return LocalHost(spec, self.transport, self._emit, env)
 

@@ -125,13 +125,13 @@ class RayTransport:
 
 @functools.cache
 def _actor(concurrency: int, roles: tuple[str, ...]) -> Any:
-    """The actor class of a process; Ray ships each that is made to all workers."""
+    """The actor class of a process, by whose name Ray's tools show it; each that is made is shipped to all workers."""
     # Groups cost every call a little, and their threads are not the main one: only for who needs them.
     groups = {_CONCURRENTLY: concurrency} if concurrency > 1 else {}
     if len(roles) > 1:
         groups |= dict.fromkeys(roles, 1)
     remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
-    return remote(RayHost)
+    return remote(type("+".join(roles), (RayHost,), {}))
 
 
 class RayBackend:
@@ -244,13 +244,10 @@ class RayBackend:
         """Bytes of a value whose class may be defined in the driver's own script."""
         return cloudpickle.dumps(value)
 
-    def create(self, spec: HostSpec, plan: HostPlan, env: Mapping[str, str], attempt: int = 1) -> Any:
-        """Start one host; returns its handle at once."""
+    def create(self, spec: HostSpec, plan: HostPlan, env: Mapping[str, str]) -> Any:
+        """Start one host; returns its handle at once, as only actors without a name do."""
         assert self._group is not None
-        again = f"-{attempt}" if attempt > 1 else ""
         options: dict[str, Any] = {
-            "name": f"troupe-{self._run_id}-{spec.name}{again}",
-            "namespace": f"troupe-{self._run_id}",
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
             "resources": plan.custom,

@@ -176,3 +176,19 @@ def test_a_trainer_knows_what_memory_the_job_takes() -> None:
 
     result = run(script)
     assert result.status == "finished", result.error
+
+
+def test_rays_own_tools_show_roles_and_methods(tmp_path: Path) -> None:
+    from ray._private import state
+
+    builder = JobBuilder().device_type("CPU")
+    builder.role("solo").run("workers.Echo").resource(cpu=0.5)
+    with builder.build().running("shown"):
+        gate = tmp_path / "gate"
+        held = RoleGroup("solo").held(gate)
+        (actor,) = [actor for actor in state.actors().values() if actor["State"] == "ALIVE"]
+        title = Path(f"/proc/{actor['Pid']}/cmdline")
+        while "SOLO.held" not in title.read_text():
+            time.sleep(0.01)
+        gate.touch()
+        assert (actor["ActorClassName"], held.result()) == ("SOLO", [0])

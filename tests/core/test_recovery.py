@@ -18,7 +18,7 @@ from fragile import LATE_S
 from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
 from core.context import current
 from tests.messages import says
-from tests.processes import wait_until_gone
+from tests.processes import left_behind, wait_until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("ray_cluster")]
 
@@ -68,9 +68,6 @@ class Case:
 
     def left_behind(self, count: int) -> list[str]:
         """Processes, ports, shared memory, actors and placement groups of the run that are still there."""
-        import ray
-        from ray.util import placement_group_table
-
         run_id = self.job.run_id
         pids = [
             line.split("process ")[1].split()[0]
@@ -82,11 +79,7 @@ class Case:
         # A process that is gone holds no port and has no children: Linux ends both with it. One whose connection has
         # ended may be on its last few steps still.
         wait_until_gone(*map(int, pids), timeout_s=GUARD_S)
-        found = [str(path) for path in Path("/dev/shm").glob(f"troupe-{run_id}*")]
-        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-        found += [actor["name"] for actor in actors if run_id in actor["name"]]
-        groups = placement_group_table().values()
-        return found + [g["name"] for g in groups if run_id in g["name"] and g["state"] != "REMOVED"]
+        return left_behind(run_id)
 
 
 @pytest.fixture
