@@ -34,30 +34,58 @@ def test_the_twenty_lines_of_core_run_as_they_stand(tmp_path: Path, ray_address:
     assert "status='finished'" in lines[1]
 
 
+SHOWN = [("core", "hello.py"), ("core", "shop.py"), ("core_migration", "moved.py")]
+"""Jobs of the pages on core that can be run, and their pages."""
+
+
+def page(name: str) -> str:
+    """A page of docs/."""
+    return (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+
+
+def shown_jobs(name: str) -> dict[str, str]:
+    """The files that a page shows whole."""
+    blocks = re.findall(r"```python\n# file: (\S+)\n(.*?)```", page(name), re.DOTALL)
+    return dict(blocks)
+
+
+def test_every_file_that_the_pages_on_core_show_is_run() -> None:
+    assert [(name, file) for name in ("core", "core_migration") for file in shown_jobs(name)] == SHOWN
+    assert sum(page(name).count("```python") for name in ("core", "core_migration")) == len(SHOWN)
+
+
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full), "local"])
-def test_the_job_of_the_page_on_core_runs_as_it_stands(
-    tmp_path: Path, backend: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize(("name", "file"), SHOWN)
+def test_the_jobs_of_the_pages_on_core_run_as_they_stand_and_print_what_is_said(
+    tmp_path: Path, name: str, file: str, backend: str, request: pytest.FixtureRequest
 ) -> None:
     env = {"RAY_ADDRESS": request.getfixturevalue("ray_address")} if backend == "ray" else {}
-    page = (ROOT / "docs/core.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "shop.py").write_text(code.replace('submit("shop")', f'submit("shop", backend="{backend}")'))
-    done = run_file(tmp_path / "shop.py", **env)
-    assert done.stdout == "[2, 1] [30, 50, 40] pear by SCALE-1\nfinished\n", done.stderr
-    assert "prints `[2, 1] [30, 50, 40] pear by SCALE-1` and `finished`" in page
+    code, changed = re.subn(r'submit\("(\w+)"\)', rf'submit("\1", backend="{backend}")', shown_jobs(name)[file])
+    assert changed == 1
+    (tmp_path / file).write_text(code)
+    said = re.search(rf"`python {file}` prints `([^`]+)` and `([^`]+)`", page(name))
+    assert said is not None
+    done = run_file(tmp_path / file, **env)
+    assert done.stdout.splitlines() == [said[1], said[2]], done.stderr
 
 
-def test_the_page_on_core_has_every_name_that_is_not_kept_and_those_that_are_exist() -> None:
-    page = (ROOT / "docs/core.md").read_text(encoding="utf-8")
+def test_the_first_screen_of_the_page_on_core_is_one_role_and_one_way_to_call() -> None:
+    code = shown_jobs("core")["hello.py"]
+    assert len(code.splitlines()) <= 26
+    assert code.count("@") == 1
+
+
+def test_the_page_on_migration_has_every_name_that_is_not_kept_and_those_that_are_exist() -> None:
+    text = page("core_migration")
     rows = [f"| {place} | `{name}` | {hint} |" for place, names in old_names().items() for name, hint in names.items()]
-    assert page.endswith("\n".join(rows) + "\n")
-    kept = re.search(r"\nKept: (.*?)\n\n", page, re.DOTALL)
+    assert text.endswith("\n".join(rows) + "\n")
+    kept = re.search(r"\nKept: (.*?)\n\n", text, re.DOTALL)
     assert kept is not None
     names = {*core.__all__, *core.BaseTrainer.__annotations__, *core.RoleSpec.model_fields, "config"}
     names.update(*map(dir, (core.BaseTrainer, core.RoleSpec, core.Identity)))
     names.update(inspect.signature(core.BaseTrainer).parameters)
     for name in re.findall(r"`@?(?:job.workloads\[role\]\.)?(\w+)", kept[1]):
-        assert name in names, f"docs/core.md says that {name} is kept"
+        assert name in names, f"docs/core_migration.md says that {name} is kept"
 
 
 MOST_FILES = {"grpo": 6, "multi_turn": 6, "reinforce_pp": 6, "openrlhf_ppo": 10, "verl_ppo": 10}
