@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.two_machines import namespaces_refused
+
 pytest_plugins = ["tests.cpu_budget"]
 
 TESTS = Path(__file__).resolve().parent
 FIRST = (
     "recipes/test_role_group_runs.py",
     "core/test_recovery.py",
+    "core/test_two_machines.py",
     "recipes/test_resume.py",
     "recipes/test_verl_ppo.py",
     "recipes/test_agent_runs.py",
@@ -52,14 +55,26 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this system does not allow, and put the longest files first."""
+    out = [item for item in items if item.get_closest_marker("namespaces")]
+    if out and namespaces_refused():
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
     def place(item: pytest.Item) -> int:
         name = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
         return FIRST.index(name) if name in FIRST else len(FIRST)
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out: who runs the full tier is to know that it was not all."""
+    is_full = "not full" not in config.getoption("markexpr")
+    if is_full and (reason := namespaces_refused()):
+        terminalreporter.section("left out: tests of several machines", yellow=True)
+        terminalreporter.write_line(reason, yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,230 @@
+"""See what becomes of a job when one of two machines dies, on machines of your own.
+
+    python scripts/cluster/faults.py /shared/folder --near 10.0.0.1 --far 10.0.0.2 --ssh 10.0.0.2 \
+        --start_ray '/shared/troupe/.venv/bin/ray start --address=10.0.0.1:6379'
+
+Run it on the head of an idle Ray cluster, as the user who started Ray on both. --near and --far are the addresses of
+the nodes in Ray, --ssh is how far is reached; --start_ray runs there after each death, and must make it a node again.
+The folder is one that both see. Of far's packets only those from and to near are dropped, but for ssh, and for a minute
+at most.
+`--cases NAME ...` takes some of the cases of fault_job.py.
+
+Prints a line for each case. Exit code: 0 all is as it is to be, 1 it is not, 2 far cannot be reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+HERE = Path(__file__).resolve().parent
+sys.path += [path for path in (str(HERE), str(HERE.parents[1])) if path not in sys.path]
+
+from fault_job import CASES, Case, Report  # noqa: E402
+
+READY_S = 180.0
+LIMIT_S = 180.0
+"""From the fault to the end of the job. Ray declares a silent node dead after 65 s, where nothing else is set."""
+GONE_S = 30.0
+PAUSE_S = 5.0
+LOOK_S = 0.1
+KILL = "pids=$(pgrep -f -- '[-]-gcs-address=%s') && kill -KILL $pids $(pgrep -P \"$(echo $pids | tr ' ' ,)\")"
+"""Ends Ray's own processes of a node, and their children: its workers."""
+DROPPED = ("INPUT -s %s -p tcp ! --dport 22 -j DROP", "OUTPUT -d %s -p tcp ! --sport 22 -j DROP")
+DROPPED_S = 60
+
+
+class Machines(Protocol):
+    """How a near and a far machine are struck and looked at."""
+
+    def cut(self) -> None:
+        """End the far one so that the near one hears nothing of it."""
+
+    def kill(self) -> None:
+        """End Ray and its workers on the far one."""
+
+    def unplug(self) -> None:
+        """Lose the packets between them from now on."""
+
+    def plug_in(self) -> None:
+        """Let them through again."""
+
+    def left_behind(self) -> list[str]:
+        """Processes of jobs, and their folders in shared memory, on those that are on."""
+        ...
+
+    def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
+        """Start a driver on the near one, which is Python with these arguments; what it prints goes to a file."""
+        ...
+
+    def end(self, driver: subprocess.Popen[Any]) -> None:
+        """Kill a driver."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a case, and what is wrong with it."""
+
+    wrong: list[str]
+    terminal: str
+    report: Report | None = None
+
+    def __str__(self) -> str:
+        faults = "; ".join(self.wrong) or "as it is to be"
+        return f"{faults} ({self.report.seconds:.0f} s from the fault to the end)" if self.report else faults
+
+
+def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, limit_s: float = LIMIT_S) -> Verdict:
+    """Run the job of a case, strike when it is ready, and hold what comes of it against the case.
+
+    A driver that has not ended `limit_s` seconds after the fault is killed.
+    """
+    case = CASES[name]
+    folder.mkdir(parents=True)
+    terminal = folder / "terminal.log"
+    driver = machines.drive([str(HERE / "fault_job.py"), name, str(folder), near, far], terminal)
+    faults: list[str] = []
+    try:
+        if not _until((folder / "ready").exists, driver, READY_S):
+            faults.append(f"not ready after {READY_S:g} s")
+        elif driver.poll() is None:
+            _strike(case, folder, machines)
+            if not _until(lambda: False, driver, limit_s):
+                faults.append(f"has not ended {limit_s:g} s after the fault")
+    finally:
+        if driver.poll() is None:
+            machines.end(driver)
+    if not faults:  # a driver that was killed tidies nothing up
+        faults += _left_behind(machines)
+    printed = terminal.read_text(encoding="utf-8", errors="replace")
+    if not (folder / "report.json").exists():
+        return Verdict([*faults, f"no report; exit code {driver.returncode}"], printed)
+    report = Report(**json.loads((folder / "report.json").read_text()))
+    return Verdict([*faults, *report.wrong(case, far, printed)], printed, report)
+
+
+def _left_behind(machines: Machines) -> list[str]:
+    deadline = time.monotonic() + GONE_S
+    while (left := machines.left_behind()) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return [f"left behind: {', '.join(left)}"] if left else []
+
+
+def _until(reached: Callable[[], bool], driver: subprocess.Popen[Any], seconds: float) -> bool:
+    """Wait until something is reached, or the driver has ended; False if it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not reached() and driver.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def _strike(case: Case, folder: Path, machines: Machines) -> None:
+    strikes = {"cut": machines.cut, "kill": machines.kill, "pause": machines.unplug, "none": lambda: None}
+    strikes[case.fault]()
+    (folder / "struck").touch()
+    if case.fault == "pause":
+        time.sleep(PAUSE_S)
+        machines.plug_in()
+        (folder / "healed").touch()
+
+
+# --- machines that are reached by ssh
+
+
+@dataclass
+class Hosts:
+    """This machine, and one that ssh reaches."""
+
+    address: str
+    near: str
+    ssh: str
+    sudo: str
+    start_ray: str
+
+    def on_far(self, script: str, check: bool = True) -> str:
+        """What a script prints on the far machine."""
+        command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", self.ssh, script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if check and done.returncode:
+            raise OSError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def cut(self) -> None:
+        self.unplug()
+        self.kill()
+
+    def kill(self) -> None:
+        self.on_far(KILL % self.address)
+
+    def unplug(self) -> None:
+        rules = [rule % self.near for rule in DROPPED]
+        put = " && ".join(f"{self.sudo} iptables -I {rule}" for rule in rules)
+        # It takes them away by itself, should nobody be able to tell it to.
+        later = "; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules)
+        self.on_far(f"{put} && (nohup sh -c {shlex.quote(f'sleep {DROPPED_S}; {later}')} >/dev/null 2>&1 &)")
+
+    def plug_in(self) -> None:
+        rules = [rule % self.near for rule in DROPPED]
+        self.on_far("; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules), check=False)
+
+    def left_behind(self) -> list[str]:
+        look = "pgrep -a -f '^ray::[R]ayHost'; ls -d /dev/shm/troupe-* 2>/dev/null; true"
+        here = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False).stdout
+        return [*here.splitlines(), *self.on_far(look).splitlines()]
+
+    def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
+        with log.open("w") as output:
+            env = os.environ | {"RAY_ADDRESS": self.address}
+            return subprocess.Popen([sys.executable, *command], env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def end(self, driver: subprocess.Popen[Any]) -> None:
+        driver.kill()
+        driver.wait()
+
+    def heal(self, fault: str) -> None:
+        """Make far a node again, once near has seen it dead."""
+        if fault in ("cut", "kill"):
+            self.plug_in()
+            self.on_far(self.start_ray)
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="that both machines see")
+    for name in ("near", "far", "ssh", "start_ray"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--port", type=int, default=6379, help="of Ray on the head (default: 6379)")
+    parser.add_argument("--sudo", default="sudo -n", help="before iptables on far (default: sudo -n); '' for root")
+    two = [name for name, case in CASES.items() if case.machines == 2]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=two, help="default: those for two machines")
+    asked = parser.parse_args(arguments)
+    hosts = Hosts(f"{asked.near}:{asked.port}", asked.near, asked.ssh, asked.sudo, asked.start_ray)
+    all_well = True
+    try:
+        hosts.on_far("true")
+        for name in asked.cases:
+            folder = asked.folder / f"{name}-{time.strftime('%m%d-%H%M%S')}"
+            verdict = try_case(name, folder, hosts, asked.near, asked.far)
+            all_well = all_well and not verdict.wrong
+            print(f"{'well' if not verdict.wrong else 'WRONG'}: {CASES[name].claim}: {verdict}; {folder}", flush=True)
+            hosts.heal(CASES[name].fault)
+    except OSError as error:
+        print(f"faults: {error}", file=sys.stderr)
+        return 2
+    return 0 if all_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

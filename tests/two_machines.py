@@ -1,0 +1,358 @@
+"""Machines of a cluster on one host: each has a network, a host name, processes and shared memory of its own.
+
+A machine is a set of Linux namespaces whose first process waits for the end of its input. When that process ends, for
+whatever reason, Linux ends all others of the machine and removes its network and its mounts; so nothing is left behind,
+not even when the tests are killed. Disks are the host's, as one that all machines see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.processes import is_alive
+
+ROOT = Path(__file__).resolve().parents[1]
+RAY = Path(sys.executable).with_name("ray")
+PORT = 6379
+SHARED_MEMORY_MB = 512
+OBJECT_STORE_BYTES = 80_000_000
+LIMIT_S = 120.0
+"""Against a hang of a command, which takes a tenth of it on a busy host."""
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "4",
+}
+"""Ray declares a silent node dead after about 16 s. Left alone it takes 65 s; a pause of 5 s fails 2 checks of 4."""
+SWITCH = """
+set -e
+ip link add name switch type bridge
+ip link set dev switch up
+echo ready
+exec cat
+"""
+MACHINE = """
+set -e
+mount -t tmpfs -o size="$2"m none /dev/shm
+mount --bind "$3" /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+hostname "$1"
+ip link set dev lo up
+# Linux then clears away whoever ends here without a parent.
+trap '' CHLD
+echo ready
+exec cat
+"""
+NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
+
+
+def own_user() -> list[str]:
+    """What lets somebody who is not root make the other namespaces."""
+    return [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+
+
+@functools.cache
+def namespaces_refused() -> str:
+    """Why this host lets us make no machines; empty if it does."""
+    missing = [program for program in ("unshare", "nsenter", "ip", "hostname") if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} not found; install util-linux, iproute2 and hostname"
+    pair = "ip link add name one type veth peer name two && ip link add name switch type bridge"
+    script = f"mount -t tmpfs none /dev/shm && {pair} && ip link set dev one master switch"
+    command = ["unshare", *own_user(), *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no namespaces were made within {LIMIT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    return f"namespaces are not allowed ({told}); run as root, or allow user namespaces without privileges"
+
+
+def run(command: Sequence[str | Path], timeout_s: float = LIMIT_S) -> str:
+    """What a command printed; AssertionError with all of it if it failed."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def only_child(pid: int) -> int:
+    """The process that another has started."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def started(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+    """A process that says `ready` once it is, and ends with its input, that is: with this process at the latest."""
+    words = [str(word) for word in command]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    can_be_read, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+    told = process.stdout.readline() if can_be_read else b""
+    if told != b"ready\n":
+        process.kill()
+        raise AssertionError(f"{' '.join(words)} is not ready: {told!r}")
+    return process
+
+
+@dataclass
+class Machine:
+    """One of them."""
+
+    name: str
+    ip: str
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    first: int = 0
+    """The first process of the machine, as the host counts."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it has power."""
+        return self.process is not None and is_alive(self.first)
+
+    def within(self, command: Sequence[str | Path], env: Mapping[str, str]) -> list[str]:
+        """The command that runs another on this machine, in the folder of its files."""
+        user = ["--user", "--preserve-credentials"] if own_user() else []
+        enter = ["nsenter", "--target", str(self.first), *user, *NAMESPACES, "--"]
+        variables = [f"{name}={value}" for name, value in env.items()]
+        return [*enter, "env", "-i", f"--chdir={self.folder}", *variables, *map(str, command)]
+
+    def processes(self) -> dict[int, str]:
+        """Who runs on it beside the first, with its command, as the host counts."""
+        if not self.is_on:
+            return {}
+        own = Path(f"/proc/{self.first}/ns/pid").readlink()
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it may end between two looks
+                pid = int(place.name)
+                if pid != self.first and (place / "ns" / "pid").readlink() == own and is_alive(pid):
+                    found[pid] = (place / "cmdline").read_text().replace("\0", " ").strip()
+        return found
+
+    def left_behind(self) -> list[str]:
+        """What of a job is still there: its processes, its folders in shared memory."""
+        if not self.is_on:
+            return []
+        workers = [command for command in self.processes().values() if command.startswith("ray::RayHost")]
+        return workers + [path.name for path in Path(f"/proc/{self.first}/root/dev/shm").glob("troupe-*")]
+
+    def end(self) -> None:
+        """Cut its power: all its processes are gone at once."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            # Its parent ends after it, and it ends after all others.
+            os.kill(self.first, signal.SIGKILL)
+        self.process.wait(LIMIT_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        self.process = None
+
+
+@dataclass
+class Laboratory:
+    """A switch and the machines at it; the first of them is Ray's head, and where drivers run."""
+
+    folder: Path
+    env: dict[str, str]
+    machines: list[Machine]
+    switch: subprocess.Popen[bytes]
+    has_ray: bool
+    drivers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def near(self) -> Machine:
+        """The head."""
+        return self.machines[0]
+
+    @property
+    def far(self) -> Machine:
+        """The second machine."""
+        return self.machines[1]
+
+    @property
+    def address(self) -> str:
+        """Of Ray."""
+        return f"{self.near.ip}:{PORT}"
+
+    # --- faults
+
+    def cut(self, machine: Machine) -> None:
+        """Cut the power: the others hear nothing of it, no end of a connection either."""
+        self.unplug(machine)
+        machine.end()
+
+    def kill(self, machine: Machine) -> None:
+        """Kill Ray's node and all other processes of a machine that stays on: Linux closes their connections."""
+        deadline = time.monotonic() + LIMIT_S
+        while pids := machine.processes():
+            assert time.monotonic() < deadline, f"{machine.name} has still {pids}"
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def pause(self, machine: Machine, seconds: float) -> None:
+        """Lose all packets from and to a machine for a while."""
+        self.unplug(machine)
+        time.sleep(seconds)
+        self.plug_in(machine)
+
+    def unplug(self, machine: Machine) -> None:
+        """Lose all packets from and to a machine from now on; nobody's own network card tells."""
+        self._at_switch("ip", "link", "set", "dev", machine.name, "nomaster")
+
+    def plug_in(self, machine: Machine) -> None:
+        """Let its packets through again."""
+        self._at_switch("ip", "link", "set", "dev", machine.name, "master", "switch")
+
+    def heal(self) -> None:
+        """Switch on what was cut, start Ray where it was killed."""
+        for machine in self.machines:
+            if not machine.is_on:
+                self._switch_on(machine)
+                self._start_ray(machine)
+            elif self.has_ray and not any("raylet/raylet" in each for each in machine.processes().values()):
+                self.kill(machine)
+                self._start_ray(machine)
+
+    # --- life
+
+    def start(self) -> None:
+        """Switch all on, and make a Ray cluster of them."""
+        for machine in self.machines:
+            self._switch_on(machine)
+        for machine in self.machines:
+            self._start_ray(machine)
+
+    def close(self) -> None:
+        """End everything."""
+        for machine in self.machines:
+            machine.end()
+        for driver in self.drivers:
+            driver.kill()
+            driver.wait(LIMIT_S)
+        self.switch.kill()
+        self.switch.wait(LIMIT_S)
+        for stream in (self.switch.stdin, self.switch.stdout):
+            assert stream is not None
+            stream.close()
+
+    def drive(self, *arguments: str | Path, log: Path) -> subprocess.Popen[str]:
+        """Start a driver on the head, which is Python with these arguments; what it prints goes to a file."""
+        # To say where it hangs when it is ended.
+        env = self.env | {"RAY_ADDRESS": self.address, "PYTHONFAULTHANDLER": "1"}
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.near.within([sys.executable, *arguments], env),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        self.drivers.append(process)
+        return process
+
+    def end_driver(self, driver: subprocess.Popen[str]) -> None:
+        """Kill a driver, which prints where it was."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+                os.kill(only_child(driver.pid), number)
+                driver.wait(LIMIT_S / 10)
+        driver.wait(LIMIT_S)
+
+    def _at_switch(self, *command: str) -> str:
+        user = ["--user", "--preserve-credentials"] if own_user() else []
+        return run(["nsenter", "--target", str(self.switch.pid), *user, "--net", "--", *command])
+
+    def _switch_on(self, machine: Machine) -> None:
+        user = ["nsenter", "--target", str(self.switch.pid), "--user", "--preserve-credentials", "--"]
+        enter = user if own_user() else []
+        make = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+        given = [machine.name, str(SHARED_MEMORY_MB), self.folder / "hosts"]
+        machine.process = started([*enter, *make, "sh", "-c", MACHINE, "machine", *given])
+        machine.first = only_child(machine.process.pid)
+        ports = json.loads(self._at_switch("ip", "-json", "link"))
+        if machine.name in [port["ifname"] for port in ports]:
+            # Linux has not yet cleared away the network of who had this name before.
+            self._at_switch("ip", "link", "delete", "dev", machine.name)
+        # Its network card is the same after a power cut, or the others would send to the old one for a while.
+        card = "02:00:00:00:00:" + machine.ip.rpartition(".")[2].zfill(2)
+        end = ["type", "veth", "peer", "name", "eth0", "address", card, "netns", str(machine.first)]
+        self._at_switch("ip", "link", "add", "name", machine.name, *end)
+        self._at_switch("ip", "link", "set", "dev", machine.name, "master", "switch", "up")
+        for words in (
+            f"addr add {machine.ip}/24 dev eth0",
+            "link set dev eth0 up",
+            # Nobody is there; but a machine without a way out does not know which of its addresses is its own.
+            "route add default via 10.77.0.254",
+        ):
+            run(machine.within(["ip", *words.split()], {"PATH": os.environ["PATH"]}))
+
+    def _start_ray(self, machine: Machine) -> None:
+        if not self.has_ray:
+            return
+        is_head = machine is self.near
+        role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if is_head else [f"--address={self.address}"]
+        own = [f"--node-ip-address={machine.ip}", f"--temp-dir={machine.folder / 'ray'}"]
+        size = ["--num-cpus=8", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
+        run(machine.within([RAY, "start", *role, *own, *size], self.env))
+
+
+@contextlib.contextmanager
+def laboratory(count: int, env: Mapping[str, str] = HEALTH, has_ray: bool = True) -> Iterator[Laboratory]:
+    """So many machines, `near` and `far` the first two, with a Ray cluster that takes only calls with its token.
+
+    `env` are settings of Ray.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # paths of sockets are short
+    names = ["near", "far", *(f"far-{number}" for number in range(3, count + 1))]
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        machines = [Machine(name, f"10.77.0.{number}", folder / name) for number, name in enumerate(names[:count], 1)]
+        for machine in machines:
+            machine.folder.mkdir()
+        lines = ["127.0.0.1 localhost", *(f"{machine.ip} {machine.name}" for machine in machines)]
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        (folder / "token").touch(mode=0o600)
+        (folder / "token").write_text(secrets.token_hex(32))
+        switch = started(["unshare", *own_user(), "--net", "sh", "-c", SWITCH])
+        made = Laboratory(folder, _environment(folder, env), machines, switch, has_ray)
+        stack.callback(made.close)
+        made.start()
+        yield made
+
+
+def _environment(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """Of every process on the machines: this checkout, and the token."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_niceness": "0",
+        **more,
+    }
