@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -155,7 +156,7 @@ class Machine:
         """What of a job is still there: its processes, its folders in shared memory."""
         if not self.is_on:
             return []
-        workers = [command for command in self.processes().values() if command.startswith("ray::RayHost")]
+        workers = [command for command in self.processes().values() if re.match(r"ray::(TRAINER|TOOL|ACTOR)", command)]
         return workers + [path.name for path in Path(f"/proc/{self.first}/root/dev/shm").glob("troupe-*")]
 
     def end(self) -> None:

@@ -104,7 +104,7 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
         if driver.poll() is None:
             machines.end(driver)
     if not faults:  # a driver that was killed tidies nothing up
-        faults += _left_behind(machines)
+        faults += _left_behind(machines, folders=case.fault != "kill")
     printed = terminal.read_text(encoding="utf-8", errors="replace")
     if not (folder / "report.json").exists():
         return Verdict([*faults, f"no report; exit code {driver.returncode}"], printed)
@@ -112,10 +112,15 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
     return Verdict([*faults, *report.wrong(case, far, printed)], printed, report)
 
 
-def _left_behind(machines: Machines) -> list[str]:
-    deadline = time.monotonic() + GONE_S
-    while (left := machines.left_behind()) and time.monotonic() < deadline:
+def _left_behind(machines: Machines, folders: bool) -> list[str]:
+    """What is still there; `folders`: also in shared memory, which nobody is left to remove where all were killed.
+
+    The next job that comes to that machine does it.
+    """
+    deadline, left = time.monotonic() + GONE_S, [""]
+    while left and time.monotonic() < deadline:
         time.sleep(LOOK_S)
+        left = [found for found in machines.left_behind() if folders or "troupe-" not in found]
     return [f"left behind: {', '.join(left)}"] if left else []
 
 
@@ -179,7 +184,7 @@ class Hosts:
         self.on_far("; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules), check=False)
 
     def left_behind(self) -> list[str]:
-        look = "pgrep -a -f '^ray::[R]ayHost'; ls -d /dev/shm/troupe-* 2>/dev/null; true"
+        look = "pgrep -a -f '^ray::(TRAINER|TOOL|ACTOR)'; ls -d /dev/shm/troupe-* 2>/dev/null; true"
         here = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False).stdout
         return [*here.splitlines(), *self.on_far(look).splitlines()]
 
