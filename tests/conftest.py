@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what was left out: who runs the full tier is to know that it was not all."""
-    is_full = "not full" not in config.getoption("markexpr")
+    is_full = "not full" not in str(config.getoption("markexpr"))
     if is_full and (reason := namespaces_refused()):
         terminalreporter.section("left out: tests of several machines", yellow=True)
         terminalreporter.write_line(reason, yellow=True)

@@ -152,12 +152,12 @@ class Machine:
                     found[pid] = (place / "cmdline").read_text().replace("\0", " ").strip()
         return found
 
-    def left_behind(self) -> list[str]:
-        """What of a job is still there: its processes, its folders in shared memory."""
+    def left_behind(self, run_id: str) -> list[str]:
+        """What of jobs is still there: processes, and the folder of this run in shared memory."""
         if not self.is_on:
             return []
         workers = [command for command in self.processes().values() if re.match(r"ray::(TRAINER|TOOL|ACTOR)", command)]
-        return workers + [path.name for path in Path(f"/proc/{self.first}/root/dev/shm").glob("troupe-*")]
+        return workers + [path.name for path in Path(f"/proc/{self.first}/root/dev/shm").glob(f"troupe-{run_id}*")]
 
     def end(self) -> None:
         """Cut its power: all its processes are gone at once."""

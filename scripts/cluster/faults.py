@@ -58,8 +58,8 @@ class Machines(Protocol):
     def plug_in(self) -> None:
         """Let them through again."""
 
-    def left_behind(self) -> list[str]:
-        """Processes of jobs, and their folders in shared memory, on those that are on."""
+    def left_behind(self, run_id: str, on_far: bool) -> list[str]:
+        """Processes of jobs, and the folder of a run in shared memory; on the near one, and on the far one if asked."""
         ...
 
     def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
@@ -103,25 +103,18 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
     finally:
         if driver.poll() is None:
             machines.end(driver)
-    if not faults:  # a driver that was killed tidies nothing up
-        faults += _left_behind(machines, folders=case.fault != "kill")
     printed = terminal.read_text(encoding="utf-8", errors="replace")
     if not (folder / "report.json").exists():
         return Verdict([*faults, f"no report; exit code {driver.returncode}"], printed)
     report = Report(**json.loads((folder / "report.json").read_text()))
-    return Verdict([*faults, *report.wrong(case, far, printed)], printed, report)
-
-
-def _left_behind(machines: Machines, folders: bool) -> list[str]:
-    """What is still there; `folders`: also in shared memory, which nobody is left to remove where all were killed.
-
-    The next job that comes to that machine does it.
-    """
-    deadline, left = time.monotonic() + GONE_S, [""]
-    while left and time.monotonic() < deadline:
+    # Where nothing of Ray is left, nobody can tidy up before the next run does.
+    on_far = case.fault in ("none", "pause")
+    deadline = time.monotonic() + GONE_S
+    while (left := machines.left_behind(report.run_id, on_far)) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-        left = [found for found in machines.left_behind() if folders or "troupe-" not in found]
-    return [f"left behind: {', '.join(left)}"] if left else []
+    if left:
+        faults.append(f"left behind: {', '.join(left)}")
+    return Verdict([*faults, *report.wrong(case, far, printed)], printed, report)
 
 
 def _until(reached: Callable[[], bool], driver: subprocess.Popen[Any], seconds: float) -> bool:
@@ -183,10 +176,10 @@ class Hosts:
         rules = [rule % self.near for rule in DROPPED]
         self.on_far("; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules), check=False)
 
-    def left_behind(self) -> list[str]:
-        look = "pgrep -a -f '^ray::(TRAINER|TOOL|ACTOR)'; ls -d /dev/shm/troupe-* 2>/dev/null; true"
+    def left_behind(self, run_id: str, on_far: bool) -> list[str]:
+        look = f"pgrep -a -f '^ray::(TRAINER|TOOL|ACTOR)'; ls -d /dev/shm/troupe-{run_id}* 2>/dev/null; true"
         here = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False).stdout
-        return [*here.splitlines(), *self.on_far(look).splitlines()]
+        return [*here.splitlines(), *(self.on_far(look).splitlines() if on_far else [])]
 
     def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
         with log.open("w") as output:
@@ -208,8 +201,10 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="that both machines see")
-    for name in ("near", "far", "ssh", "start_ray"):
-        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--near", required=True, help="address of this machine's node in Ray")
+    parser.add_argument("--far", required=True, help="address in Ray of the node that is struck")
+    parser.add_argument("--ssh", required=True, help="the struck machine, as ssh knows it")
+    parser.add_argument("--start_ray", required=True, help="command that makes it a node again")
     parser.add_argument("--port", type=int, default=6379, help="of Ray on the head (default: 6379)")
     parser.add_argument("--sudo", default="sudo -n", help="before iptables on far (default: sudo -n); '' for root")
     two = [name for name, case in CASES.items() if case.machines == 2]

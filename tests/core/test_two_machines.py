@@ -59,8 +59,10 @@ class Struck:
     def plug_in(self) -> None:
         self.laboratory.plug_in(self.laboratory.far)
 
-    def left_behind(self) -> list[str]:
-        return [f"{machine.name}: {left}" for machine in self.laboratory.machines for left in machine.left_behind()]
+    def left_behind(self, run_id: str, on_far: bool) -> list[str]:
+        far = self.laboratory.far
+        machines = [machine for machine in self.laboratory.machines if on_far or machine is not far]
+        return [f"{machine.name}: {left}" for machine in machines for left in machine.left_behind(run_id)]
 
     def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
         return self.laboratory.drive(*command, log=log)
