@@ -5,64 +5,84 @@ has two forms: `self.update(batch)` inside the workload returns what the method 
 in a trainer what the group does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from core.exports import CallSpec, Export, Replay, Target, attach
-from core.futures import Future
 from core.names import hint_after
 
+if TYPE_CHECKING:
+    from core.futures import Future
+
 F = TypeVar("F", bound=Callable[..., Any])
+G = TypeVar("G")
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
+M_co = TypeVar("M_co", covariant=True)
 G_co = TypeVar("G_co", covariant=True)
 
 
-class Exported(Protocol, Generic[P, R_co, G_co]):
+class Exported(Protocol[M_co, G_co]):
     """A decorated method, as type checkers see it: through an object, and through the class as a group is seen."""
 
     @overload
-    def __get__(self, instance: None, owner: Any) -> Callable[P, G_co]: ...
+    def __get__(self, instance: None, owner: Any) -> G_co: ...
     @overload
-    def __get__(self, instance: object, owner: Any) -> Callable[P, R_co]: ...
+    def __get__(self, instance: object, owner: Any) -> M_co: ...
 
 
-class _Options(TypedDict, total=False):
-    is_async: bool
-    timeout: float
-    auto_shard: bool
+class Repeats(TypedDict, total=False):
+    """Whether a call may be sent again."""
+
     idempotent: bool
     replay: Replay | None
 
 
+class _Options(Repeats, total=False):
+    is_async: bool
+    timeout: float
+    auto_shard: bool
+
+
+class _ToAll(_Options, total=False):
+    target: Literal["ALL"]
+
+
+class _ToAny(_Options, total=False):
+    target: Target
+
+
+if TYPE_CHECKING:
+    # P: the parameters of a method. R: what it returns. G: what the group returns.
+    Method = Callable[Concatenate[Any, P], R]
+    Mark = Callable[[Method[P, R]], Exported[Callable[P, R], Callable[P, G]]]
+    Post = Callable[[Any], G]
+    TRUE = Literal[True]
+    FALSE = Literal[False]
+    RANK0 = Literal["RANK0"]
+
+
 @overload
-def trainer_invocation(function: Callable[Concatenate[Any, P], R], /) -> Exported[P, R, list[R]]: ...
+def trainer_invocation(function: Method[P, R], /) -> Exported[Callable[P, R], Callable[P, list[R]]]: ...
+@overload
+def trainer_invocation(*, blocking: TRUE = ..., **options: Unpack[_ToAll]) -> Mark[P, R, list[R]]: ...
+@overload
+def trainer_invocation(*, blocking: FALSE, **options: Unpack[_ToAll]) -> Mark[P, R, Future[list[R]]]: ...
+@overload
+def trainer_invocation(*, target: RANK0, blocking: TRUE = ..., **options: Unpack[_Options]) -> Mark[P, R, R]: ...
+@overload
+def trainer_invocation(*, target: RANK0, blocking: FALSE, **options: Unpack[_Options]) -> Mark[P, R, Future[R]]: ...
+@overload
+def trainer_invocation(*, post_func: Post[G], blocking: TRUE = ..., **options: Unpack[_ToAny]) -> Mark[P, R, G]: ...
+@overload
+def trainer_invocation(*, post_func: Post[G], blocking: FALSE, **options: Unpack[_ToAny]) -> Mark[P, R, Future[G]]: ...
 @overload
 def trainer_invocation(
-    *, target: Literal["RANK0"], blocking: Literal[False], **options: Unpack[_Options]
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Future[R]]]: ...
-@overload
-def trainer_invocation(
-    *, target: Literal["RANK0"], **options: Unpack[_Options]
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, R]]: ...
-@overload
-def trainer_invocation(
-    *, blocking: Literal[False], **options: Unpack[_Options]
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Future[list[R]]]]: ...
-@overload
-def trainer_invocation(
-    *, blocking: Literal[True] = ..., target: Literal["ALL"] = ..., **options: Unpack[_Options]
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, list[R]]]: ...
-@overload
-def trainer_invocation(
-    *,
-    pre_func: Callable[..., Any] | None = ...,
-    post_func: Callable[[Any], Any] | None = ...,
-    blocking: bool = ...,
-    target: Target = ...,
-    **options: Unpack[_Options],
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[..., R, Any]]: ...
+    *, pre_func: Callable[Q, Any], **options: Any
+) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
 def trainer_invocation(
     function: Any = None, /, *, idempotent: bool = False, replay: Replay | None = None, **options: Any
 ) -> Any:

@@ -31,8 +31,8 @@ class RoleGroup(Generic[W]):
       `group.call_batch(stub, size, ...)`: split over all.
     - `group.on(rank)`: the group of one worker, as of the one in the caller's own process.
 
-    A trainer declares `RG_ACTOR: RoleGroup[Actor]`, and a type checker then knows the methods of Actor and their
-    arguments.
+    A trainer declares `RG_ACTOR: RoleGroup[Actor]` in its class, and a type checker then knows the methods of Actor and
+    their arguments. So it does for an attribute of any other class that is declared there.
 
     Raises:
         ValueError: the job has no such role, unless optional=True (then the group is empty).
@@ -75,6 +75,11 @@ class RoleGroup(Generic[W]):
         one = copy.copy(self)
         one._only = rank
         return one
+
+    @property
+    def world_size(self) -> int:
+        """How many workers."""
+        return len(self)
 
     def __len__(self) -> int:
         return len(self._members)

@@ -21,11 +21,11 @@ class BaseTrainer(BaseWorkload):
         config: what the job was built with.
     """
 
-    RG_ACTOR: RoleGroup[Any]
-    RG_CRITIC: RoleGroup[Any]
-    RG_ROLLOUT: RoleGroup[Any]
-    RG_REWARD: RoleGroup[Any]
-    RG_REFERENCE: RoleGroup[Any]
+    RG_ACTOR: Any
+    RG_CRITIC: Any
+    RG_ROLLOUT: Any
+    RG_REWARD: Any
+    RG_REFERENCE: Any
 
     def __init__(
         self,

@@ -1,17 +1,22 @@
 """WorkerGroup: a role group seen through a class, whose methods say how their arguments are given out and collected."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from core.context import WorkloadContext
-from core.exports import Export, export_of
+from core.exports import Export, Replay, export_of
 from core.futures import Future, Pending, join_answers
-from core.invocation import Exported, marker
+from core.invocation import marker
 from core.names import hint_after
 from core.role_group import RoleGroup
+
+if TYPE_CHECKING:
+    from core.invocation import FALSE, TRUE, Exported, Mark, Method, Repeats
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,14 +73,31 @@ class DispatchSpec:
             )
 
 
+_OneAnswer = Literal[Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_PROTO] | NdDispatch
+"""Modes whose call returns the only answer, or all joined."""
+_ToAll = Literal[Dispatch.ONE_TO_ALL]
+
+
+@overload
+def register(dispatch_mode: _OneAnswer, blocking: TRUE = ..., **options: Unpack[Repeats]) -> Mark[P, R, R]: ...
+@overload
+def register(dispatch_mode: _OneAnswer, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[R]]: ...
+@overload
+def register(dispatch_mode: _ToAll, blocking: TRUE = ..., **options: Unpack[Repeats]) -> Mark[P, R, list[R]]: ...
+@overload
+def register(dispatch_mode: _ToAll, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[list[R]]]: ...
+@overload
 def register(
-    dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]
+) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[..., Any]]]: ...
+def register(
+    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
     blocking: bool = True,
     *,
     idempotent: bool = False,
-    replay: Any = None,
+    replay: Replay | None = None,
     **unknown: Any,
-) -> Callable[[Callable[Concatenate[Any, P], R]], Exported[P, R, Any]]:
+) -> Any:
     """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
 
     Args:
@@ -90,8 +112,7 @@ def register(
     if unknown:
         raise ValueError(f"register has no {sorted(unknown)}" + hint_after("register", *unknown))
     spec = DispatchSpec(dispatch_mode, blocking)
-    mark: Any = marker(lambda name: Export(name, name, idempotent=idempotent, replay=replay, dispatch=spec))
-    return mark
+    return marker(lambda name: Export(name, name, idempotent=idempotent, replay=replay, dispatch=spec))
 
 
 class WorkerGroup(RoleGroup[W]):
@@ -109,7 +130,7 @@ class WorkerGroup(RoleGroup[W]):
     """
 
     def __init__(
-        self, role: str, cls: type | None = None, optional: bool = False, context: WorkloadContext | None = None
+        self, role: str, cls: type[W] | None = None, optional: bool = False, context: WorkloadContext | None = None
     ) -> None:
         super().__init__(role, optional, context)
         self._positions: dict[str, list[tuple[int, bool]]] = {}
@@ -120,11 +141,6 @@ class WorkerGroup(RoleGroup[W]):
                 f"the workers of {self._role} are {self._entry.implementation}, which has no {', '.join(missing)}; "
                 f"give their own class, not {cls}"
             )
-
-    @property
-    def world_size(self) -> int:
-        """How many workers."""
-        return len(self)
 
     def _may_call(self, export: Export) -> bool:
         return export.dispatch is not None

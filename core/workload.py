@@ -4,18 +4,23 @@ import os
 from abc import ABCMeta
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from core.context import WorkloadContext, current
 from core.invocation import rpc
 from core.names import hint_after
-from core.role_group import RoleGroup
 from core.roles import Role
 
 if TYPE_CHECKING:
+    from core.worker_group import WorkerGroup
 
-    class _SeenAsGroup(ABCMeta, RoleGroup[Any]):
-        """What a role group has beside the workers' methods: `RG_ACTOR: RoleGroup[Actor]` is seen as the class."""
+    C = TypeVar("C", bound=type)
+
+    class _SeenAsGroup(ABCMeta, WorkerGroup[Any]):
+        """What a group has beside the workers' methods: where `RG_ACTOR: RoleGroup[Actor]` is read, it is the class."""
+
+        def __get__(self: C, instance: Any, owner: Any) -> C: ...  # a class that is an attribute is that class
+        def __getitem__(self, index: Any) -> Any: ...  # a member; of a generic class the class
 else:
     _SeenAsGroup = ABCMeta
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from training import remote_call
 
@@ -14,14 +14,31 @@ if TYPE_CHECKING:
     from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
-    from core import BaseTrainer
+    from core import BaseTrainer, RoleGroup
     from training.rl_options import RLOptions
+    from training.roles.policy import PolicyWorker
+    from training.roles.reference import ReferenceWorker
+    from training.roles.rollout import RolloutWorker
+
+
+class PolicyTrainer(Protocol):
+    """What `PolicyCalls` uses of a trainer."""
+
+    config: Any
+    RG_ACTOR: RoleGroup[PolicyWorker[Any]]
+    RG_ROLLOUT: RoleGroup[RolloutWorker]
+    RG_REFERENCE: RoleGroup[ReferenceWorker]
+
+    def info(self, text: str) -> None:
+        """Show a line to the person at the terminal."""
 
 
 class PolicyCalls:
     """What a `PolicyRun` asks of the roles besides what the loop of a recipe does; here of the trainer's `RG_ACTOR`,
     `RG_ROLLOUT` and, where there is a KL, `RG_REFERENCE`.
     """
+
+    trainer: PolicyTrainer
 
     def __init__(self, trainer: BaseTrainer, config: RLOptions) -> None:
         self.trainer = trainer

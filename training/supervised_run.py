@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from core import BaseTrainer, RoleGroup
+    from training.roles.supervised import SupervisedModel
     from training.supervised_options import SupervisedOptions
 
 Evaluate = Callable[[Batch], Mapping[str, float]]
@@ -43,12 +44,14 @@ class SupervisedRun(Run[Batch]):
     constructor lets the role load the model, and resumes from a checkpoint, if there is one.
     """
 
+    role: RoleGroup[SupervisedModel[Any]]
+
     def __init__(
         self,
         trainer: BaseTrainer,
         config: SupervisedOptions,
         recipe: Path,
-        role: RoleGroup,
+        role: RoleGroup[SupervisedModel[Any]],
         data: TrainingData,
         evaluate: Evaluate,
         write: Callable[[Path], object] = lambda _: None,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from core import BaseTrainer, replicate
+from core import BaseTrainer, RoleGroup, replicate
 from training.pairs import read_training_pairs
 from training.supervised_run import SupervisedRun
 
 from .algorithm import PAIR, preference_loss
 from .config import DPOConfig
 from .data import in_calls
+from .roles.actor import Actor
 
 FOLDER = Path(__file__).parent
 SHOWN = ("actor/loss", "actor/accuracy", "actor/margin", "eval/accuracy", "eval/margin", "timing_s/step")
@@ -25,6 +26,7 @@ class DPOTrainer(BaseTrainer):
     """Drives RG_ACTOR: the ranks of the policy, and before these are loaded, of the reference model."""
 
     config: DPOConfig
+    RG_ACTOR: RoleGroup[Actor]
 
     def init(self) -> None:
         """Read the pairs, ask the reference model about them once, load the policy, resume from a checkpoint if there

@@ -2,18 +2,24 @@
 
 from pathlib import Path
 
-from core import BaseTrainer, replicate
+from core import BaseTrainer, RoleGroup, replicate
 from training.policy_run import PolicyRun
+from training.roles.reference import ReferenceWorker
+from training.roles.rollout import RolloutWorker
 
 from . import remote_call
 from .algorithm import add_advantages
 from .config import GRPOConfig
+from .roles.actor import Actor
 
 
 class GRPOTrainer(BaseTrainer):
     """Drives the roles: RG_ROLLOUT samples, RG_ACTOR trains, RG_REFERENCE, where there is a KL, is frozen."""
 
     config: GRPOConfig
+    RG_ACTOR: RoleGroup[Actor]
+    RG_ROLLOUT: RoleGroup[RolloutWorker]
+    RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def init(self) -> None:
         """Read the prompts, load the models, resume from a checkpoint if there is one."""

@@ -2,18 +2,24 @@
 
 from pathlib import Path
 
-from core import BaseTrainer, replicate
+from core import BaseTrainer, RoleGroup, replicate
 from training.policy_run import SHOWN, PolicyRun
+from training.roles.reference import ReferenceWorker
+from training.roles.rollout import RolloutWorker
 
 from . import remote_call
 from .algorithm import add_advantages
 from .config import MultiTurnConfig
+from .roles.actor import Actor
 
 
 class MultiTurnTrainer(BaseTrainer):
     """Drives the roles: RG_ROLLOUT samples, RG_ACTOR trains, RG_REFERENCE, where there is a KL, is frozen."""
 
     config: MultiTurnConfig
+    RG_ACTOR: RoleGroup[Actor]
+    RG_ROLLOUT: RoleGroup[RolloutWorker]
+    RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def init(self) -> None:
         """Read the prompts, load the models, resume from a checkpoint if there is one."""

@@ -7,13 +7,14 @@ import torch
 
 from components.batch import Batch
 from components.engines.reward_model import note_statistics
-from core import BaseTrainer, replicate
+from core import BaseTrainer, RoleGroup, replicate
 from training.pairs import read_training_pairs
 from training.supervised_run import SupervisedRun
 
 from .algorithm import PAIR
 from .config import RewardModelConfig
 from .data import starting_model
+from .roles.reward import Reward
 
 FOLDER = Path(__file__).parent
 SHOWN = ("reward/loss", "reward/accuracy", "reward/margin", "eval/", "timing_s/step")
@@ -26,6 +27,7 @@ class RewardModelTrainer(BaseTrainer):
     """Drives RG_REWARD, the ranks of the model."""
 
     config: RewardModelConfig
+    RG_REWARD: RoleGroup[Reward]
 
     def init(self) -> None:
         """Read the pairs, load the model, resume from a checkpoint if there is one."""
@@ -51,19 +53,17 @@ class RewardModelTrainer(BaseTrainer):
         """Whether scores order the pairs, the loss on them, and the statistics of the scores."""
         score_P2 = self.RG_REWARD.score(pairs.only("tokens"))["score"].view(-1, PAIR)
         gap_P = score_P2[:, 0] - score_P2[:, 1]
-        self.mean = float(score_P2.mean())
-        self.std = float(score_P2.std())
+        self.statistics = {"reward_mean": float(score_P2.mean()), "reward_std": float(score_P2.std())}
         self.scored_step = self.supervised_run.step
         return {
             "accuracy": float((gap_P.sign().double() + 1).mean() / 2),  # a tie is half right
             "loss": float(-torch.nn.functional.logsigmoid(gap_P).mean()),
             "margin": float(gap_P.mean()),
-            "reward_mean": self.mean,
-            "reward_std": self.std,
+            **self.statistics,
         }
 
     def write_statistics(self, folder: Path) -> None:
         """Write into an exported model what its scores are normalised by."""
         if self.scored_step != self.supervised_run.step:
             self.evaluate(self.scored)
-        note_statistics(folder, self.mean, self.std)
+        note_statistics(folder, self.statistics["reward_mean"], self.statistics["reward_std"])

@@ -4,11 +4,12 @@ import tempfile
 from pathlib import Path
 
 from components.batch import Batch
-from core import BaseTrainer, replicate
+from core import BaseTrainer, RoleGroup, replicate
 from training.supervised_run import SupervisedRun
 
 from .config import SFTConfig
 from .data import read_demonstrations, starting_model
+from .roles.actor import Actor
 
 FOLDER = Path(__file__).parent
 SHOWN = ("actor/loss", "eval/loss", "actor/learning_rate", "timing_s/step")
@@ -19,6 +20,7 @@ class SFTTrainer(BaseTrainer):
     """Drives RG_ACTOR, the ranks of the model."""
 
     config: SFTConfig
+    RG_ACTOR: RoleGroup[Actor]
 
     def init(self) -> None:
         """Read the demonstrations, load the model, resume from a checkpoint if there is one."""

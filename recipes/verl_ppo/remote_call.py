@@ -13,18 +13,28 @@ if TYPE_CHECKING:
     from core import WorkerGroup
     from training.rl_options import RLOptions
 
+    from .roles.actor_rollout_ref import ActorRolloutRefWorker
+    from .roles.critic import CriticWorker
+    from .roles.reward_model import RewardModelWorker
+
 
 class VerlCalls(PolicyCalls):
     """See `PolicyCalls`; by worker groups. A worker that does several things is one group under several names."""
 
+    actor: "WorkerGroup[ActorRolloutRefWorker]"
+    rollout: "WorkerGroup[ActorRolloutRefWorker]"
+    critic: "WorkerGroup[CriticWorker] | None"
+    reference: "WorkerGroup[ActorRolloutRefWorker] | None"
+    reward_model: "WorkerGroup[RewardModelWorker] | None"
+
     def __init__(self, trainer: Any, config: "RLOptions") -> None:
         super().__init__(trainer, config)
         self.keys = trainer.config
-        self.actor: WorkerGroup = trainer.actor_wg
-        self.rollout: WorkerGroup = trainer.rollout_wg
-        self.critic: WorkerGroup | None = trainer.critic_wg
-        self.reference: WorkerGroup | None = trainer.ref_wg
-        self.reward_model: WorkerGroup | None = trainer.rm_wg
+        self.actor = trainer.actor_wg
+        self.rollout = trainer.rollout_wg
+        self.critic = trainer.critic_wg
+        self.reference = trainer.ref_wg
+        self.reward_model = trainer.rm_wg
         self.learners = [group for group in (self.actor, self.critic) if group is not None]
 
     @property

@@ -20,6 +20,11 @@ class VerlPPOTrainer(BaseTrainer):
     """Drives the worker groups of policy, critic, reference and reward model."""
 
     config: VerlPPOConfig
+    actor_wg: WorkerGroup[ActorRolloutRefWorker]
+    rollout_wg: WorkerGroup[ActorRolloutRefWorker]
+    ref_wg: WorkerGroup[ActorRolloutRefWorker] | None
+    critic_wg: WorkerGroup[CriticWorker] | None
+    rm_wg: WorkerGroup[RewardModelWorker] | None
 
     def init(self) -> None:
         """Make a worker group for each role, read the prompts, load the models, resume if there is a checkpoint."""
@@ -64,7 +69,7 @@ class VerlPPOTrainer(BaseTrainer):
     def score(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, by the reward model, where there is one, and the reward manager."""
         if self.rm_wg is not None:
-            scores: Batch = self.rm_wg.compute_rm_score(rollouts.only("tokens")).result()
+            scores = self.rm_wg.compute_rm_score(rollouts.only("tokens")).result()
             rollouts = rollouts.with_sequences(**scores.per_sequence)
         return self.policy_run.add_rewards(rollouts)
 
@@ -73,7 +78,9 @@ class VerlPPOTrainer(BaseTrainer):
         with self.policy_run.phase(phase):
             return batch.with_tokens(**forward(batch.only("tokens")).result().per_token)
 
-    def update(self, phase: str, train: Callable[..., list[dict[str, float]]], batch: Batch) -> dict[str, float]:
+    def update(
+        self, phase: str, train: Callable[[Batch, int], list[dict[str, float]]], batch: Batch
+    ) -> dict[str, float]:
         """Train on the step's responses; returns metrics, which every rank has."""
         with self.policy_run.phase(phase):
             return train(batch.without(*batch.objects), self.policy_run.step)[0]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,18 +49,18 @@ def gate(backend: BackendName, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def actors(echoes: None) -> RoleGroup:
+def actors(echoes: None) -> RoleGroup[Any]:
     """The three echoes."""
     return RoleGroup("ACTOR")
 
 
 @pytest.fixture
-def ranks(echoes: None) -> RoleGroup:
+def ranks(echoes: None) -> RoleGroup[Any]:
     """The ranks of a train role."""
     return RoleGroup("CRITIC")
 
 
 @pytest.fixture
-def solo(echoes: None) -> RoleGroup:
+def solo(echoes: None) -> RoleGroup[Any]:
     """The one worker."""
     return RoleGroup("SOLO")

@@ -4,6 +4,7 @@ import re
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,63 +19,63 @@ from core.context import current
 from tests.messages import says
 
 
-def test_a_list_is_cut_into_chunks_that_differ_by_at_most_one(actors: RoleGroup) -> None:
+def test_a_list_is_cut_into_chunks_that_differ_by_at_most_one(actors: RoleGroup[Any]) -> None:
     assert actors.echo([1, 2, 3, 4, 5, 6, 7]) == [(0, [1, 2, 3]), (1, [4, 5]), (2, [6, 7])]
 
 
-def test_what_cannot_be_split_goes_whole_to_everybody_beside_what_can(actors: RoleGroup) -> None:
+def test_what_cannot_be_split_goes_whole_to_everybody_beside_what_can(actors: RoleGroup[Any]) -> None:
     answer = actors.echo([1, 2, 3], 5, "ab", (7, 8), {"k": [1]}, None)
     assert answer == [(rank, [rank + 1], 5, "ab", (7, 8), {"k": [1]}, None) for rank in range(3)]
 
 
-def test_keyword_arguments_are_split_by_the_same_rule(actors: RoleGroup) -> None:
+def test_keyword_arguments_are_split_by_the_same_rule(actors: RoleGroup[Any]) -> None:
     assert actors.echo(x=[1, 2, 3], y="whole") == [(0, [1], "whole"), (1, [2], "whole"), (2, [3], "whole")]
 
 
-def test_a_list_of_one_stays_a_list(solo: RoleGroup) -> None:
+def test_a_list_of_one_stays_a_list(solo: RoleGroup[Any]) -> None:
     assert solo.echo([7]) == [(0, [7])]
 
 
-def test_arrays_are_split_along_their_first_axis_and_scalars_are_not(actors: RoleGroup) -> None:
+def test_arrays_are_split_along_their_first_axis_and_scalars_are_not(actors: RoleGroup[Any]) -> None:
     answer = actors.echo(np.arange(8).reshape(4, 2), np.float64(1.5))
     assert [part.tolist() for _, part, _ in answer] == [[[0, 1], [2, 3]], [[4, 5]], [[6, 7]]]
     assert [number for _, _, number in answer] == [1.5, 1.5, 1.5]
 
 
-def test_a_method_may_have_the_name_of_a_method_of_lists(actors: RoleGroup) -> None:
+def test_a_method_may_have_the_name_of_a_method_of_lists(actors: RoleGroup[Any]) -> None:
     assert actors.count([1, 2, 3, 4]) == [2, 1, 1]
     assert [member.name for member in actors] == ["ACTOR-0", "ACTOR-1", "ACTOR-2"]
     assert (len(actors), actors[-1].rank) == (3, 2)
 
 
-def test_replicate_sends_a_list_whole(actors: RoleGroup) -> None:
+def test_replicate_sends_a_list_whole(actors: RoleGroup[Any]) -> None:
     assert actors.echo(replicate([1, 2])) == [(rank, [1, 2]) for rank in range(3)]
 
 
-def test_auto_shard_off_sends_a_list_whole(actors: RoleGroup) -> None:
+def test_auto_shard_off_sends_a_list_whole(actors: RoleGroup[Any]) -> None:
     assert actors.echo_whole([1, 2, 3]) == [[1, 2, 3]] * 3
 
 
-def test_lengths_that_differ_are_refused_by_name(actors: RoleGroup) -> None:
+def test_lengths_that_differ_are_refused_by_name(actors: RoleGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("ACTOR.echo", "argument 0 has 3", "extra has 2")):
         actors.echo([1, 2, 3], extra=[1, 2])
 
 
-def test_workers_without_an_item_are_not_called(actors: RoleGroup) -> None:
+def test_workers_without_an_item_are_not_called(actors: RoleGroup[Any]) -> None:
     assert actors.echo([1, 2]) == [(0, [1]), (1, [2])]
 
 
 @ON_RAY
-def test_ranks_that_enter_collectives_together_are_never_left_without_an_item(ranks: RoleGroup) -> None:
+def test_ranks_that_enter_collectives_together_are_never_left_without_an_item(ranks: RoleGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("CRITIC.echo", "1 item", "2 ranks")):
         ranks.echo([1])
 
 
-def test_rank0_gets_the_list_whole_and_returns_its_single_value(actors: RoleGroup) -> None:
+def test_rank0_gets_the_list_whole_and_returns_its_single_value(actors: RoleGroup[Any]) -> None:
     assert actors.echo_rank0([1, 2, 3]) == [1, 2, 3]
 
 
-def test_a_call_that_does_not_block_returns_a_future(actors: RoleGroup, gate: Path) -> None:
+def test_a_call_that_does_not_block_returns_a_future(actors: RoleGroup[Any], gate: Path) -> None:
     future = actors.held(gate)
     assert not future.done()
     gate.touch()
@@ -83,11 +84,11 @@ def test_a_call_that_does_not_block_returns_a_future(actors: RoleGroup, gate: Pa
 
 
 @ON_RAY
-def test_workers_work_at_the_same_time(actors: RoleGroup, tmp_path: Path) -> None:
+def test_workers_work_at_the_same_time(actors: RoleGroup[Any], tmp_path: Path) -> None:
     assert actors.meet(tmp_path, 3).result() == [0, 1, 2]
 
 
-def test_a_timeout_covers_all_targets_and_names_the_missing_rank(actors: RoleGroup, gate: Path) -> None:
+def test_a_timeout_covers_all_targets_and_names_the_missing_rank(actors: RoleGroup[Any], gate: Path) -> None:
     with pytest.raises(WorkerTimeout, match=says(f"{workers.HELD_S / 2:g} s", "ACTOR.held_on_rank1", 1)) as caught:
         actors.held_on_rank1(gate)
     assert ("ACTOR", 1, 1) in caught.value.missing
@@ -97,13 +98,13 @@ def test_a_timeout_covers_all_targets_and_names_the_missing_rank(actors: RoleGro
     assert actors.quick() == [0, 1, 2]
 
 
-def test_pre_func_changes_what_is_sent_and_post_func_what_returns(actors: RoleGroup) -> None:
+def test_pre_func_changes_what_is_sent_and_post_func_what_returns(actors: RoleGroup[Any]) -> None:
     assert actors.not_negative(-5) == 0
     assert actors.not_negative(5) == 15
 
 
 def test_an_error_keeps_its_type_and_names_who_raised_it_and_who_failed_too(
-    actors: RoleGroup, monkeypatch: pytest.MonkeyPatch
+    actors: RoleGroup[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core.futures, "_GRACE_AFTER_FAILURE_S", 60.0)
     with pytest.raises(KeyError, match="lost in rank 1") as caught:
@@ -115,12 +116,12 @@ def test_an_error_keeps_its_type_and_names_who_raised_it_and_who_failed_too(
     assert 'raise KeyError(f"lost in rank' in told
 
 
-def test_a_wrong_name_is_answered_with_the_right_ones(actors: RoleGroup) -> None:
+def test_a_wrong_name_is_answered_with_the_right_ones(actors: RoleGroup[Any]) -> None:
     with pytest.raises(AttributeError, match=says("ACTOR", "'eco'", " echo,")):
         actors.eco()
 
 
-def test_a_method_neither_decorated_nor_bound_cannot_be_called(actors: RoleGroup) -> None:
+def test_a_method_neither_decorated_nor_bound_cannot_be_called(actors: RoleGroup[Any]) -> None:
     with pytest.raises(AttributeError, match="hidden"):
         actors.hidden()
     with pytest.raises(AttributeError, match="hidden"):
@@ -152,13 +153,13 @@ def test_call_batch_with_fewer_items_than_workers_is_right(echoes: None) -> None
         workers.doubled([4])[1]
 
 
-def test_call_batch_refuses_a_size_that_its_arguments_have_not(actors: RoleGroup) -> None:
+def test_call_batch_refuses_a_size_that_its_arguments_have_not(actors: RoleGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("doubled", 3, 2)):
         actors.call_batch(workers.doubled, 3, [1, 2])
 
 
 @ON_RAY
-def test_every_worker_knows_who_it_is(ranks: RoleGroup, actors: RoleGroup) -> None:
+def test_every_worker_knows_who_it_is(ranks: RoleGroup[Any], actors: RoleGroup[Any]) -> None:
     (role, rank, environment, local, port, threads, colour, master_port, _, *ranks_of), second = ranks.identity()
     assert (role, rank, environment, local, threads, colour) == ("CRITIC", 0, 2, 0, "1", "blue")
     assert second[:4] == ("CRITIC", 1, 2, 1)
@@ -171,12 +172,14 @@ def test_every_worker_knows_who_it_is(ranks: RoleGroup, actors: RoleGroup) -> No
 
 
 @ON_RAY
-def test_a_worker_has_the_threads_it_was_given_and_those_that_wait_leave_the_cores_to_others(solo: RoleGroup) -> None:
+def test_a_worker_has_the_threads_it_was_given_and_those_that_wait_leave_the_cores_to_others(
+    solo: RoleGroup[Any],
+) -> None:
     assert solo.identity()[0][5] == "2"
     assert solo.identity()[0][8] == "PASSIVE"
 
 
-def test_calls_to_one_worker_run_in_the_order_they_were_made(solo: RoleGroup) -> None:
+def test_calls_to_one_worker_run_in_the_order_they_were_made(solo: RoleGroup[Any]) -> None:
     first, second = solo.slow(0.05), solo.call("echo", "after")
     assert second.result() == [(0, "after")]
     assert first.done()
@@ -184,7 +187,7 @@ def test_calls_to_one_worker_run_in_the_order_they_were_made(solo: RoleGroup) ->
 
 @ON_RAY
 def test_a_long_wait_says_whom_it_is_waiting_for(
-    actors: RoleGroup, gate: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    actors: RoleGroup[Any], gate: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_when_told() -> None:
         said = ""
@@ -208,7 +211,7 @@ def test_chunks_come_in_order_and_differ_by_at_most_one(echoes: None, workers_: 
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_an_empty_batch_calls_nobody(actors: RoleGroup) -> None:
+def test_an_empty_batch_calls_nobody(actors: RoleGroup[Any]) -> None:
     assert actors.echo([]) == []
     assert actors.echo(np.zeros((0, 2))) == []
     assert list(actors.call_batch("doubled", 0, [])) == []
@@ -232,11 +235,13 @@ def test_an_empty_batch_calls_nobody(actors: RoleGroup) -> None:
         (replicate(replicate([1])), ["list:1"] * 3),
     ],
 )
-def test_each_kind_of_argument_is_split_or_goes_whole(actors: RoleGroup, value: object, arrives: list[str]) -> None:
+def test_each_kind_of_argument_is_split_or_goes_whole(
+    actors: RoleGroup[Any], value: object, arrives: list[str]
+) -> None:
     assert actors.kinds(value) == arrives
 
 
-def test_arrays_arrive_read_only_and_later_changes_are_not_seen(solo: RoleGroup) -> None:
+def test_arrays_arrive_read_only_and_later_changes_are_not_seen(solo: RoleGroup[Any]) -> None:
     array = np.zeros(3)
     assert solo.writable(replicate(array)) == [False]
     future = solo.call("echo", array)
@@ -246,17 +251,17 @@ def test_arrays_arrive_read_only_and_later_changes_are_not_seen(solo: RoleGroup)
     assert not arrived.flags.writeable
 
 
-def test_a_pre_func_as_dlrover_has_them_is_told_apart(actors: RoleGroup) -> None:
+def test_a_pre_func_as_dlrover_has_them_is_told_apart(actors: RoleGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("ACTOR.prepared_as_dlrover_does", "DLRover", "pair")):
         actors.prepared_as_dlrover_does(1)
 
 
-def test_pre_func_and_post_func_may_be_any_callables(actors: RoleGroup) -> None:
+def test_pre_func_and_post_func_may_be_any_callables(actors: RoleGroup[Any]) -> None:
     assert actors.largest_plus_one([1, 5, 2]) == 6
     assert actors.swapped(1, 2) == [(2, 1)] * 3
 
 
-def test_no_worker_is_called_by_a_private_name_a_wrong_name_or_one_of_the_group(actors: RoleGroup) -> None:
+def test_no_worker_is_called_by_a_private_name_a_wrong_name_or_one_of_the_group(actors: RoleGroup[Any]) -> None:
     for name in ("_whole", "hidden", "setup"):
         with pytest.raises(AttributeError):
             getattr(actors, name)
@@ -267,15 +272,15 @@ def test_no_worker_is_called_by_a_private_name_a_wrong_name_or_one_of_the_group(
         actors.whole([1])  # bound to a stub, which says who is called
 
 
-def test_a_function_outside_of_any_class_can_be_exported(actors: RoleGroup) -> None:
+def test_a_function_outside_of_any_class_can_be_exported(actors: RoleGroup[Any]) -> None:
     assert actors.call("from_outside", 5).result() == [105] * 3
 
 
-def test_a_function_of_the_workloads_module_is_exported_without_more(actors: RoleGroup) -> None:
+def test_a_function_of_the_workloads_module_is_exported_without_more(actors: RoleGroup[Any]) -> None:
     assert actors.call("of_module").result() == [3] * 3
 
 
-def test_a_call_by_name_takes_keywords(actors: RoleGroup) -> None:
+def test_a_call_by_name_takes_keywords(actors: RoleGroup[Any]) -> None:
     assert actors.call("with_names", 1, second=2).result() == [(1, 2)] * 3
     assert repr(RoleGroup("two").call_batch("doubled", 4, [1, 2, 3, 4])) == "FutureSequence(4 items from 2 workers)"
 
@@ -289,7 +294,7 @@ def test_an_empty_optional_group_answers_nothing_and_has_no_first(echoes: None) 
         nobody.call_batch("echo", 1, [1])
 
 
-def test_sys_exit_in_a_call_is_an_error_and_no_death(solo: RoleGroup) -> None:
+def test_sys_exit_in_a_call_is_an_error_and_no_death(solo: RoleGroup[Any]) -> None:
     with pytest.raises(RuntimeError, match=says("SOLO-0", "sys.exit(3)", "leave")):
         solo.leave(3)
     assert solo.echo(1) == [(0, 1)]
@@ -300,13 +305,13 @@ def test_two_roles_may_export_the_same_name(echoes: None) -> None:
     assert RoleGroup("two").call(workers.first_only).result() == [10, 11]
 
 
-def test_groups_work_inside_a_workload_and_in_its_async_methods(solo: RoleGroup) -> None:
+def test_groups_work_inside_a_workload_and_in_its_async_methods(solo: RoleGroup[Any]) -> None:
     split = [(0, [7]), (1, [7]), (2, [7])]
     assert solo.ask("ACTOR", 7) == (split, [(0, 7), (1, 7), (2, 7)])
     assert solo.ask_async("ACTOR", 7) == ([(0, 7), (1, 7), (2, 7)], (0, 7), ["ACTOR-0"])
 
 
-def test_everybody_stays_who_he_is_whoever_works_for_him_meanwhile(solo: RoleGroup) -> None:
+def test_everybody_stays_who_he_is_whoever_works_for_him_meanwhile(solo: RoleGroup[Any]) -> None:
     assert solo.who_am_i_around_a_call_to("ACTOR") == ["SOLO-0", "SOLO-0"]
     assert RoleGroup("both_a").who_am_i_around_a_call_to("BOTH_B") == ["BOTH_A-0", "BOTH_A-0"]
     assert current().identity.name == "DRIVER-0"
@@ -317,7 +322,7 @@ def test_workloads_of_one_host_call_each_other(echoes: None) -> None:
     assert RoleGroup("both_a").ask_async("BOTH_B", 7) == ([(0, 7)], (0, 7), ["BOTH_B-0"])
 
 
-def test_a_group_of_one_rank_calls_it_alone(actors: RoleGroup) -> None:
+def test_a_group_of_one_rank_calls_it_alone(actors: RoleGroup[Any]) -> None:
     assert actors.on(2).echo(1) == [(2, 1)]
     assert actors.on(1).call("echo", 5).result() == [(1, 5)]
     assert (len(actors.on(0)), len(actors)) == (1, 3)
@@ -331,7 +336,7 @@ def test_who_waits_for_its_own_answer_is_told_so_where_it_can_be_seen(echoes: No
         RoleGroup("both_a").ask("BOTH_A", 7)
 
 
-def test_an_async_method_that_asks_for_no_concurrency_runs_one_call_at_a_time(solo: RoleGroup) -> None:
+def test_an_async_method_that_asks_for_no_concurrency_runs_one_call_at_a_time(solo: RoleGroup[Any]) -> None:
     assert solo.call("name_later", 0.01).result() == ["SOLO-0"]
     assert RoleGroup("crowd").call("name_later", 0.0).result() == ["CROWD-0"]
 
@@ -344,11 +349,11 @@ def test_async_calls_run_beside_each_other_where_the_role_asks_for_it(echoes: No
     assert [future.result() for future in futures] == [[4]] * 4
 
 
-async def _gather(actors: RoleGroup) -> tuple[object, object]:
+async def _gather(actors: RoleGroup[Any]) -> tuple[object, object]:
     return await actors.slow(0.1), await actors.call("echo", 1)
 
 
-def test_futures_can_be_awaited(actors: RoleGroup) -> None:
+def test_futures_can_be_awaited(actors: RoleGroup[Any]) -> None:
     import asyncio
 
     assert asyncio.run(_gather(actors)) == ([0, 1, 2], [(0, 1), (1, 1), (2, 1)])

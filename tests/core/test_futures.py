@@ -46,7 +46,7 @@ def test_a_future_sequence_is_the_sequence_of_its_items(
 
 
 @ON_RAY
-def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup, gate: Path) -> None:
+def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup[Any], gate: Path) -> None:
     open_gate = gate.with_name("open")
     open_gate.touch()
     sequence = actors.call_batch("held_each", 3, [open_gate, open_gate, gate])
@@ -59,13 +59,13 @@ def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup, gate: Pa
     assert next(items) == "gate"
 
 
-def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGroup) -> None:
+def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGroup[Any]) -> None:
     sequence = actors.call_batch("too_many", 3, [1, 2, 3])
     with pytest.raises(ValueError, match=says("ACTOR-0.too_many", "1 item", "list", "length 2")):
         list(sequence)
 
 
-def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleGroup) -> None:
+def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleGroup[Any]) -> None:
     future, deadline = actors.call("echo", 1), time.monotonic() + 60
     while not future.done():
         assert time.monotonic() < deadline
@@ -73,17 +73,17 @@ def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleG
     assert future.result() == [(0, 1), (1, 1), (2, 1)]
 
 
-async def _awaited(actors: RoleGroup) -> object:
+async def _awaited(actors: RoleGroup[Any]) -> object:
     return await actors.call_batch(workers.doubled, 3, [1, 2, 3])
 
 
-def test_a_sequence_can_be_awaited(actors: RoleGroup) -> None:
+def test_a_sequence_can_be_awaited(actors: RoleGroup[Any]) -> None:
     import asyncio
 
     assert asyncio.run(_awaited(actors)) == [2, 4, 6]
 
 
-async def _many(actors: RoleGroup, solo: RoleGroup, gate: Path) -> list[Any]:
+async def _many(actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path) -> list[Any]:
     import asyncio
 
     waiting = [asyncio.ensure_future(_awaited_one(actors.held(gate))) for _ in range(40)]
@@ -97,7 +97,9 @@ async def _awaited_one(future: Any) -> Any:
     return await future
 
 
-def test_those_that_await_do_not_keep_others_from_awaiting(actors: RoleGroup, solo: RoleGroup, gate: Path) -> None:
+def test_those_that_await_do_not_keep_others_from_awaiting(
+    actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path
+) -> None:
     import asyncio
 
     assert asyncio.run(_many(actors, solo, gate)) == [[0, 1, 2]] * 40

@@ -30,39 +30,39 @@ def grids(backend: BackendName) -> Iterator[None]:
 
 
 @pytest.fixture
-def grid(grids: None) -> WorkerGroup:
+def grid(grids: None) -> WorkerGroup[Any]:
     """Three workers."""
     return WorkerGroup("grid", workers.Grid)
 
 
 @pytest.fixture
-def pair(grids: None) -> WorkerGroup:
+def pair(grids: None) -> WorkerGroup[Any]:
     """Two workers."""
     return WorkerGroup("pair")
 
 
 @pytest.fixture
-def mesh(grids: None) -> WorkerGroup:
+def mesh(grids: None) -> WorkerGroup[Any]:
     """Four workers in a mesh."""
     return WorkerGroup("mesh")
 
 
-def test_one_to_all_sends_everything_whole_and_returns_a_list(grid: WorkerGroup) -> None:
+def test_one_to_all_sends_everything_whole_and_returns_a_list(grid: WorkerGroup[Any]) -> None:
     assert grid.everybody([1, 2, 3], x=(4, 5)) == [(rank, [1, 2, 3], (4, 5)) for rank in range(3)]
 
 
-def test_rank_zero_sends_the_value_itself_to_the_first_and_returns_its_answer(grid: WorkerGroup) -> None:
+def test_rank_zero_sends_the_value_itself_to_the_first_and_returns_its_answer(grid: WorkerGroup[Any]) -> None:
     assert grid.first([1, 2, 3]) == (0, [1, 2, 3])
 
 
-def test_all_to_all_gives_each_worker_its_item_of_every_list_or_tuple(grid: WorkerGroup) -> None:
+def test_all_to_all_gives_each_worker_its_item_of_every_list_or_tuple(grid: WorkerGroup[Any]) -> None:
     assert grid.each([1, 2, 3], x=(4, 5, 6)) == [(0, 1, 4), (1, 2, 5), (2, 3, 6)]
     assert grid.each() == [(0,), (1,), (2,)]
     assert grid.each_too((7, 8, 9)) == [7, 8, 9]
 
 
 @pytest.mark.parametrize("value", [[1, 2], [1, 2, 3, 4], 5, "abc", {"a": 1}, np.arange(3)])
-def test_all_to_all_never_guesses(grid: WorkerGroup, value: object) -> None:
+def test_all_to_all_never_guesses(grid: WorkerGroup[Any], value: object) -> None:
     for method in (grid.each, grid.each_too):
         with pytest.raises(ValueError, match=says("GRID", "argument 0", type(value).__name__, 3)):
             method(value)
@@ -70,14 +70,14 @@ def test_all_to_all_never_guesses(grid: WorkerGroup, value: object) -> None:
         grid.each([1, 2, 3], x=5)
 
 
-def test_dp_compute_proto_splits_and_joins(grid: WorkerGroup) -> None:
+def test_dp_compute_proto_splits_and_joins(grid: WorkerGroup[Any]) -> None:
     assert grid.add([1, 2, 3, 4], 10) == [11, 12, 13, 14]
     assert grid.add(np.arange(4.0), np.arange(4.0)).tolist() == [0, 2, 4, 6]
     assert grid.add(torch.arange(4), other=1).tolist() == [1, 2, 3, 4]
     assert grid.where(np.arange(4))[-1] == (2, [3])
 
 
-def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed(grid: WorkerGroup) -> None:
+def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed(grid: WorkerGroup[Any]) -> None:
     values = [1, 2, 3, 4, 5]
     assert grid.add(values, 0) == [1, 2, 3, 4, 5]
     assert grid.later(values).result() == [2, 3, 4, 5, 6]
@@ -85,12 +85,12 @@ def test_uneven_batches_are_split_without_padding_and_the_callers_is_not_changed
     assert grid.add([7]) == [7]
 
 
-def test_an_empty_batch_is_given_to_nobody(grid: WorkerGroup, pair: WorkerGroup) -> None:
+def test_an_empty_batch_is_given_to_nobody(grid: WorkerGroup[Any], pair: WorkerGroup[Any]) -> None:
     assert grid.add([]) == []
     assert pair.where([]) == []
 
 
-def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
+def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup[Any]) -> None:
     batch = Batch.from_rows({"tokens": [torch.arange(n) for n in (1, 2, 3, 4)]})
     back = grid.same(batch)
     assert isinstance(back, Batch)
@@ -98,14 +98,14 @@ def test_a_batch_comes_back_as_a_batch(grid: WorkerGroup) -> None:
     assert grid.whole_length(batch) == [4, 4, 4]
 
 
-def test_dp_compute_proto_refuses_what_nothing_can_be_split_of(grid: WorkerGroup) -> None:
+def test_dp_compute_proto_refuses_what_nothing_can_be_split_of(grid: WorkerGroup[Any]) -> None:
     with pytest.raises(ValueError, match=r"GRID\.add"):
         grid.add(5)
     with pytest.raises(ValueError, match=says("GRID.add", "argument 0 has 3", "other has 2")):
         grid.add([1, 2, 3], other=[1, 2])
 
 
-def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: WorkerGroup) -> None:
+def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: WorkerGroup[Any]) -> None:
     assert mesh.on_mesh([1, 2, 3, 4, 5]) == [(1, 1), (1, 2), (1, 3), (3, 4), (3, 5)]
     assert mesh.on_mesh_later([1, 2, 3]).result() == [10, 20, 30]
     with pytest.raises(ValueError, match=says("MESH.on_mesh", "1 item", "2 ranks")):
@@ -114,7 +114,7 @@ def test_peers_of_a_mesh_get_the_same_chunk_and_one_answers_for_them(mesh: Worke
 
 @ON_RAY
 def test_a_chunk_of_a_mesh_is_stored_once_however_many_peers_read_it(
-    mesh: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+    mesh: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = mesh._context.transport
     stored: list[Any] = []
@@ -125,27 +125,27 @@ def test_a_chunk_of_a_mesh_is_stored_once_however_many_peers_read_it(
     assert [rank for rank, _ in answer[:: len(answer) // 2]] == [1, 3]
 
 
-def test_a_place_in_a_mesh_is_told_once(mesh: WorkerGroup) -> None:
+def test_a_place_in_a_mesh_is_told_once(mesh: WorkerGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("MESH-0", "'dp'", (0, False))):
         mesh.tell_again()
 
 
 @pytest.mark.parametrize("length", range(4, 20))
-def test_every_length_comes_back_whole_by_position_and_by_name(mesh: WorkerGroup, length: int) -> None:
+def test_every_length_comes_back_whole_by_position_and_by_name(mesh: WorkerGroup[Any], length: int) -> None:
     values = list(range(length))
     assert mesh.add(values, values) == mesh.add(values=values, other=values) == [2 * value for value in values]
 
 
-def test_an_async_method_can_be_registered(grid: WorkerGroup) -> None:
+def test_an_async_method_can_be_registered(grid: WorkerGroup[Any]) -> None:
     assert grid.later_async([1, 2, 3, 4]).result() == [2, 3, 4, 5]
 
 
-def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup) -> None:
+def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup[Any]) -> None:
     with pytest.raises(ValueError, match=says("MESH-0", "'unknown'", "register_mesh")):
         mesh.on_no_mesh([1, 2])
 
 
-def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup) -> None:
+def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup[Any]) -> None:
     with pytest.raises(AttributeError, match=says("GRID", "workers.Grid", "'unregistered'", "add, ")):
         grid.unregistered()
     with pytest.raises(AttributeError, match="'echo'"):
@@ -167,7 +167,7 @@ def test_a_class_that_is_not_the_workers_is_refused(grids: None) -> None:
 # --- futures
 
 
-def test_a_future_as_an_argument_is_refused_with_what_to_pass(grid: WorkerGroup) -> None:
+def test_a_future_as_an_argument_is_refused_with_what_to_pass(grid: WorkerGroup[Any]) -> None:
     with pytest.raises(TypeError, match=r"result\(\)"):
         grid.everybody(grid.call("everybody", 1))
 
@@ -183,9 +183,9 @@ def test_a_future_as_an_argument_is_refused_with_what_to_pass(grid: WorkerGroup)
         ({"replay": "first"}, ["replay='first'", "'last'"]),
     ],
 )
-def test_a_wrong_declaration_is_refused_when_the_class_is_defined(options: dict[str, object], facts: list[str]) -> None:
+def test_a_wrong_declaration_is_refused_when_the_class_is_defined(options: dict[str, Any], facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
-        register(**options)  # pyright: ignore[reportArgumentType]
+        register(**options)
 
 
 def test_every_mode_says_what_it_does() -> None:

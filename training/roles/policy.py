@@ -12,7 +12,7 @@ from components.rl.aggregation import LossOutput, Totals
 from core import rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
-from training.roles.trained_model import TrainedModel
+from training.roles.trained_model import TrainedModel, of_rank0
 
 C = TypeVar("C", bound=RLOptions)
 
@@ -46,7 +46,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
         )
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
-    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    @trainer_invocation(post_func=of_rank0)
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Train on all of a step's responses; send them with `replicate`. Returns metrics, the same on every rank."""
         return self.train_epochs(experience, step, self.loss)

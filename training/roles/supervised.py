@@ -10,7 +10,7 @@ from components.engines.causal import load_policy
 from components.engines.opening import open_engine
 from components.rl.aggregation import LossOutput, Totals
 from core import trainer_invocation
-from training.roles.trained_model import TrainedModel
+from training.roles.trained_model import TrainedModel, of_rank0
 from training.supervised_options import SupervisedOptions
 
 C = TypeVar("C", bound=SupervisedOptions)
@@ -39,7 +39,7 @@ class SupervisedModel(TrainedModel, Generic[C]):
         """Load the model and put it under the training engine; `steps` set the length of its schedule."""
         self.engine = open_engine(self.load_model(model_path), self.config.engine(steps, torch.cuda.is_available()))
 
-    @trainer_invocation(post_func=lambda metrics: metrics[0])
+    @trainer_invocation(post_func=of_rank0)
     def train_step(self, minibatch: Batch) -> dict[str, float]:
         """One optimizer step, of which every rank takes its share; send the mini-batch with `replicate`."""
         return self.engine.train_step(minibatch, self.loss, group_size=self.config.GROUP_SIZE)

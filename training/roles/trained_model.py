@@ -1,6 +1,6 @@
 """What every role that trains a model does."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,6 +12,11 @@ from core import BaseWorkload, trainer_invocation
 from training.rollouts import keep_failed, over_updates
 
 Prepare = Callable[[Batch, int], Batch]
+
+
+def of_rank0(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of metrics that are the same on every rank those of the first."""
+    return metrics[0]
 
 
 class TrainedModel(BaseWorkload):

@@ -1,0 +1,57 @@
+"""What pyright makes of groups: right uses pass, and each mistake is reported where it is, by the rule beside it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.full  # pyright belongs to the extra `dev`
+
+ROOT = Path(__file__).parents[2]
+MISTAKES = ROOT / "tests/core/typed_mistakes.py"
+USES = ROOT / "tests/core/typed_uses.py"
+PAGES = ("README.md", "docs/core.md", "docs/runs.md")
+Reports = dict[int, set[str]]
+"""Rules by the number of the line that they report."""
+
+
+def reports_on(*files: Path) -> dict[str, Reports]:
+    """What pyright reports of each file."""
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    found = json.loads(done.stdout)
+    assert found["summary"]["filesAnalyzed"] == len(files), done.stdout + done.stderr
+    reports: dict[str, Reports] = {file.name: defaultdict(set) for file in files}
+    for report in found["generalDiagnostics"]:
+        line = report["range"]["start"]["line"] + 1
+        reports[Path(report["file"]).name][line].add(report.get("rule", report["message"]))
+    return reports
+
+
+def test_right_uses_pass_and_each_mistake_is_reported_by_its_rule(tmp_path: Path) -> None:
+    text = MISTAKES.read_text(encoding="utf-8")
+    outside = tmp_path / MISTAKES.name  # where it lies, pyproject.toml leaves it out
+    outside.write_text(text)
+    expected: Reports = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        rules = re.search(r"  # (report\w+(?:, report\w+)*)$", line)
+        if rules:
+            expected[number] = set(rules[1].split(", "))
+    assert len(expected) > 50
+    found = reports_on(outside, USES)
+    assert found[outside.name] == expected
+    assert found[USES.name] == {}
+
+
+def test_jobs_that_the_pages_show_pass(tmp_path: Path) -> None:
+    files = []
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+        (job,) = [block for block in blocks if "BaseTrainer" in block]
+        files.append(tmp_path / f"{Path(page).stem.lower()}_job.py")
+        files[-1].write_text(job)
+    assert reports_on(*files) == {file.name: {} for file in files}
