@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -51,42 +48,6 @@ class Turn:
     reward: float = 0.0
     finish: str = "stop"
     """Why it ended: "stop" (an end token, or a stop text), "length" or "abort"."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """An episode's tokens, and what there is to say of each."""
-
-    tokens: array[int]
-    logprobs: array[float]
-    versions: array[int]
-    turns: array[int]
-    """Of each token the number of its turn; -1 where the policy did not write it."""
-    rewards: array[float]
-    """On the last token of each turn what it earned. What an episode earned besides is at the end of the last one."""
-    oldest: int | None
-    """Version of the weights that drew its oldest token; None where there is none."""
-
-    @classmethod
-    def of(cls, episode: Episode) -> Columns:
-        """Those of an episode that has ended."""
-        turns, rewards = [-1] * len(episode.tokens), [0.0] * len(episode.tokens)
-        last, left = 0, episode.reward
-        for number, turn in enumerate(episode.turns):
-            if turn.end > turn.start:
-                turns[turn.start : turn.end] = [number] * (turn.end - turn.start)
-                rewards[turn.end - 1] = turn.reward
-                last, left = turn.end, left - turn.reward
-        if last and not math.isclose(left, 0.0, abs_tol=1e-9 * max(1.0, abs(episode.reward))):
-            rewards[last - 1] += left
-        return cls(
-            tokens=array("q", episode.tokens),
-            logprobs=array("f", episode.logprobs),
-            versions=array("q", episode.versions),
-            turns=array("q", turns),
-            rewards=array("f", rewards),
-            oldest=min((version for version in episode.versions if version >= 0), default=None),
-        )
 
 
 @dataclass
@@ -138,11 +99,6 @@ class Episode:
         assert not self.turns, self.turns
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
         self.prompt_length = min(self.prompt_length, length)
-
-    @cached_property
-    def columns(self) -> Columns:
-        """What it gives a batch. Asked for when it has ended, while others wait, it is there when the last one has."""
-        return Columns.of(self)
 
     def fail(self, error: str, trace: str = "") -> None:
         """End it as an error, which earns nothing."""

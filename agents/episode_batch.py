@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +18,11 @@ def as_batch(prompts: Batch, played: Sequence[Sequence[Episode]], version: int) 
 
     Args:
         prompts: their per-sequence and object columns are carried through.
-        run: the sequences of each prompt's episode, the main one first.
+        played: the sequences of each prompt's episode, the main one first.
         version: of the weights, for sequences in which the policy wrote nothing.
 
     Returns:
-        Batch of B sequences in the order of `run`. Per token: `tokens`, `action_mask` (True on what the policy
+        Batch of B sequences in the order of `played`. Per token: `tokens`, `action_mask` (True on what the policy
         wrote), `rollout_logprob` (float32; 0 elsewhere), `turn` (int64, counted from 0; -1 elsewhere), `turn_reward`
         (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
         elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the
@@ -34,30 +32,29 @@ def as_batch(prompts: Batch, played: Sequence[Sequence[Episode]], version: int) 
     """
     rows = [episode for episodes in played for episode in episodes]
     index = [i for i, episodes in enumerate(played) for _ in episodes]
-    columns = [row.columns for row in rows]
-    turn_N = _column("q", [own.turns for own in columns])
+    turn_N = _column((_turn_numbers(row) for row in rows), torch.int64)
     per_token = {
-        "tokens": _column("q", [own.tokens for own in columns]),
+        "tokens": _column((row.tokens for row in rows), torch.int64),
         "action_mask": turn_N >= 0,
-        "rollout_logprob": _column("f", [own.logprobs for own in columns]),
+        "rollout_logprob": _column((row.logprobs for row in rows), torch.float32),
         "turn": turn_N,
-        "turn_reward": _column("f", [own.rewards for own in columns]),
-        "token_version": _column("q", [own.versions for own in columns]),
+        "turn_reward": _column((_turn_rewards(row) for row in rows), torch.float32),
+        "token_version": _column((row.versions for row in rows), torch.int64),
     }
-    per_sequence = {
+    numbers = {
         "prompt_length": [row.prompt_length for row in rows],
-        "weight_version": [version if own.oldest is None else own.oldest for own in columns],
+        "weight_version": [min((v for v in row.versions if v >= 0), default=version) for row in rows],
         "num_turns": [len(row.turns) for row in rows],
         "branch": [row.branch for row in rows],
     }
-    own = {name: torch.tensor(column, dtype=torch.int64) for name, column in per_sequence.items()}
-    own["truncated"] = torch.tensor([row.status == "truncated" for row in rows], dtype=torch.bool)
+    per_sequence = {name: torch.tensor(column, dtype=torch.int64) for name, column in numbers.items()}
+    per_sequence["truncated"] = torch.tensor([row.status == "truncated" for row in rows], dtype=torch.bool)
     if any(row.is_rewarded for row in rows):
-        own |= _rewards(rows)
+        per_sequence |= _rewards(rows)
     given = prompts.only(*prompts.per_sequence, *prompts.objects).select(index)
     objects = {"status": [row.status for row in rows], "error": [row.error for row in rows]}
     lengths = [len(row.tokens) for row in rows]
-    return Batch(lengths, per_token, {**given.per_sequence, **own}, {**given.objects, **objects})
+    return Batch(lengths, per_token, {**given.per_sequence, **per_sequence}, {**given.objects, **objects})
 
 
 def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
@@ -71,8 +68,25 @@ def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
     return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
 
 
-def _column(code: str, rows: Sequence[array[Any]]) -> Tensor:
-    column: array[Any] = array(code)
-    for row in rows:
-        column.extend(row)
-    return torch.from_numpy(np.asarray(column))
+def _turn_numbers(episode: Episode) -> list[int]:
+    numbers = [-1] * len(episode.tokens)
+    for number, turn in enumerate(episode.turns):
+        numbers[turn.start : turn.end] = [number] * (turn.end - turn.start)
+    return numbers
+
+
+def _turn_rewards(episode: Episode) -> list[float]:
+    """What an episode earned besides its turns is on the last token of the last one."""
+    rewards = [0.0] * len(episode.tokens)
+    left, last = episode.reward, None
+    for turn in episode.turns:
+        if turn.end > turn.start:
+            rewards[turn.end - 1] = turn.reward
+            left, last = left - turn.reward, turn
+    if last is not None and not math.isclose(left, 0.0, abs_tol=1e-9 * max(1.0, abs(episode.reward))):
+        rewards[last.end - 1] += left
+    return rewards
+
+
+def _column(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)

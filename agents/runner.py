@@ -241,8 +241,6 @@ class EpisodeRunner:
                 # Nothing is learnt from it; a trainer's model need not read more than it can.
                 episode.cut(policy.max_tokens)
         failures.add(task, episodes[0])
-        for episode in episodes:
-            _ = episode.columns  # made now, while others wait
         return episodes
 
 
