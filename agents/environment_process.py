@@ -1,6 +1,6 @@
 """The process that makes the processes of environments, and these. It has loaded the agent's file, so that a fork is
-all that an environment costs. Its owner gives it, with each request, the end of a connection: a new environment's own,
-or one for the response.
+all that an environment costs. Its owner asks for one at a time: a new process, with the end of a connection that this
+serves, or the end of one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from agents.environment_pool import Asked
+from agents.environment_pool import EnvironmentWorker
 from agents.loading import load_agent_file
 from components.data.child_process import (
     described,
@@ -30,46 +30,42 @@ from components.data.child_process import (
 )
 
 
-class _Server:
-    """Makes environments and ends them, until the owner closes the connection."""
+def _make_and_end(control: socket.socket, instance: type) -> None:
+    """Make environments and end them, until the owner closes the connection."""
+    pids: set[int] = set()
+    try:
+        while True:
+            pid = receive(control)
+            if pid is not None:
+                pids.remove(pid)
+                send(control, _end(pid))
+                continue
+            try:
+                pid = _make(control, instance)
+            except OSError as error:  # there is no room for another
+                send(control, error)
+                continue
+            pids.add(pid)
+            send(control, pid)
+    finally:
+        for pid in pids:
+            _end(pid)
 
-    def __init__(self, control: socket.socket, instance: type) -> None:
-        self._control = control
-        self._instance = instance
-        self._pids: dict[int, int | str] = {}
-        """By number; or why there is none."""
 
-    def run(self) -> None:
-        try:
-            while True:
-                what, number = receive(self._control)
-                _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
-                if not descriptors:
-                    raise EOFError
-                with socket.socket(fileno=descriptors[0]) as channel, suppress(ConnectionError):
-                    if what == "make":
-                        self._pids[number] = self._make(channel)
-                    else:
-                        send(channel, _end(self._pids.pop(number)))
-        finally:
-            for pid in self._pids.values():
-                _end(pid)
-
-    def _make(self, channel: socket.socket) -> int | str:
-        server = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            return f"it could not be made: {error}"
+def _make(control: socket.socket, instance: type) -> int:
+    server = os.getpid()
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    with socket.socket(fileno=descriptors[0]) as channel:
+        pid = os.fork()
         if not pid:
-            _run_environment(self._control, channel, self._instance, server)
-        # By both sides, as either may be first.
-        with suppress(OSError):
-            os.setpgid(pid, pid)
-        return pid
+            _run_environment(control, channel, instance, server)
+    # By both sides, as either may be first.
+    with suppress(OSError):
+        os.setpgid(pid, pid)
+    return pid
 
 
-def _end_of(control: socket.socket) -> None:
+def _end_of_owner(control: socket.socket) -> None:
     """Have the server stop waiting. The owner's death is told twice, by a signal and by the connection's end: an
     exception raised for the one would cut short what the other has begun.
     """
@@ -77,9 +73,7 @@ def _end_of(control: socket.socket) -> None:
         control.shutdown(socket.SHUT_RDWR)
 
 
-def _end(pid: int | str) -> str:
-    if isinstance(pid, str):
-        return pid
+def _end(pid: int) -> str:
     # It is not yet collected, so the number still means it, and what it has started.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -98,7 +92,7 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
         for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
             if name in sys.modules:
                 getattr(sys.modules[name], seed)()
-        asyncio.run(_live(channel, instance))
+        asyncio.run(_serve_calls(channel, instance))
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of the server's may run on in here
         traceback.print_exc()
@@ -106,14 +100,14 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
         os._exit(code)
 
 
-async def _live(channel: socket.socket, instance: type) -> None:
+async def _serve_calls(channel: socket.socket, instance: type) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    asked = Asked(instance)
+    worker = EnvironmentWorker(instance)
     writer.write(frame("ready"))
     with suppress(EOFError, ConnectionError):
         while True:
             method, states = await receive_from(reader)
-            reply: Any = await asked.response(method, states)
+            reply: Any = await worker.call(method, states)
             try:
                 body = frame(reply)
             except Exception as error:  # noqa: BLE001 - pickling runs the user's code, too
@@ -122,7 +116,7 @@ async def _live(channel: socket.socket, instance: type) -> None:
             writer.write(body)
             await writer.drain()
     # Now, while the owner still waits: it may have something to clean up.
-    del asked
+    del worker
 
 
 def _serve(control: socket.socket) -> None:
@@ -138,10 +132,10 @@ def _serve(control: socket.socket) -> None:
     # Environments share its memory until they write to it; a collection would write everywhere.
     gc.freeze()
     # From here on it can end its environments, and what they have started, before it ends itself.
-    signal.signal(signal.SIGTERM, lambda *_: _end_of(control))
+    signal.signal(signal.SIGTERM, lambda *_: _end_of_owner(control))
     die_with(int(os.getppid()), signal.SIGTERM)
     send(control, ("ok",))
-    _Server(control, instance).run()
+    _make_and_end(control, instance)
 
 
 if __name__ == "__main__":

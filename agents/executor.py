@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import inspect
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agents.environment_pool import Deadline, EnvironmentFailure, EnvironmentHandle, EnvironmentPool, Overdue
+from agents.environment_pool import Environment, EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
+from agents.options import AgentOptions
 from agents.rendering import decode, feedback_tokens, first_tokens
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
-from components.data.rewards import read_columns
-
-if TYPE_CHECKING:
-    from agents.options import AgentOptions
+from agents.user_code import Overdue, in_thread, in_time
+from components.data.rewards import read_columns, takes_responses
 
 STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 """Of an episode that ends with its turn, by why that ended."""
@@ -36,7 +32,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
     def open(self, options: AgentOptions) -> None:
         """Prepare for environments that run where `options` say."""
-        self.pool = EnvironmentPool(self.agent_instance, options, options.func_path)
+        self.pool = EnvironmentPool(self.agent_instance, options)
 
     async def close(self) -> None:
         """End what the environments share."""
@@ -50,7 +46,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         keeps what was said before.
         """
         assert self.pool is not None, "open() comes first"
-        episode, environment = Episode(list(task.tokens), len(task.tokens)), await self.pool.open()
+        episode, environment = Episode(list(task.tokens), len(task.tokens)), self.pool.open()
         try:
             states = {"observation": task.prompt, "label": copy.deepcopy(task.label)}
             observation = read_reset(await environment.reset(states))
@@ -59,7 +55,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 episode = Episode(tokens, len(tokens))
             episode.status = await self._take_turns(episode, environment, task, policy)
         except EnvironmentFailure as error:
-            episode.fail(str(error), "\n".join(getattr(error, "__notes__", [])))
+            episode.fail(str(error), error.trace)
         except ValueError as error:
             episode.fail(str(error))
         finally:
@@ -67,7 +63,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return episode
 
     async def _take_turns(
-        self, episode: Episode, environment: EnvironmentHandle, task: EpisodeTask, policy: Policy
+        self, episode: Episode, environment: Environment, task: EpisodeTask, policy: Policy
     ) -> Status:
         """Play from the first observation on; returns how it ended."""
         sampling, stop, feedback = task.sampling, [], []
@@ -113,36 +109,34 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
                 and with `responses` where it takes that.
         """
         self.reward = reward
-        self._timeout_s = math.inf
+        self._limit_s = AgentOptions.step_timeout_s
 
     def open(self, options: AgentOptions) -> None:
         """Take over how long a reward may take."""
-        self._timeout_s = options.step_timeout_s
+        self._limit_s = options.step_timeout_s
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
         """Draw one response, if there is room for one."""
-        from agents.tools import in_thread
-
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
-        if policy.has_space(len(tokens)):
-            turn = episode.act(*await policy.draw(tokens, task.sampling))
-            episode.status = STATUS[turn.finish]
-            if self.reward is not None and turn.finish != "abort":
-                query = decode(policy.tokenizer, episode.tokens)
-                ask = partial(self.reward, [query], [task.prompt], [copy.deepcopy(task.label)])
-                # The same rule as for reward files.
-                parameters = inspect.signature(self.reward).parameters
-                if "responses" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                    response = decode(policy.tokenizer, episode.tokens[turn.start :], skip_special_tokens=True)
-                    ask = partial(ask, responses=[response])
-                try:
-                    result = await Deadline(self._timeout_s).wait(asyncio.ensure_future(in_thread(ask)))
-                except Overdue:
-                    limit = f"{self._timeout_s:g} s (agent.step_timeout_s)"
-                    raise TimeoutError(f"the reward gave no response within {limit}") from None
-                read = read_columns(result, 1)
-                turn.reward = episode.reward = read.rewards[0]
-                episode.score = read.scores[0]
-                episode.logs = {name: values[0] for name, values in read.logs.items()}
+        if not policy.has_space(len(tokens)):
+            return episode
+        turn = episode.act(*await policy.draw(tokens, task.sampling))
+        episode.status = STATUS[turn.finish]
+        if self.reward is None or turn.finish == "abort":
+            return episode
+        query = decode(policy.tokenizer, episode.tokens)
+        ask = partial(self.reward, [query], [task.prompt], [copy.deepcopy(task.label)])
+        if takes_responses(self.reward):
+            ask = partial(
+                ask, responses=[decode(policy.tokenizer, episode.tokens[turn.start :], skip_special_tokens=True)]
+            )
+        try:
+            columns = read_columns(await in_time(in_thread(ask), self._limit_s), 1)
+        except Overdue:
+            limit = f"{self._limit_s:g} s (agent.step_timeout_s)"
+            raise TimeoutError(f"the reward gave no response within {limit}") from None
+        turn.reward = episode.reward = columns.rewards[0]
+        episode.score = columns.scores[0]
+        episode.logs = {name: values[0] for name, values in columns.logs.items()}
         return episode

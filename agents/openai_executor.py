@@ -124,7 +124,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         result, failure = StepResult(0.0, 0.0, "", True, {}), None
         with self._server.session(task, policy) as session:
             given = {"base_url": self._server.base_url, "api_key": session.api_key, "session_id": session.id}
-            environment = await self._pool.open()
+            environment = self._pool.open()
             try:
                 result = _read(
                     await environment.step({"prompt": task.prompt, "label": copy.deepcopy(task.label), **given})
@@ -141,7 +141,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             if failure and not session.limit:
                 # Where environments are asked, and read, it is a step.
                 line = re.sub("^step( 0)?", "run_agent", str(failure))
-                episode.fail(line, "\n".join(getattr(failure, "__notes__", [])))
+                episode.fail(line, getattr(failure, "trace", ""))
                 continue
             episode.status = "truncated" if session.limit else "aborted" if is_aborted else "finished"
             episode.reward, episode.logs = result.reward, result.logs

@@ -7,22 +7,20 @@ A call that cannot be read or run is answered by an error that the policy can re
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
-import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
-from agents.environment_pool import Deadline, Overdue, driven
-from agents.environments import TextWorld
+from agents.environments import TextEnvironment
 from agents.sandbox import Limits, cut, run_python_async
+from agents.user_code import Overdue, in_thread, in_time
 from components.data.child_process import short_line
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -167,29 +165,6 @@ class Tool:
         return result.encode(errors="replace").decode()
 
 
-async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run blocking work in a thread of its own: one that never ends takes nobody else's, nor holds up the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(method: str, value: Any) -> None:
-        if not done.done():
-            getattr(done, method)(value)
-
-    def run() -> None:
-        try:
-            outcome = ("set_result", work())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
-            # SystemExit would end more than the tool, and a future takes no StopIteration.
-            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            outcome = ("set_exception", error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
-
-
 def python_tool(limits: Limits | None = None) -> Tool:
     """Python in the sandbox, which is no security boundary: see `agents.sandbox`."""
 
@@ -204,7 +179,7 @@ def python_tool(limits: Limits | None = None) -> Tool:
     return Tool.of(python)
 
 
-class ToolAgentInstance(TextWorld):
+class ToolAgentInstance(TextEnvironment):
     """An agent that may call tools; an answer without a call is its last, and is scored.
 
     The prompt is to be plain text (data.apply_chat_template=false): it becomes the user's message, after a system
@@ -257,9 +232,11 @@ class ToolAgentInstance(TextWorld):
         calls = parse_calls(states["action_text"])
         if not calls:
             score = await self.score(states["action_text"], states["label"])
-            return {"rewards": score, "scores": score, "environment_feedback": "", "done": True} | self._logged()
-        deadline, before = Deadline(self.tool_timeout_s), self._logs["tool_calls"]
-        results = [await self._result(number, call, deadline) for number, call in enumerate(calls)]
+            logs = dict(self._logs)
+            return {"rewards": score, "scores": score, "environment_feedback": "", "done": True, "extra_logs": logs}
+        before = self._logs["tool_calls"]
+        ends_at = time.monotonic() + self.tool_timeout_s
+        results = [await self._result(number, call, ends_at) for number, call in enumerate(calls)]
         if self.chat and self.result_role == "user":
             # Many templates want the roles to alternate.
             feedback: Any = [{"role": "user", "content": "\n".join(results)}]
@@ -272,13 +249,10 @@ class ToolAgentInstance(TextWorld):
             ]
         else:
             feedback = "".join(self.result_text.replace("{}", result, 1) for result in results)
-        return {"rewards": 0.0, "environment_feedback": feedback, "done": False} | self._logged()
+        return {"rewards": 0.0, "environment_feedback": feedback, "done": False, "extra_logs": dict(self._logs)}
 
-    def _logged(self) -> dict[str, Any]:
-        return {"extra_logs": dict(self._logs)}
-
-    async def _result(self, number: int, call: Call, deadline: Deadline) -> str:
-        """Run one call; what the policy reads of it."""
+    async def _result(self, number: int, call: Call, ends_at: float) -> str:
+        """Run one call, until `ends_at` (time.monotonic); what the policy reads of it."""
         self._logs["tool_calls"] += 1
         try:
             if number >= self.max_calls:
@@ -287,18 +261,15 @@ class ToolAgentInstance(TextWorld):
                 raise ValueError(call.error)
             if call.name not in self._tools:
                 raise ValueError(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
-            if not deadline.spend():
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
                 raise Overdue
-            # The environment's own deadline says who keeps the loop busy.
-            text = await driven(self._tools[call.name].run(call.arguments), deadline, lambda _seconds: None)
+            text = await in_time(self._tools[call.name].run(call.arguments), left_s)
+            return cut(text, self.max_result_chars)
         except Overdue:
-            if deadline.spend():  # the time of the whole step is over, and not that of the tools
-                raise
-            text = f"error: {call.name} gave no result in {self.tool_timeout_s:g} s"
+            reason = f"{call.name} gave no result in {self.tool_timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy is to learn from it
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            text = f"error: {kind}{short_line(str(error))}"
-        else:
-            return cut(text, self.max_result_chars)
+            reason = f"{kind}{short_line(str(error))}"
         self._logs["tool_errors"] += 1
-        return text
+        return f"error: {reason}"

@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 from agents.environment import AgentInstanceBase
 
 
-class TextWorld(AgentInstanceBase):
+class TextEnvironment(AgentInstanceBase):
     """An environment whose words can be chat messages, or text for a model without a chat template."""
 
     chat: ClassVar[bool] = True
     """Speak in chat messages; False: in text. A subclass sets it."""
 
-    def says(self, text: str, role: str = "user") -> str | list[dict[str, str]]:
+    def says(self, text: str) -> str | list[dict[str, str]]:
         """What the policy reads next."""
-        return [{"role": role, "content": text}] if self.chat else text
+        return [{"role": "user", "content": text}] if self.chat else text
 
 
 def read_label(label: Any, needed: str, example: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import secrets
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agents.environments import TextWorld, read_label
+from agents.environments import TextEnvironment, read_label
 from agents.sandbox import Limits, cut, run_python_async
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
@@ -51,7 +51,7 @@ run()
 and nothing in its input."""
 
 
-class AgentInstance(TextWorld):
+class AgentInstance(TextEnvironment):
     """Reward and score 1 when every test passes, in any try."""
 
     tries: ClassVar[int] = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agents.environments import TextWorld, library_of_games, read_label
+from agents.environments import TextEnvironment, library_of_games, read_label
 
 RULES = {
     "FrozenLake": ("You stand at [ ]. Reach G; H are holes.", "left down right up"),
@@ -25,7 +25,7 @@ EXAMPLE = '{"env": "FrozenLake-v1", "seed": 3}'
 _library = library_of_games("gymnasium")
 
 
-class AgentInstance(TextWorld):
+class AgentInstance(TextEnvironment):
     """The rewards are the game's. The score is 1 when the last one, which ended it, was above 0: it was won."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more

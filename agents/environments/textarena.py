@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agents.environments import TextWorld, library_of_games, read_label
+from agents.environments import TextEnvironment, library_of_games, read_label
 
 GAMES = (
     "2048 Bandit Blackjack Crosswords FifteenPuzzle FrozenLake GuessTheNumber LightsOut LogicPuzzle Mastermind "
@@ -25,7 +25,7 @@ _library = library_of_games("textarena")
 _random = threading.Lock()
 
 
-class AgentInstance(TextWorld):
+class AgentInstance(TextEnvironment):
     """The reward is the game's: 1 when it is won, a share for a part of it. The score is that from 0 to 1."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more

@@ -11,7 +11,6 @@ each of its responses has a deadline, and the child inherits neither descriptors
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import math
 import pickle
@@ -45,6 +44,7 @@ from components.data.rewards import (
     check_lengths,
     join_columns,
     read_columns,
+    takes_responses,
 )
 from components.data.score_functions import ScoreCode, load_scores
 from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
@@ -414,8 +414,7 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     function = getattr(load_file(Path(setup["file"])), FUNCTION_NAME)
     if not callable(function):
         raise ValueError(f"{FUNCTION_NAME} is a {type(function).__name__}; make it a function")
-    parameters = inspect.signature(function).parameters
-    if "responses" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    if takes_responses(function):
         return lambda queries, prompts, labels, responses: function(queries, prompts, labels, responses=responses)
     return lambda queries, prompts, labels, _responses: function(queries, prompts, labels)
 

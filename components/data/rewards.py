@@ -7,10 +7,11 @@ B sequences. Nothing here imports torch before the first rewards are there, so t
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -188,6 +189,12 @@ def top_level_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(alias.asname or alias.name for alias in node.names)
     return names
+
+
+def takes_responses(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is given `responses`, beside queries, prompts and labels."""
+    parameters = inspect.signature(function).parameters
+    return "responses" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 # What is below is shared by reward code and reward servers: the same columns go in, the same responses are accepted.

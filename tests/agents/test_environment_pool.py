@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from agents.environment_pool import EnvironmentFailure, EnvironmentHandle, EnvironmentPool
+from agents.environment_pool import Environment, EnvironmentFailure, EnvironmentPool
 from agents.loading import load_agent_file
 from agents.options import AgentOptions
 from tests.messages import says
@@ -76,6 +76,9 @@ class AgentInstance:
             os._exit(3)
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if action == "orphan":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1e5)
         if action == "tensor":
             import torch
             return {"rewards": torch.tensor(0.5)}
@@ -105,16 +108,28 @@ class Unmakable:
         raise RuntimeError("no licence")
 """
 
+FIRST_FORK_FAILS = """
+import os, sys
+
+def fork():
+    os.fork = real_fork
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+real_fork = os.fork
+if "environment_process" in sys.argv[0]:
+    os.fork = fork
+"""
+
 Mode = Literal["loop", "thread", "process"]
 
 
-def opened(folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "AgentInstance") -> EnvironmentPool:
+def opened(
+    folder: Path, runs_in: Mode, limit_s: float = LIMIT_S, name: str = "AgentInstance", before: str = ""
+) -> EnvironmentPool:
     path = folder / "agent.py"
-    path.write_text(AGENT)
+    path.write_text(before + AGENT)
     instance = getattr(load_agent_file(str(path)), name)
-    return EnvironmentPool(
-        instance, AgentOptions(func_path=str(path), runs_in=runs_in, step_timeout_s=limit_s), str(path)
-    )
+    return EnvironmentPool(instance, AgentOptions(func_path=str(path), runs_in=runs_in, step_timeout_s=limit_s))
 
 
 def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coroutine[Any, Any, Any]]) -> Any:
@@ -127,7 +142,7 @@ def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coro
 
 async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
     """An environment's last response, or the error it ended with."""
-    environment = await pool.open()
+    environment = pool.open()
     response: Any = None
     try:
         assert await environment.reset({"observation": "go", "label": label}) == {"observation": f"go{label}"}
@@ -140,7 +155,7 @@ async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
     return response
 
 
-def step(environment: EnvironmentHandle, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
+def step(environment: Environment, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
     return environment.step({"action_text": action, "label": label})
 
 
@@ -161,7 +176,7 @@ async def two_turns(pool: EnvironmentPool) -> tuple[Any, ...]:
 
 
 async def turns(pool: EnvironmentPool) -> list[Any]:
-    environment = await pool.open()
+    environment = pool.open()
     await environment.reset({"observation": "go", "label": 7})
     try:
         return [await step(environment, "continue") for _ in range(2)]
@@ -172,7 +187,7 @@ async def turns(pool: EnvironmentPool) -> list[Any]:
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
     async def run_episodes(pool: EnvironmentPool) -> Any:
-        environment = await pool.open()
+        environment = pool.open()
         assert await environment.reset({"observation": "go"}) == {"observation": "go"}
         response = await step(environment, "continue")
         await environment.close()
@@ -187,21 +202,17 @@ def test_what_a_world_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> Non
         actions = ("raise", "exit", "cancel", "continue")
         return await asyncio.gather(*(episode(pool, "continue", action) for action in actions))
 
-    pool = opened(tmp_path, runs_in, PATIENCE_S)
-    *errors, fine = played(pool, run_episodes)
+    *errors, fine = played(opened(tmp_path, runs_in, PATIENCE_S), run_episodes)
     for error, what in zip(errors, ("KeyError: 'no\\nsuch move'", "SystemExit: 3", "CancelledError"), strict=True):
-        assert re.search(says("step", what), str(error))
-    assert "agent.py" in errors[0].__notes__[0]
-    assert {error.kind for error in errors} == {"raised"}
+        assert re.search(says("step raised", what), str(error))
+    assert "agent.py" in errors[0].trace
     assert float(fine["rewards"]) == 2.0
-    assert pool.counts == {"opened": 4, "raised": 3, "hung": 0, "died": 0}
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_an_instance_that_cannot_be_made_is_an_error_of_its_episode(tmp_path: Path, runs_in: Mode) -> None:
     error = played(opened(tmp_path, runs_in, PATIENCE_S, "Unmakable"), episode)
-    assert error.kind == "raised"
-    assert re.search(says("reset", "RuntimeError: no licence"), str(error))
+    assert re.search(says("reset raised", "RuntimeError: no licence"), str(error))
 
 
 HANGS = [
@@ -221,17 +232,15 @@ def test_a_hanging_step_ends_its_own_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_in: Mode, action: str
 ) -> None:
     # For what continues nevertheless, to clean up.
-    monkeypatch.setattr("agents.environment_pool.END_TIMEOUT_S", 0.3)
+    for module in ("environment_pool", "user_code"):
+        monkeypatch.setattr(f"agents.{module}.END_TIMEOUT_S", 0.3)
 
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return [*await asyncio.gather(episode(pool, "continue", action), episode(pool, "continue", "continue"))]
 
-    pool = opened(tmp_path, runs_in)
-    error, fine = played(pool, run_episodes)
-    assert error.kind == "hung"
+    error, fine = played(opened(tmp_path, runs_in), run_episodes)
     assert re.search(says("step", f"{LIMIT_S:g} s", "agent.step_timeout_s"), str(error))
     assert float(fine["rewards"]) == 2.0
-    assert pool.counts == {"opened": 2, "raised": 0, "hung": 1, "died": 0}
 
 
 def test_a_world_that_blocks_the_loop_is_named_once_and_others_go_on(
@@ -281,9 +290,7 @@ def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_
         await asyncio.wait({task})
         assert task.cancelled()
 
-    pool = opened(tmp_path, runs_in, PATIENCE_S)
-    played(pool, run_episodes)
-    assert pool.counts == {"opened": 1, "raised": 0, "hung": 0, "died": 0}
+    played(opened(tmp_path, runs_in, PATIENCE_S), run_episodes)
 
 
 @pytest.mark.parametrize(("action", "reason"), [("die", "exit code 3"), ("kill", "signal SIGKILL")])
@@ -291,12 +298,27 @@ def test_a_process_that_dies_ends_its_own_world(tmp_path: Path, action: str, rea
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return await asyncio.gather(*(episode(pool, "continue", a) for a in (action, "continue")))
 
-    pool = opened(tmp_path, "process", PATIENCE_S)
-    error, fine = played(pool, run_episodes)
-    assert error.kind == "died"
-    assert re.search(says("step", reason), str(error))
+    error, fine = played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
+    assert re.search(says("process", "ended in step", reason), str(error))
     assert float(fine["rewards"]) == 2.0
-    assert pool.counts == {"opened": 2, "raised": 0, "hung": 0, "died": 1}
+
+
+def test_without_the_process_that_makes_them_an_environment_says_how_that_ended(tmp_path: Path) -> None:
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return [await episode(pool, "continue", "orphan"), await episode(pool, "continue")]
+
+    for error in played(opened(tmp_path, "process", PATIENCE_S), run_episodes):
+        assert re.search(says("process that makes", "signal SIGKILL"), str(error))
+
+
+def test_a_process_that_cannot_be_made_is_an_error_of_its_episode_alone(tmp_path: Path) -> None:
+    async def run_episodes(pool: EnvironmentPool) -> list[Any]:
+        return [await episode(pool, "continue"), await episode(pool, "continue")]
+
+    pool = opened(tmp_path, "process", PATIENCE_S, before=FIRST_FORK_FAILS)
+    error, fine = played(pool, run_episodes)
+    assert re.search(says("process", "could not be made", "temporarily unavailable"), str(error))
+    assert float(fine["rewards"]) == 1.0
 
 
 def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
@@ -305,7 +327,6 @@ def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
 
     response, error = played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
     assert response["rewards"].item() == 0.5
-    assert error.kind == "raised"
     assert re.search(says("step", "lambda"), str(error))
 
 
@@ -336,7 +357,7 @@ def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path, m
 @pytest.mark.full
 def test_two_hundred_worlds_leave_no_process(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
-        opened_now = [await pool.open() for _ in range(200)]
+        opened_now = [pool.open() for _ in range(200)]
         await asyncio.gather(*(environment.reset({"observation": "go", "label": 7}) for environment in opened_now))
         return [
             response["pid"]
@@ -359,9 +380,9 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         "from agents.environment_pool import EnvironmentPool\n"
         "async def main():\n"
         "    environments = EnvironmentPool(load_agent_file('agent.py').AgentInstance, "
-        "AgentOptions(runs_in='process'), 'agent.py')\n    pids = []\n"
+        "AgentOptions(func_path='agent.py', runs_in='process'))\n    pids = []\n"
         "    for _ in range(16):\n"
-        "        environment = await environments.open()\n"
+        "        environment = environments.open()\n"
         "        await environment.reset({'observation': '', 'label': ''})\n"
         "        response = await environment.step({'action_text': 'start', 'label': '.'})\n"
         "        pids += response['pids']\n"
@@ -394,5 +415,5 @@ def test_a_file_that_loads_only_here_is_refused_with_its_traceback(tmp_path: Pat
     instance = load_agent_file(str(path)).AgentInstance
     path.write_text("import no_such_module\n")
     with pytest.raises(ValueError, match=says(path, "'no_such_module'")) as caught:
-        EnvironmentPool(instance, AgentOptions(runs_in="process"), str(path))
+        EnvironmentPool(instance, AgentOptions(func_path=str(path), runs_in="process"))
     assert "import no_such_module" in caught.value.__notes__[0]
