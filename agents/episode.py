@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from agents.options import AgentOptions
+from agents.rendering import decode
 
-    from agents.options import AgentOptions
+if TYPE_CHECKING:
     from components.data.text import TextEncoder
-    from components.engines.async_engine import Generation
+    from components.engines.async_engine import AsyncEngine, Generation, Request
     from components.engines.config import SamplingConfig
+
+STREAMS = 2**32
+"""More samples than any prompt has: sequence k of a sample draws the numbers of sample k * STREAMS + sample_id."""
 
 Status = Literal["finished", "truncated", "aborted", "error"]
 """`finished`: its environment was done with it, or, where there is none, an end token came. `truncated`: a limit of
@@ -108,23 +113,31 @@ class Episode:
             turn.reward = 0.0
 
 
-class Policy(ABC):
-    """What an executor asks for tokens; made for one episode."""
+class Policy:
+    """The policy, as one episode asks it."""
 
-    tokenizer: PreTrainedTokenizerBase
-    encoder: TextEncoder
-    """Of the same tokenizer."""
-    max_tokens: int | None
-    """Tokens of a sequence, at most; None: any number."""
-    max_turns: int
-    stop: Sequence[str] = ()
-    """Texts that end every turn."""
+    def __init__(self, task: EpisodeTask, engine: AsyncEngine, encoder: TextEncoder, options: AgentOptions) -> None:
+        self.encoder = encoder
+        self.tokenizer = encoder.tokenizer
+        self.max_turns = options.max_turns
+        limits = [limit for limit in (options.max_tokens, engine.positions) if limit is not None]
+        self.max_tokens = min(limits, default=None)
+        """Tokens of a sequence, at most; None: any number."""
+        self.stop = options.stop
+        """Texts that end every turn."""
+        self.broken: Exception | None = None
+        """What the engine raised: not the episode's fault, and not for its executor to deal with."""
+        self._task = task
+        self._engine = engine
 
     def has_space(self, count: int) -> bool:
         """Whether a sequence of `count` tokens can be continued."""
         return self.max_tokens is None or count < self.max_tokens
 
-    @abstractmethod
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        return decode(self.tokenizer, tokens, skip_special_tokens)
+
     async def draw(
         self, tokens: Sequence[int], sampling: SamplingConfig, stop: Sequence[str] = (), stream: int = 0
     ) -> tuple[Generation, int]:
@@ -144,6 +157,42 @@ class Policy(ABC):
         Raises:
             ValueError: there is nothing to continue, or no room for a single token.
         """
+        if not tokens or not self.has_space(len(tokens)):
+            raise ValueError(f"a sequence of {len(tokens)} tokens, of at most {self.max_tokens}, cannot be continued")
+        if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
+            sampling = replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
+        sample_id = stream * STREAMS + self._task.sample_id
+        request: Request | None = None
+        try:
+            request = self._engine.submit(tokens, sampling, prompt_id=self._task.prompt_id, sample_id=sample_id)
+            return await self._until(request, [*self.stop, *stop])
+        except asyncio.CancelledError:
+            if request is not None:
+                await request.abort()
+            raise
+        except Exception as error:
+            self.broken = error
+            raise
+
+    async def _until(self, request: Request, stop: Sequence[str]) -> tuple[Generation, int]:
+        """What is drawn, up to the end or to one of the texts."""
+        if stop:
+            # So many tokens hold a text, as none is less than a byte.
+            reach, seen = max(len(text.encode()) for text in stop), []
+            async for piece in request:
+                seen += piece.tokens
+                # Few tokens first: to read all of them again with each would take longer than drawing them.
+                if self._holds(seen[-len(piece.tokens) - reach :], stop) and self._holds(seen, stop):
+                    drawn = await request.abort()
+                    counts = range(len(seen))
+                    complete = bisect_left(counts, True, key=lambda count: self._holds(seen[:count], stop))
+                    return replace(drawn, finish="stop"), complete
+        drawn = await request.result()
+        return drawn, len(drawn.tokens)
+
+    def _holds(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
+        written = self.decode(tokens)
+        return any(text in written for text in stop)
 
 
 class AgentExecutorBase(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 from agents.environment_pool import Environment, EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
 from agents.options import AgentOptions
-from agents.rendering import decode, feedback_tokens, first_tokens
+from agents.rendering import feedback_tokens, first_tokens
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.rewards import read_columns, takes_responses
@@ -72,15 +72,13 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             if not policy.has_space(len(episode.tokens) + len(feedback)):
                 break
             episode.observe(feedback)
-            observation_text = decode(policy.tokenizer, episode.tokens)
+            observation_text = policy.decode(episode.tokens)
             turn = episode.act(*await policy.draw(episode.tokens, sampling, stop))
             if turn.finish == "abort":
                 return "aborted"
             states = {
                 "observation_text": observation_text,
-                "action_text": decode(
-                    policy.tokenizer, episode.tokens[turn.start : turn.end], skip_special_tokens=True
-                ),
+                "action_text": policy.decode(episode.tokens[turn.start : turn.end], skip_special_tokens=True),
                 "finish": turn.finish,
                 "label": copy.deepcopy(task.label),
                 "sampling_params": sampling_params(sampling, [*policy.stop, *stop]),
@@ -125,12 +123,10 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         episode.status = STATUS[turn.finish]
         if self.reward is None or turn.finish == "abort":
             return episode
-        query = decode(policy.tokenizer, episode.tokens)
+        query = policy.decode(episode.tokens)
         ask = partial(self.reward, [query], [task.prompt], [copy.deepcopy(task.label)])
         if takes_responses(self.reward):
-            ask = partial(
-                ask, responses=[decode(policy.tokenizer, episode.tokens[turn.start :], skip_special_tokens=True)]
-            )
+            ask = partial(ask, responses=[policy.decode(episode.tokens[turn.start :], skip_special_tokens=True)])
         try:
             columns = read_columns(await in_time(in_thread(ask), self._limit_s), 1)
         except Overdue:

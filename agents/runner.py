@@ -6,27 +6,25 @@ import asyncio
 import dataclasses
 import gc
 import logging
-import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.episode_batch import as_batch
 from agents.executor import SingleTurnAgentExecutor
 from agents.loading import load_agent
 from agents.options import AgentOptions
-from agents.rendering import decode
 from components.batch import Batch
+from components.data.child_process import described
 from components.data.reward_workers import FEW_FAILURES, allowed_failures
 from components.data.rewards import RewardError
 from components.data.text import TextEncoder
-from components.engines.async_engine import AsyncEngine, Generation, Request
+from components.engines.async_engine import AsyncEngine
 from components.engines.batched_engine import BatchedEngine
 from components.engines.opening import open_async_engine, open_rollout_engine
 from components.engines.rollout_engine import RolloutEngine
-from components.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +34,9 @@ if TYPE_CHECKING:
 
 WINDOW = 256
 """Of so many episodes, the last ones, the share that failed is taken where episodes have no batch of their own."""
-STREAMS = 2**32
-"""More samples than any prompt has: sequence k of a sample draws the numbers of sample k * STREAMS + sample_id."""
 _PLAIN = ("tokens", "action_mask", "rollout_logprob", "prompt_length", "truncated", "weight_version")
 """The columns that an engine itself makes."""
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +71,7 @@ class EpisodeRunner:
             engine: the runner closes it.
             executor: runs the episodes; default: single turns. Unused with a `RolloutEngine`, like what follows.
             options: of the episodes.
-            tokenizer: of the policy; needed with an `AsyncEngine`.
+            tokenizer: of the policy; an `AsyncEngine` needs one.
             loop_runner: of the loop in which the engine was opened.
         """
         self.engine = engine
@@ -84,19 +79,12 @@ class EpisodeRunner:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._finished: list[tuple[Batch, list[list[Episode]]]] = []
         self._failures = _Failures(self.options.max_failed_share)
-        if isinstance(engine, RolloutEngine):
-            return
-        assert tokenizer is not None, "an AsyncEngine's runner needs a tokenizer"
-        self.encoder = TextEncoder(tokenizer)
         self._executor = executor or SingleTurnAgentExecutor()
         self._executor.open(self.options)
         self._slots = asyncio.Semaphore(self.options.concurrency)
         self._loop_runner = loop_runner or asyncio.Runner()
-
-    @property
-    def weight_version(self) -> int:
-        """Of the engine's weights; 0: as loaded."""
-        return self.engine.weight_version
+        if tokenizer is not None:
+            self.encoder = TextEncoder(tokenizer)
 
     def run_episodes(self, prompts: Batch, sampling: SamplingConfig, *, alone: bool = False) -> Batch:
         """Play one episode for each prompt.
@@ -115,9 +103,13 @@ class EpisodeRunner:
         """
         if isinstance(self.engine, RolloutEngine):
             return self.engine.generate(prompts, sampling)
+        if alone:
+            options = dataclasses.replace(self.options, stop=[])
+            plain = EpisodeRunner(self.engine, None, options, self.encoder.tokenizer, self._loop_runner)
+            return plain.run_episodes(prompts, sampling).only(*prompts.per_sequence, *prompts.objects, *_PLAIN)
         failures = _Failures(self.options.max_failed_share, len(prompts))
-        batch = as_batch(prompts, self._run(self._run_all(prompts, sampling, failures, alone)), self.weight_version)
-        return batch.only(*prompts.per_sequence, *prompts.objects, *_PLAIN) if alone else batch
+        played = self._loop_runner.run(self._run_all(prompts, sampling, failures))
+        return as_batch(prompts, played, self.engine.weight_version)
 
     def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
         """Begin groups of episodes, which continue whenever the runner is called.
@@ -140,7 +132,8 @@ class EpisodeRunner:
                 and more than a few), or the engine failed.
         """
         if self._groups:
-            self._run(asyncio.wait(self._groups.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))
+            waiting = asyncio.wait(self._groups.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._loop_runner.run(waiting)
         for prompt_id, group in list(self._groups.items()):
             if group.done():
                 del self._groups[prompt_id]
@@ -150,7 +143,7 @@ class EpisodeRunner:
             return Collected(None, list(self._groups))
         prompts = Batch.concat([rows for rows, _ in finished])
         played = [episodes for _, group in finished for episodes in group]
-        return Collected(as_batch(prompts, played, self.weight_version), list(self._groups))
+        return Collected(as_batch(prompts, played, self.engine.weight_version), list(self._groups))
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         """Draw with published weights from here on; episodes in flight continue with them. Raises what the engine
@@ -159,7 +152,7 @@ class EpisodeRunner:
         if isinstance(self.engine, RolloutEngine):
             self.engine.receive(handle, verify)
         else:
-            self._run(self.engine.receive(handle, verify))
+            self._loop_runner.run(self.engine.receive(handle, verify))
 
     def sleep(self, level: int = 1) -> int:
         """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes."""
@@ -172,10 +165,9 @@ class EpisodeRunner:
     def close(self) -> None:
         """End the episodes that are still being run, what the agent has started, and the engine."""
         if not isinstance(self.engine, RolloutEngine):
-            self._run(self._close())
+            self._loop_runner.run(self._close())
         self.engine.close()
-        if not isinstance(self.engine, RolloutEngine):
-            self._loop_runner.close()
+        self._loop_runner.close()
 
     @property
     def _batch_engine(self) -> RolloutEngine:
@@ -183,9 +175,6 @@ class EpisodeRunner:
         if isinstance(engine, RolloutEngine):
             return engine
         raise ValueError("vllm does not sleep while it runs episodes; turn its sleeping off, or use the engine hf")
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop_runner.run(work)
 
     async def _close(self) -> None:
         for group in self._groups.values():
@@ -197,42 +186,24 @@ class EpisodeRunner:
         played = await self._run_all(prompts, sampling, self._failures)
         self._finished.append((prompts, played))
 
-    async def _run_all(
-        self, prompts: Batch, sampling: SamplingConfig, failures: _Failures, alone: bool = False
-    ) -> list[list[Episode]]:
+    async def _run_all(self, prompts: Batch, sampling: SamplingConfig, failures: _Failures) -> list[list[Episode]]:
         """Play all; the first thing that ends the run ends them all."""
-        texts, labels, sources = (prompts.objects.get(name) for name in ("prompt", "label", "datasource"))
-        ids = (prompts["prompt_id"].tolist(), prompts["sample_id"].tolist())
-        executor = SingleTurnAgentExecutor() if alone else self._executor
-        stop = [] if alone else self.options.stop
-        played: list[list[Episode]] = [[] for _ in range(len(prompts))]
-        todo = enumerate(zip(*ids, prompts.lists("tokens"), strict=True))
-
-        async def play_on() -> None:
-            for i, (prompt_id, sample_id, tokens) in todo:
-                text = texts[i] if texts else decode(self.encoder.tokenizer, tokens)
-                label, source = labels[i] if labels else None, sources[i] if sources else ""
-                task = EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, source)
-                played[i] = await self._episode(task, _EnginePolicy(self, task, stop), executor, failures)
-
         try:
             async with asyncio.TaskGroup() as group:
-                # No more tasks than slots: thousands that wait would keep the garbage collector busy.
-                for _ in range(min(len(prompts), self.options.concurrency)):
-                    group.create_task(play_on())
+                running = [group.create_task(self._run_episode(task, failures)) for task in _tasks(prompts, sampling)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return played
+        return [one.result() for one in running]
 
-    async def _episode(
-        self, task: EpisodeTask, policy: _EnginePolicy, executor: AgentExecutorBase, failures: _Failures
-    ) -> list[Episode]:
+    async def _run_episode(self, task: EpisodeTask, failures: _Failures) -> list[Episode]:
+        assert isinstance(self.engine, AsyncEngine)
+        policy = Policy(task, self.engine, self.encoder, self.options)
         async with self._slots:
             try:
-                episodes = _checked(await executor.execute(task, policy))
+                episodes = _checked(await self._executor.execute(task, policy))
             except Exception as error:  # noqa: BLE001 - an agent may raise anything, and ends its own episode alone
                 episodes = [Episode(list(task.tokens), len(task.tokens))]
-                episodes[0].fail(f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
+                episodes[0].fail(*described(error))
         if policy.broken is not None:
             raise policy.broken
         for branch, episode in enumerate(episodes):
@@ -244,63 +215,14 @@ class EpisodeRunner:
         return episodes
 
 
-class _EnginePolicy(Policy):
-    """The policy, as one episode asks it."""
-
-    def __init__(self, runner: EpisodeRunner, task: EpisodeTask, stop: Sequence[str]) -> None:
-        assert isinstance(runner.engine, AsyncEngine)
-        self._engine, self._task = runner.engine, task
-        self.encoder, self.tokenizer, self.stop = runner.encoder, runner.encoder.tokenizer, stop
-        limits = [limit for limit in (runner.options.max_tokens, self._engine.positions) if limit is not None]
-        self.max_tokens, self.max_turns = min(limits, default=None), runner.options.max_turns
-        self.broken: Exception | None = None
-        """What the engine raised: not the episode's fault, and not for its executor to deal with."""
-
-    async def draw(
-        self, tokens: Sequence[int], sampling: SamplingConfig, stop: Sequence[str] = (), stream: int = 0
-    ) -> tuple[Generation, int]:
-        if not tokens or not self.has_space(len(tokens)):
-            raise ValueError(f"a sequence of {len(tokens)} tokens, of at most {self.max_tokens}, cannot be continued")
-        if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
-            sampling = dataclasses.replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
-        ids = {"prompt_id": self._task.prompt_id, "sample_id": stream * STREAMS + self._task.sample_id}
-        request: Request | None = None
-        try:
-            request = self._engine.submit(tokens, sampling, **ids)
-            return await self._until(request, [*self.stop, *stop])
-        except asyncio.CancelledError:
-            if request is not None:
-                await request.abort()
-            raise
-        except Exception as error:
-            self.broken = error
-            raise
-
-    async def _until(self, request: Request, stop: Sequence[str]) -> tuple[Generation, int]:
-        """What is drawn, up to the end or to one of the texts."""
-        if stop:
-            # So many tokens hold a text, as none is less than a byte.
-            reach, seen = max(len(text.encode()) for text in stop), []
-            async for piece in request:
-                seen += piece.tokens
-                # Few tokens first: to read all of them again with each would take longer than drawing them.
-                if self._holds(seen[-len(piece.tokens) - reach :], stop) and self._holds(seen, stop):
-                    drawn = await request.abort()
-                    return dataclasses.replace(drawn, finish="stop"), self._place(seen, stop)
-        drawn = await request.result()
-        return drawn, len(drawn.tokens)
-
-    def _holds(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
-        written = decode(self.tokenizer, tokens)
-        return any(text in written for text in stop)
-
-    def _place(self, tokens: Sequence[int], stop: Sequence[str]) -> int:
-        """How many tokens it takes until a text is complete."""
-        without, complete = 0, len(tokens)
-        while complete - without > 1:
-            middle = (without + complete) // 2
-            without, complete = (without, middle) if self._holds(tokens[:middle], stop) else (middle, complete)
-        return complete
+def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
+    nothing = [None] * len(prompts)
+    labels = prompts.objects.get("label", nothing)
+    sources = prompts.objects.get("datasource", nothing)
+    ids = zip(prompts["prompt_id"].tolist(), prompts["sample_id"].tolist(), strict=True)
+    rows = zip(prompts.lists("tokens"), prompts["prompt"], labels, ids, sources, strict=True)
+    for tokens, text, label, (prompt_id, sample_id), source in rows:
+        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, source or "")
 
 
 class _Failures:
@@ -367,16 +289,17 @@ def open_runner(
         tokenizer: loads the policy's, where it is needed.
         in_flight: `begin` and `collect` will be used.
     """
-    if agent.func_path is None and not in_flight:
-        return EpisodeRunner(open_rollout_engine(model_path, engine))
-    if agent.func_path is None:
+    executor = None
+    if agent.func_path is not None:
+        executor = load_agent(agent.func_path)
+    elif in_flight:
         # Plain responses, as many at a time as the engine takes.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_rows))
-    executor = load_agent(agent.func_path) if agent.func_path else SingleTurnAgentExecutor()
+    else:
+        return EpisodeRunner(open_rollout_engine(model_path, engine))
     loop_runner = asyncio.Runner()
-    runner = EpisodeRunner(
-        loop_runner.run(open_async_engine(model_path, engine)), executor, agent, tokenizer(), loop_runner
-    )
+    opened = loop_runner.run(open_async_engine(model_path, engine))
+    runner = EpisodeRunner(opened, executor, agent, tokenizer(), loop_runner)
     settle()
     return runner
 

@@ -385,7 +385,7 @@ def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -
     before = runner.run_episodes(own_rig.prompts(), sampling())
     runner.receive(publish(own_rig, tmp_path, 3, seed=9))
     after = runner.run_episodes(own_rig.prompts(), sampling())
-    assert runner.weight_version == 3
+    assert runner.engine.weight_version == 3
     assert set(before["weight_version"].tolist()) == {0}
     assert set(after["weight_version"].tolist()) == {3}
     assert torch.equal(after["token_version"], torch.where(after["action_mask"], 3, -1))
