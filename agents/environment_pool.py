@@ -166,18 +166,11 @@ class Environment:
         self._is_busy = False
         """A call is under way, or was given up."""
 
-    async def reset(self, states: dict[str, Any]) -> Any:
-        """As `AgentInstanceBase.reset`; EnvironmentFailure when that raises, hangs or dies."""
-        return await self._call("reset", states)
-
-    async def step(self, states: dict[str, Any]) -> Any:
-        """As `AgentInstanceBase.step`; EnvironmentFailure when that raises, hangs or dies."""
-        return await self._call("step", states)
-
     async def close(self) -> None:
         """End what belongs to the episode, and a call that is under way."""
 
-    async def _call(self, method: str, states: dict[str, Any]) -> Any:
+    async def call(self, method: str, states: dict[str, Any]) -> Any:
+        """What a method of the instance returns; EnvironmentFailure when it raises, hangs or dies."""
         limit_s = self._pool.limit_s
         self._is_busy = True
         try:
@@ -227,12 +220,12 @@ class _ProcessEnvironment(Environment):
     _pid: int | None = None
     _writer: asyncio.StreamWriter | None = None
 
-    async def _call(self, method: str, states: dict[str, Any]) -> Any:
+    async def call(self, method: str, states: dict[str, Any]) -> Any:
         try:
             # The time of the first call begins once there is a process: others may be made before it.
             if self._writer is None:
                 await self._begin()
-            return await super()._call(method, states)
+            return await super().call(method, states)
         except (EOFError, ConnectionError):
             reason = await self._end()
             raise EnvironmentFailure(f"the process of the environment ended in {method}: {reason}") from None

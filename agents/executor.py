@@ -22,13 +22,14 @@ STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort":
 class MultiTurnAgentExecutor(AgentExecutorBase):
     """The policy and an environment work one after the other until the environment is done with it."""
 
+    pool: EnvironmentPool
+
     def __init__(self, agent_instance: type) -> None:
         """
         Args:
             agent_instance: class of the environments, an `AgentInstanceBase` or one with the same two methods.
         """
         self.agent_instance = agent_instance
-        self.pool: EnvironmentPool | None = None
 
     def open(self, options: AgentOptions) -> None:
         """Prepare for environments that run where `options` say."""
@@ -36,8 +37,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
     async def close(self) -> None:
         """End what the environments share."""
-        if self.pool is not None:
-            self.pool.close()
+        self.pool.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
         """Play one episode.
@@ -45,15 +45,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         Tokens that an environment says after the last turn are not in it: nothing was drawn from them. One that fails
         keeps what was said before.
         """
-        assert self.pool is not None, "open() comes first"
         episode, environment = Episode(list(task.tokens), len(task.tokens)), self.pool.open()
         try:
             states = {"observation": task.prompt, "label": copy.deepcopy(task.label)}
-            observation = read_reset(await environment.reset(states))
+            observation = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
                 tokens = first_tokens(policy.encoder, observation, task.prompt)
                 episode = Episode(tokens, len(tokens))
-            episode.status = await self._take_turns(episode, environment, task, policy)
+            episode.status = await self._run_turns(episode, environment, task, policy)
         except EnvironmentFailure as error:
             episode.fail(str(error), error.trace)
         except ValueError as error:
@@ -62,9 +61,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             await environment.close()
         return episode
 
-    async def _take_turns(
-        self, episode: Episode, environment: Environment, task: EpisodeTask, policy: Policy
-    ) -> Status:
+    async def _run_turns(self, episode: Episode, environment: Environment, task: EpisodeTask, policy: Policy) -> Status:
         """Play from the first observation on; returns how it ended."""
         sampling, stop, feedback = task.sampling, [], []
         for number in range(policy.max_turns):
@@ -83,7 +80,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "label": copy.deepcopy(task.label),
                 "sampling_params": sampling_params(sampling, [*policy.stop, *stop]),
             }
-            result = read_step(await environment.step(states), number)
+            result = read_step(await environment.call("step", states), f"step {number}")
             turn.reward = result.reward
             episode.reward += result.reward
             episode.score = episode.reward if result.score is None else result.score

@@ -12,18 +12,15 @@ become; it needs starlette and uvicorn: `bash scripts/setup.sh endpoint`.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import inspect
 import json
 import os
-import re
-import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +28,7 @@ from agents.environment_pool import EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.openai_server import Server
 from agents.schema import StepResult, read_step
+from agents.user_code import run_program
 from components.data.child_process import exit_reason
 
 if TYPE_CHECKING:
@@ -82,20 +80,13 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         given["LABEL"] = label if isinstance(label, str) else json.dumps(label, default=str)
         # A file, and no pipe: what the program leaves behind may hold that open.
         with tempfile.TemporaryFile() as out:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-ISc", START, str(os.getpid()), *self.command),
-                stdin=asyncio.subprocess.DEVNULL,
+            code = await run_program(
+                [sys.executable, "-ISc", START, str(os.getpid()), *self.command],
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 cwd=Path(inspect.getfile(type(self))).parent,
                 env=os.environ | given,
-                start_new_session=True,
             )
-            try:
-                code = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.shield(process.wait())
             out.seek(0)
             said = out.read().decode(errors="replace").strip().rpartition("\n")[2]
         if code:
@@ -108,7 +99,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def open(self, options: AgentOptions) -> None:
         """Prepare for episodes."""
         limit_s = options.step_timeout_s * options.max_turns
-        client = type("Client", (), {"step": lambda _, states: self.run_agent(**states)})
+        client = type("Client", (), {"run_agent": lambda _, states: self.run_agent(**states)})
         # In threads: a client that blocks where the server runs would wait for itself.
         self._pool = EnvironmentPool(client, dataclasses.replace(options, runs_in="thread", step_timeout_s=limit_s))
 
@@ -123,12 +114,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         self._server = self._server or Server()
         result, failure = StepResult(0.0, 0.0, "", True, {}), None
         with self._server.session(task, policy) as session:
-            given = {"base_url": self._server.base_url, "api_key": session.api_key, "session_id": session.id}
+            states = {"prompt": task.prompt, "label": copy.deepcopy(task.label), "base_url": self._server.base_url}
+            states |= {"api_key": session.api_key, "session_id": session.id}
             environment = self._pool.open()
             try:
-                result = _read(
-                    await environment.step({"prompt": task.prompt, "label": copy.deepcopy(task.label), **given})
-                )
+                result = _read(await environment.call("run_agent", states))
             except (EnvironmentFailure, ValueError) as error:
                 failure = error
             finally:
@@ -139,9 +129,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         is_aborted = session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns)
         for episode in episodes:
             if failure and not session.limit:
-                # Where environments are asked, and read, it is a step.
-                line = re.sub("^step( 0)?", "run_agent", str(failure))
-                episode.fail(line, getattr(failure, "trace", ""))
+                episode.fail(str(failure), getattr(failure, "trace", ""))
                 continue
             episode.status = "truncated" if session.limit else "aborted" if is_aborted else "finished"
             episode.reward, episode.logs = result.reward, result.logs
@@ -156,4 +144,5 @@ def _read(result: Any) -> StepResult:
     if not isinstance(result, Mapping):
         raise ValueError(f'the agent returned {result!r:.200}; return {{"reward": number}}')
     given = {f"{name}s": result.get(name, result.get(f"{name}s")) for name in ("reward", "score")}
-    return read_step({"environment_feedback": "", "done": True, "extra_logs": result.get("extra_logs"), **given}, 0)
+    step = {"environment_feedback": "", "done": True, "extra_logs": result.get("extra_logs"), **given}
+    return read_step(step, "run_agent")

@@ -17,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from agents.user_code import run_program
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 PROBE = [sys.executable, "-I", "-S", CHILD, "probe"]
@@ -104,34 +106,30 @@ async def _run(program: str, stdin: str, limits: Limits) -> SandboxResult:
     with tempfile.TemporaryDirectory(prefix="troupe-sandbox-", ignore_cleanup_errors=True) as folder:
         file = Path(folder, "main.py")
         file.write_bytes(_encoded(program))
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as status, _output() as out, _output() as err:
+        with ExitStack() as files:
+            # Files, and not pipes: a program that writes without end meets file_bytes, and our memory never holds more.
+            given, out, err, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             given.write(_encoded(stdin))
             given.seek(0)
             numbers = (os.getpid(), int(is_cut), limits.cpu_s, limits.memory_bytes, limits.file_bytes, status.fileno())
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", CHILD, *map(str, numbers), sys.executable, "-I", str(file)),
+            code = await run_program(
+                [sys.executable, "-I", "-S", CHILD, *map(str, numbers), sys.executable, "-I", str(file)],
+                limits.timeout_s,
                 stdin=given,
                 stdout=out,
                 stderr=err,
                 pass_fds=[status.fileno()],
                 cwd=folder,
                 env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
             )
-            try:
-                await asyncio.wait({asyncio.ensure_future(child.wait())}, timeout=limits.timeout_s)
-            finally:
-                in_time = child.returncode is not None
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                await asyncio.shield(child.wait())
             stdout, stderr = (_shown(_read(each, limits.file_bytes), folder, limits.max_output) for each in (out, err))
             how = _read(status, 100).split()
-    if child.returncode != -signal.SIGKILL and not how:
+    is_late = code is None
+    if code not in (None, -signal.SIGKILL) and not how:
         raise RuntimeError(f"the sandbox could not start a program: {stderr or 'no reason given'}")
     # Nobody was left to say how it ended: the time was up, or it has killed its own process group.
     code, used_s = (int(how[0]), float(how[1])) if how else (-signal.SIGKILL, 0.0)
-    if not in_time:
+    if is_late:
         reason = f"ended: it took more than {limits.timeout_s:g} s"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_s >= limits.cpu_s):
         reason = f"ended: it took more than {limits.cpu_s} s of CPU time"
@@ -149,11 +147,6 @@ def _can_cut() -> bool:
             "(unshare); run as root, or allow unprivileged user namespaces"
         )
     return found
-
-
-def _output() -> IO[bytes]:
-    # Files, and not pipes: a program that writes without end meets file_bytes, and our memory never holds more.
-    return tempfile.TemporaryFile()
 
 
 def _read(file: IO[bytes], most: int) -> str:

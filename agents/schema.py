@@ -62,11 +62,11 @@ def read_reset(result: Any) -> Observation:
     return _read_observation(result["observation"], "reset", "observation")
 
 
-def read_step(result: Any, number: int) -> StepResult:
-    """Read what a `step` returned, of which `number` came before it; ValueError says what is wrong with it."""
+def read_step(result: Any, where: str) -> StepResult:
+    """Read what a `step` returned, which is called `where`; ValueError says what is wrong with it."""
     if not isinstance(result, Mapping) or any(key not in result for key in STEP_KEYS):
         raise ValueError(
-            f"step {number} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)} in it, and, if you "
+            f"{where} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)} in it, and, if you "
             "like, scores, sampling_params, extra_logs"
         )
     score = result.get("scores")
@@ -75,16 +75,16 @@ def read_step(result: Any, number: int) -> StepResult:
         read = read_columns(columns if score is None else columns | {"scores": [score]}, 1)
     except ValueError as error:
         raise ValueError(
-            f"step {number}: give one number each, as a float or a tensor with one element; read as a batch: {error}"
+            f"{where}: give one number each, as a float or a tensor with one element; read as a batch: {error}"
         ) from error
     done = result["done"]
     # NumPy's and torch's truth values are none of Python's, but hold one.
     done = done.item() if hasattr(done, "item") else done
     if not isinstance(done, bool):
-        raise ValueError(f"step {number}: 'done' is {_shown(done)}; return True or False")
+        raise ValueError(f"{where}: 'done' is {_shown(done)}; return True or False")
     feedback = result["environment_feedback"]
     # Nobody reads what is said after the end.
-    feedback = "" if feedback is None and done else _read_observation(feedback, f"step {number}", STEP_KEYS[1])
+    feedback = "" if feedback is None and done else _read_observation(feedback, where, STEP_KEYS[1])
     logs = {name: values[0] for name, values in read.logs.items()}
     params = result.get("sampling_params")
     return StepResult(read.rewards[0], None if score is None else read.scores[0], feedback, done, logs, params)

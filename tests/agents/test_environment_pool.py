@@ -145,7 +145,7 @@ async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
     environment = pool.open()
     response: Any = None
     try:
-        assert await environment.reset({"observation": "go", "label": label}) == {"observation": f"go{label}"}
+        assert await environment.call("reset", {"observation": "go", "label": label}) == {"observation": f"go{label}"}
         for action in actions:
             response = await step(environment, action, label)
     except EnvironmentFailure as error:
@@ -156,7 +156,7 @@ async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
 
 
 def step(environment: Environment, action: str, label: Any = 7) -> Coroutine[Any, Any, Any]:
-    return environment.step({"action_text": action, "label": label})
+    return environment.call("step", {"action_text": action, "label": label})
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
@@ -177,7 +177,7 @@ async def two_turns(pool: EnvironmentPool) -> tuple[Any, ...]:
 
 async def turns(pool: EnvironmentPool) -> list[Any]:
     environment = pool.open()
-    await environment.reset({"observation": "go", "label": 7})
+    await environment.call("reset", {"observation": "go", "label": 7})
     try:
         return [await step(environment, "continue") for _ in range(2)]
     finally:
@@ -188,7 +188,7 @@ async def turns(pool: EnvironmentPool) -> list[Any]:
 def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
     async def run_episodes(pool: EnvironmentPool) -> Any:
         environment = pool.open()
-        assert await environment.reset({"observation": "go"}) == {"observation": "go"}
+        assert await environment.call("reset", {"observation": "go"}) == {"observation": "go"}
         response = await step(environment, "continue")
         await environment.close()
         return response
@@ -358,7 +358,8 @@ def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path, m
 def test_two_hundred_worlds_leave_no_process(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         opened_now = [pool.open() for _ in range(200)]
-        await asyncio.gather(*(environment.reset({"observation": "go", "label": 7}) for environment in opened_now))
+        begun = (environment.call("reset", {"observation": "go", "label": 7}) for environment in opened_now)
+        await asyncio.gather(*begun)
         return [
             response["pid"]
             for response in await asyncio.gather(*(step(environment, "continue") for environment in opened_now))
@@ -383,11 +384,11 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         "AgentOptions(func_path='agent.py', runs_in='process'))\n    pids = []\n"
         "    for _ in range(16):\n"
         "        environment = environments.open()\n"
-        "        await environment.reset({'observation': '', 'label': ''})\n"
-        "        response = await environment.step({'action_text': 'start', 'label': '.'})\n"
+        "        await environment.call('reset', {'observation': '', 'label': ''})\n"
+        "        response = await environment.call('step', {'action_text': 'start', 'label': '.'})\n"
         "        pids += response['pids']\n"
         "    print(*pids, flush=True)\n"
-        "    await environment.step({'action_text': 'spin', 'label': '.'})\n"
+        "    await environment.call('step', {'action_text': 'spin', 'label': '.'})\n"
         "asyncio.run(main())\n"
     )
     run = subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

@@ -264,8 +264,8 @@ def test_a_wrong_answer_of_a_world_ends_its_own_episode_with_a_clear_line(
 
 def test_a_step_without_what_it_has_to_return_says_what_that_is() -> None:
     with pytest.raises(ValueError, match=says("step 4", ["done"], "rewards", "environment_feedback")):
-        read_step({"done": True}, 4)
-    assert read_step({"rewards": 1, "environment_feedback": None, "done": True}, 0).feedback == ""
+        read_step({"done": True}, "step 4")
+    assert read_step({"rewards": 1, "environment_feedback": None, "done": True}, "step 0").feedback == ""
 
 
 class Failing(AgentInstanceBase):

@@ -134,7 +134,9 @@ class EpisodeRunner:
                 "finish": "stop",
                 "sampling_params": sampling_params(SAMPLING, STOP),
             }
-            turn = _read(read_step, await self._call(agent, "step", states, f"step {number} of {name}"), number)
+            turn = _read(
+                read_step, await self._call(agent, "step", states, f"step {number} of {name}"), f"step {number}"
+            )
             if turn.sampling_params is not None:
                 _read(read_sampling, turn.sampling_params, SAMPLING)
             turns.append(turn)
