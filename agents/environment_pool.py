@@ -125,11 +125,7 @@ def _start_server(instance: type, func_path: str | None) -> Child:
     except (pickle.PicklingError, AttributeError) as error:
         raise ValueError(f"{name}: {error}; with agent.runs_in=process, write it at the top of a file") from error
     server = Child("agents.environment_process")
-    try:
-        server.load(setup, name)
-    except ValueError:
-        server.end()
-        raise
+    server.load(setup, name)
     return server
 
 

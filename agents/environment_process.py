@@ -89,9 +89,9 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
         die_with(server)
         control.close()
         # Python's own generator is seeded anew by the fork; all environments would draw the same numbers of these.
-        for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
+        for name in ("numpy.random", "torch"):
             if name in sys.modules:
-                getattr(sys.modules[name], seed)()
+                sys.modules[name].seed()
         asyncio.run(_serve_calls(channel, instance))
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of the server's may run on in here

@@ -41,7 +41,6 @@ class EpisodeTask:
     """Which of the prompt's samples."""
     sampling: SamplingConfig
     """How its turns are drawn; `max_new_tokens` is the limit of one turn."""
-    datasource: str = ""
 
 
 @dataclass

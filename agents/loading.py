@@ -7,13 +7,11 @@ import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
+from agents.episode import AgentExecutorBase
+from agents.executor import MultiTurnAgentExecutor
 from components.data.child_process import described, load_file
 from components.data.rewards import parse_file, top_level_names
-
-if TYPE_CHECKING:
-    from agents.episode import AgentExecutorBase
 
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"
@@ -46,9 +44,6 @@ def check_agent(func_path: str) -> None:
 
 def load_agent(func_path: str) -> AgentExecutorBase:
     """Load an agent; ValueError when its file raises, or what it defines is no agent."""
-    from agents.episode import AgentExecutorBase
-    from agents.executor import MultiTurnAgentExecutor
-
     check_agent(func_path)
     module = load_agent_file(func_path)
     name = next(name for name in NAMES if hasattr(module, name))

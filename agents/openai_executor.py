@@ -105,7 +105,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     async def close(self) -> None:
         """End the server."""
-        self._pool.close()
         if self._server is not None:
             await self._server.close()
 

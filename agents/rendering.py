@@ -44,39 +44,25 @@ def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]],
 
 
 def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequence[int]) -> list[int]:
-    """Encode what the environment says after a turn of the policy.
+    """Encode what the environment says after a turn of the policy, up to the start of its next one.
+
+    Text is encoded as it is. Of messages, the chat template writes a short conversation in which they stand after a
+    turn, and what it wrote after that turn is taken: first what closes it, unless the policy has written that itself,
+    and then the messages. So it does not matter what the template makes of earlier turns.
 
     Args:
         encoder: of the policy's tokenizer.
-        feedback: text, which is encoded as it is; or messages, as `render_turn` has them.
-        before: all tokens up to there.
-
-    Raises:
-        ValueError: as `first_tokens`.
-    """
-    if isinstance(feedback, str):
-        return _encoded(encoder, feedback) if feedback else []
-    return render_turn(encoder, feedback, before)
-
-
-def render_turn(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
-    """Encode messages that follow a turn of the policy, up to the start of its next one.
-
-    The chat template writes a short conversation in which the messages stand after a turn, and what it wrote after that
-    turn is taken: first what closes it, unless the policy has written that itself, and then the messages. So it
-    does not matter what the template makes of earlier turns.
-
-    Args:
-        encoder: of the policy's tokenizer.
-        messages: the new ones, each with `role` and `content`.
+        feedback: text, or the new messages, each with `role` and `content`.
         before: all tokens up to there; they are only looked at.
 
     Raises:
         ValueError: there is no chat template, it refuses the messages or leaves out turns, or a character has no token.
     """
+    if isinstance(feedback, str):
+        return _encoded(encoder, feedback) if feedback else []
     tokenizer: Any = encoder.tokenizer
     opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-    _, mark, rest = render_prompt([*opening, *messages], tokenizer).rpartition(MARK)
+    _, mark, rest = render_prompt([*opening, *feedback], tokenizer).rpartition(MARK)
     if not mark:
         raise ValueError("the chat template leaves out what an assistant has said; give feedback as text")
     tokens = _encoded(encoder, rest)

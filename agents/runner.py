@@ -216,13 +216,11 @@ class EpisodeRunner:
 
 
 def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
-    nothing = [None] * len(prompts)
-    labels = prompts.objects.get("label", nothing)
-    sources = prompts.objects.get("datasource", nothing)
+    labels = prompts.objects.get("label") or [None] * len(prompts)
     ids = zip(prompts["prompt_id"].tolist(), prompts["sample_id"].tolist(), strict=True)
-    rows = zip(prompts.lists("tokens"), prompts["prompt"], labels, ids, sources, strict=True)
-    for tokens, text, label, (prompt_id, sample_id), source in rows:
-        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, source or "")
+    rows = zip(prompts.lists("tokens"), prompts["prompt"], labels, ids, strict=True)
+    for tokens, text, label, (prompt_id, sample_id) in rows:
+        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling)
 
 
 class _Failures:

@@ -77,11 +77,12 @@ class Child:
             return "failed", f"the process that ran it ended: {self.wait()}", ""
 
     def load(self, setup: object, what: str) -> None:
-        """Have a child load what it is for; ValueError, and a dead child, when it cannot."""
+        """Have a child load what it is for; ValueError, and the child is ended, when it cannot."""
         verdict, *found = self.verdict(setup, LOAD_TIMEOUT_S)
         if verdict == "ok":
             return
         self.kill()
+        self.end()
         reason, trace = found
         error = ValueError(f"{what} cannot be loaded: {reason}")
         if trace:

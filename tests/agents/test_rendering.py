@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import agents.rendering
-from agents.rendering import feedback_tokens, first_tokens, render_turn
+from agents.rendering import feedback_tokens, first_tokens
 from components.data.text import TextEncoder
 from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
 from tests.agents.episode_cases import TEMPLATE, TEXTS
@@ -39,26 +39,26 @@ def end_of(encoder: TextEncoder) -> int:
 @pytest.mark.parametrize("template", [TEMPLATE, REASONING_STRIPPED])
 def test_only_the_new_messages_are_rendered_up_to_the_start_of_the_next_turn(template: str) -> None:
     encoder = encoder_of(template)
-    tokens = render_turn(encoder, FEEDBACK, [7, 8, end_of(encoder)])
+    tokens = feedback_tokens(encoder, FEEDBACK, [7, 8, end_of(encoder)])
     assert encoder.tokenizer.decode(tokens) == f"\n[user]Higher.{EOS}\n[assistant]"
 
 
 def test_a_turn_that_was_cut_is_closed_as_the_template_closes_it() -> None:
     encoder = encoder_of(TEMPLATE)
-    tokens = render_turn(encoder, FEEDBACK, [7, 8])
+    tokens = feedback_tokens(encoder, FEEDBACK, [7, 8])
     assert tokens[0] == end_of(encoder)
     assert encoder.tokenizer.decode(tokens) == f"{EOS}\n[user]Higher.{EOS}\n[assistant]"
 
 
 def test_what_stands_between_a_turn_and_its_end_token_is_not_said_after_it() -> None:
     encoder = encoder_of(LATE_CLOSED)
-    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7, end_of(encoder)])) == f"[user]Higher.\n{EOS}"
-    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7])) == f"\n{EOS}[user]Higher.\n{EOS}"
+    assert encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7, end_of(encoder)])) == f"[user]Higher.\n{EOS}"
+    assert encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7])) == f"\n{EOS}[user]Higher.\n{EOS}"
 
 
 def test_a_template_without_end_tokens_loses_nothing() -> None:
     encoder = encoder_of(UNCLOSED)
-    tokens = render_turn(encoder, FEEDBACK, [7, end_of(encoder)])
+    tokens = feedback_tokens(encoder, FEEDBACK, [7, end_of(encoder)])
     assert encoder.tokenizer.decode(tokens) == "\nuser: Higher.\nassistant:"
 
 
@@ -67,21 +67,23 @@ def test_the_template_of_the_tiny_models_adds_nothing_to_the_message() -> None:
     assert encoder.tokenizer.chat_template == CHAT_TEMPLATE
     end = end_of(encoder)
     message = [{"role": "user", "content": "<"}]
-    assert render_turn(encoder, message, [5, end]) == encoder.encode("<")
-    assert render_turn(encoder, message, [5]) == [end, *encoder.encode("<")]
+    assert feedback_tokens(encoder, message, [5, end]) == encoder.encode("<")
+    assert feedback_tokens(encoder, message, [5]) == [end, *encoder.encode("<")]
 
 
 def test_another_end_token_stands_for_that_of_the_template() -> None:
     encoder = encoder_of(TEMPLATE)
     other = encoder.tokenizer.bos_token_id
     assert isinstance(other, int) and other != end_of(encoder)
-    assert encoder.tokenizer.decode(render_turn(encoder, FEEDBACK, [7, other])) == f"\n[user]Higher.{EOS}\n[assistant]"
+    assert (
+        encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7, other])) == f"\n[user]Higher.{EOS}\n[assistant]"
+    )
     # A template that closes nothing, and begins each message with a token of its own.
     opens = encoder_of(
         "{% for message in messages %}{{ bos_token if message['role'] == 'user' else '' }}{{ message['content'] }}"
         "{% endfor %}{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
     )
-    assert render_turn(opens, FEEDBACK, [7, end_of(opens)])[0] == other
+    assert feedback_tokens(opens, FEEDBACK, [7, end_of(opens)])[0] == other
 
 
 def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
@@ -106,7 +108,7 @@ def test_long_texts_are_not_kept() -> None:
 def test_several_messages_of_other_roles_are_rendered_together() -> None:
     encoder = encoder_of(TEMPLATE)
     messages = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
-    text = encoder.tokenizer.decode(render_turn(encoder, messages, [end_of(encoder)]))
+    text = encoder.tokenizer.decode(feedback_tokens(encoder, messages, [end_of(encoder)]))
     assert text == f"\n[tool]4{EOS}\n[tool]5{EOS}\n[assistant]"
 
 
@@ -114,7 +116,6 @@ def test_text_is_encoded_as_it_is() -> None:
     encoder = encoder_of(TEMPLATE)
     assert feedback_tokens(encoder, "Higher.", [7]) == encoder.encode("Higher.")
     assert feedback_tokens(encoder, "", [7]) == []
-    assert feedback_tokens(encoder, FEEDBACK, [7]) == render_turn(encoder, FEEDBACK, [7])
 
 
 def test_messages_that_begin_a_sequence_go_through_the_template() -> None:
@@ -130,7 +131,7 @@ def test_what_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(ValueError, match="observation"):
         first_tokens(letters, "")
     with pytest.raises(ValueError, match="template"):
-        render_turn(encoder_of("{{ messages[-1]['content'] }}"), FEEDBACK, [7])
+        feedback_tokens(encoder_of("{{ messages[-1]['content'] }}"), FEEDBACK, [7])
     letters.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="template"):
         feedback_tokens(letters, [{"role": "user", "content": "a"}], [3])
