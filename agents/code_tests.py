@@ -11,9 +11,9 @@ from typing import Any
 from agents.sandbox import Limits, run_python
 
 MOST_TESTS = 10
-"""So many of an answer's tests are run, the first ones."""
+"""So many of a response's tests are run, the first ones."""
 LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
-"""Of each. All of an answer's tests are done within the minute that reward code has for it."""
+"""Of each. All of a response's tests are done within the minute that reward code has for it."""
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _CALL = """
@@ -49,7 +49,7 @@ def code_score(
     program, passed = (blocks[-1] if blocks else solution_str), 0
     for addition, given, expected in tests if program.strip() else ():
         result = run_python(program + addition, given, LIMITS)
-        passed += result.exit == 0 and _is_answer(result.stdout, expected)
+        passed += result.exit == 0 and _is_expected(result.stdout, expected)
         if result.reason:  # what has met a limit once does so again
             break
     return {"score": passed / len(tests), "acc": float(passed == len(tests))}
@@ -57,27 +57,27 @@ def code_score(
 
 def _tests(ground_truth: Any) -> Iterator[tuple[str, str, Any]]:
     """What is added to the program, what it reads, and the text or the value that it should write; None: anything."""
-    found: Any = ground_truth
+    truth: Any = ground_truth
     with suppress(ValueError):
-        found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if not isinstance(found, Mapping) or len(found.get("inputs") or ()) != len(found.get("outputs") or ()):
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(truth, Mapping) or len(truth.get("inputs") or ()) != len(truth.get("outputs") or ()):
         raise ValueError(
             f"the ground truth {ground_truth!r:.80} has no tests; give an object with as many inputs as outputs, or "
             "with assert_case"
         )
-    for assertion in found.get("assert_case") or ():
+    for assertion in truth.get("assert_case") or ():
         yield f"\n{assertion}\n", "", None
-    for given, expected in zip(list[Any](found.get("inputs") or ()), list[Any](found.get("outputs") or ())):
-        if not found.get("fn_name"):
+    for given, expected in zip(list[Any](truth.get("inputs") or ()), list[Any](truth.get("outputs") or ())):
+        if not truth.get("fn_name"):
             yield "", given if isinstance(given, str) else "\n".join(map(str, given)), expected
             continue
         # One argument a line, as programming contests write them.
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
         result = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
-        yield _CALL.format(name=found["fn_name"], arguments=json.dumps(arguments)), "", (result,)
+        yield _CALL.format(name=truth["fn_name"], arguments=json.dumps(arguments)), "", (result,)
 
 
-def _is_answer(written: str, expected: Any) -> bool:
+def _is_expected(written: str, expected: Any) -> bool:
     if isinstance(expected, tuple):
         with suppress(ValueError, IndexError):
             value = json.loads(written.splitlines()[-1])

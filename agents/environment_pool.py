@@ -108,14 +108,14 @@ class EnvironmentPool:
                 if channel is not None:
                     socket.send_fds(control, [b"."], [channel.fileno()])
                     channel.close()
-                found = receive(control)
+                reply = receive(control)
             except (EOFError, OSError):
                 self._server.kill()
                 reason = self._server.wait()
                 raise EnvironmentFailure(f"the process that makes those of environments ended: {reason}") from None
-        if isinstance(found, OSError):
-            raise EnvironmentFailure(f"its process could not be made: {found}")
-        return found
+        if isinstance(reply, OSError):
+            raise EnvironmentFailure(f"its process could not be made: {reply}")
+        return reply
 
 
 def _start_server(instance: type, func_path: str | None) -> Child:
@@ -171,14 +171,14 @@ class Environment:
         self._is_busy = True
         try:
             call = in_time(self._ask(method, states), limit_s, partial(self._pool.report_busy, method))
-            verdict, *found = await call
+            status, *values = await call
         except Overdue:
             reason = f"{method} gave no response within {limit_s:g} s (agent.step_timeout_s)"
             raise EnvironmentFailure(reason) from None
         self._is_busy = False
-        if verdict == "raised":
-            raise EnvironmentFailure(*found)
-        return found[0]
+        if status == "raised":
+            raise EnvironmentFailure(*values)
+        return values[0]
 
     async def _ask(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
         """What `EnvironmentWorker.call` gives, wherever it runs."""

@@ -195,7 +195,7 @@ class Policy:
 
 
 class AgentExecutorBase(ABC):
-    """Plays episodes. One instance runs many at the same time, all in one asyncio loop."""
+    """Runs episodes. One instance runs many at the same time, all in one asyncio loop."""
 
     def open(self, options: AgentOptions) -> None:  # noqa: B027 - most need nothing
         """Prepare for episodes; called once, before the first."""
@@ -205,7 +205,7 @@ class AgentExecutorBase(ABC):
 
     @abstractmethod
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode | list[Episode]:
-        """Play one episode; several sequences where it branched, the main one first.
+        """Run one episode; several sequences where it branched, the main one first.
 
         What it raises ends this episode as an error.
         """

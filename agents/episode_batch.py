@@ -13,16 +13,16 @@ from agents.episode import Episode
 from components.batch import Batch
 
 
-def as_batch(prompts: Batch, played: Sequence[Sequence[Episode]], version: int) -> Batch:
+def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int) -> Batch:
     """Put episodes together with the prompts that they started from.
 
     Args:
         prompts: their per-sequence and object columns are carried through.
-        played: the sequences of each prompt's episode, the main one first.
+        episodes: of each prompt the sequences of its episode, the main one first.
         version: of the weights, for sequences in which the policy wrote nothing.
 
     Returns:
-        Batch of B sequences in the order of `played`. Per token: `tokens`, `action_mask` (True on what the policy
+        Batch of B sequences in the order of `episodes`. Per token: `tokens`, `action_mask` (True on what the policy
         wrote), `rollout_logprob` (float32; 0 elsewhere), `turn` (int64, counted from 0; -1 elsewhere), `turn_reward`
         (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
         elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the
@@ -30,8 +30,8 @@ def as_batch(prompts: Batch, played: Sequence[Sequence[Episode]], version: int) 
         (1 for those that ended as errors or were aborted) and `log_<name>` (NaN where an episode does not have it).
         Objects: `status`, `error`.
     """
-    rows = [episode for episodes in played for episode in episodes]
-    index = [i for i, episodes in enumerate(played) for _ in episodes]
+    rows = [row for sequences in episodes for row in sequences]
+    index = [i for i, sequences in enumerate(episodes) for _ in sequences]
     turn_N = _column((_turn_numbers(row) for row in rows), torch.int64)
     per_token = {
         "tokens": _column((row.tokens for row in rows), torch.int64),

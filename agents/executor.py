@@ -1,4 +1,4 @@
-"""How episodes are run: one turn, or many with an environment that answers. Nothing here needs torch."""
+"""How episodes are run: one turn, or many with an environment. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         self.pool.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
-        """Play one episode.
+        """Run one episode.
 
         Tokens that an environment says after the last turn are not in it: nothing was drawn from them. One that fails
         keeps what was said before.
@@ -62,7 +62,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return episode
 
     async def _run_turns(self, episode: Episode, environment: Environment, task: EpisodeTask, policy: Policy) -> Status:
-        """Play from the first observation on; returns how it ended."""
+        """Run from the first observation on; returns how it ended."""
         sampling, stop, feedback = task.sampling, [], []
         for number in range(policy.max_turns):
             # Whole, or not at all: half a sentence of the environment's would teach nothing.

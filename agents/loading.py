@@ -35,10 +35,10 @@ def check_agent(func_path: str) -> None:
                 f"write `from agents import {names}` there"
             )
     if not top_level_names(tree).intersection(NAMES):
-        found = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise ValueError(
             f"agent file {func_path!r} defines neither AgentExecutor nor AgentInstance; "
-            f"classes found: {', '.join(found) or 'none'}"
+            f"classes found: {', '.join(classes) or 'none'}"
         )
 
 
@@ -47,11 +47,11 @@ def load_agent(func_path: str) -> AgentExecutorBase:
     check_agent(func_path)
     module = load_agent_file(func_path)
     name = next(name for name in NAMES if hasattr(module, name))
-    found = getattr(module, name)
+    defined = getattr(module, name)
     try:
         if name == "AgentInstance":
-            return MultiTurnAgentExecutor(found)
-        executor = found() if inspect.isclass(found) else found
+            return MultiTurnAgentExecutor(defined)
+        executor = defined() if inspect.isclass(defined) else defined
     except Exception as error:
         raise _failed(f"{name} in {func_path!r} cannot be made without arguments", error) from error
     if not isinstance(executor, AgentExecutorBase):

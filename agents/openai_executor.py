@@ -59,7 +59,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         api_key: str,
         session_id: str,  # noqa: ARG002 - for those who write their own
     ) -> dict[str, Any]:
-        """Play one episode, in a thread with an event loop of its own; a plain function may take its place.
+        """Run one episode, in a thread with an event loop of its own; a plain function may take its place.
 
         As it is here it runs `command`.
 
@@ -67,7 +67,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             prompt: its text. Set `data.apply_chat_template=false`: the endpoint writes messages out.
             label: of the data.
             base_url: of the API.
-            api_key: of the episode; what is asked with it is what is trained on.
+            api_key: of the episode; what is drawn with it is what is trained on.
             session_id: another name of the episode, for logs.
 
         Returns:
@@ -76,8 +76,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """
         if not self.command:
             raise NotImplementedError("write run_agent, or set command")
-        given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PROMPT": prompt}
-        given["LABEL"] = label if isinstance(label, str) else json.dumps(label, default=str)
+        environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PROMPT": prompt}
+        environment["LABEL"] = label if isinstance(label, str) else json.dumps(label, default=str)
         # A file, and no pipe: what the program leaves behind may hold that open.
         with tempfile.TemporaryFile() as out:
             code = await run_program(
@@ -85,16 +85,16 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 cwd=Path(inspect.getfile(type(self))).parent,
-                env=os.environ | given,
+                env=os.environ | environment,
             )
             out.seek(0)
-            said = out.read().decode(errors="replace").strip().rpartition("\n")[2]
+            last_line = out.read().decode(errors="replace").strip().rpartition("\n")[2]
         if code:
-            raise ValueError(f"{self.command} ended with {exit_reason(code)}; its last line: {said!r:.200}")
+            raise ValueError(f"{self.command} ended with {exit_reason(code)}; its last line: {last_line!r:.200}")
         try:
-            return json.loads(said)
+            return json.loads(last_line)
         except ValueError:
-            raise ValueError(f"{self.command} printed {said!r:.200} as its last line; print JSON there") from None
+            raise ValueError(f"{self.command} printed {last_line!r:.200} as its last line; print JSON there") from None
 
     def open(self, options: AgentOptions) -> None:
         """Prepare for episodes."""
@@ -109,7 +109,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             await self._server.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> list[Episode]:
-        """Play one episode. An agent that gives up at a limit of tokens or turns is truncated, and earns nothing."""
+        """Run one episode. An agent that gives up at a limit of tokens or turns is truncated, and earns nothing."""
         self._server = self._server or Server()
         result, failure = StepResult(0.0, 0.0, "", True, {}), None
         with self._server.session(task, policy) as session:
@@ -124,7 +124,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 await environment.close()
         episodes = session.episodes() or [Episode(list(task.tokens), len(task.tokens))]
         if not (episodes[0].turns or failure):
-            failure = ValueError("the agent ended without an answer of the policy; have it ask at its base_url")
+            failure = ValueError("the agent ended without a response of the policy; have it use its base_url")
         is_aborted = session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns)
         for episode in episodes:
             if failure and not session.limit:
@@ -142,6 +142,6 @@ def _read(result: Any) -> StepResult:
     """Read what an agent returned; ValueError says what is wrong with it."""
     if not isinstance(result, Mapping):
         raise ValueError(f'the agent returned {result!r:.200}; return {{"reward": number}}')
-    given = {f"{name}s": result.get(name, result.get(f"{name}s")) for name in ("reward", "score")}
-    step = {"environment_feedback": "", "done": True, "extra_logs": result.get("extra_logs"), **given}
+    rewards = {f"{name}s": result.get(name, result.get(f"{name}s")) for name in ("reward", "score")}
+    step = {"environment_feedback": "", "done": True, "extra_logs": result.get("extra_logs"), **rewards}
     return read_step(step, "run_agent")

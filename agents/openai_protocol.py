@@ -63,8 +63,8 @@ class Message(BaseModel):
         return self
 
 
-class Asked(BaseModel):
-    """A request for answers to chat messages, or for how a text continues."""
+class CompletionRequest(BaseModel):
+    """A request for responses to chat messages, or for how a text continues."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,12 +88,12 @@ class Asked(BaseModel):
     user: Any = None
 
     @property
-    def said(self) -> str | list[Message]:
+    def history(self) -> str | list[Message]:
         """What came before."""
         return self.messages or self.prompt
 
     def choice(self, text: str, turn: int, finish: str, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
-        """What the policy wrote in its `turn`-th turn, as one of the answers.
+        """What the policy wrote in its `turn`-th turn, as one of the choices.
 
         Args:
             text: for the client.
@@ -108,36 +108,34 @@ class Asked(BaseModel):
         ]
         # Each of the two endpoints has a form of its own, and its clients read that one.
         both = {"content": content, "tokens": tokens, "token_logprobs": logprobs}
-        told = {
-            "finish_reason": "length" if finish == "length" else "stop",
-            "logprobs": both if self.logprobs else None,
-        }
+        finish_reason = "length" if finish == "length" else "stop"
+        choice = {"finish_reason": finish_reason, "logprobs": both if self.logprobs else None}
         if self.prompt:
-            return {**told, "text": text}
+            return {**choice, "text": text}
         calls = parse_calls(text) if self.tools and self.tool_choice == "auto" else []
         # With one that cannot be read, the client gets all as it was written.
         if not calls or any(call.error for call in calls):
-            return {**told, "message": {"role": "assistant", "content": text}}
+            return {**choice, "message": {"role": "assistant", "content": text}}
         functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         # Some templates take no ids but of nine letters and digits.
-        given = [
+        tool_calls = [
             {"index": place, "id": f"call{100 * turn + place:05d}", "type": "function", "function": function}
             for place, function in enumerate(functions)
         ]
         before = text.partition(OPEN if OPEN in text else "{")[0]
-        message = {"role": "assistant", "content": before, "tool_calls": given}
-        return {**told, "finish_reason": "tool_calls", "message": message}
+        message = {"role": "assistant", "content": before, "tool_calls": tool_calls}
+        return {**choice, "finish_reason": "tool_calls", "message": message}
 
     def completion(self, choices: list[dict[str, Any]], read: int, written: int) -> dict[str, Any]:
-        """The whole answer; `read` and `written` are numbers of tokens."""
+        """The whole response; `read` and `written` are numbers of tokens."""
         kind = "chat.completion" if self.messages else "text_completion"
         head = {"id": f"{kind}-{next(_ids)}", "object": kind, "created": int(time.time()), "model": self.model}
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         return head | {"choices": [{"index": i, **choice} for i, choice in enumerate(choices)], "usage": usage}
 
 
-def read_request(body: bytes, sampling: SamplingConfig) -> tuple[Asked, SamplingConfig]:
-    """Read a request, and how its answers are drawn; a field that is null counts as absent.
+def read_request(body: bytes, sampling: SamplingConfig) -> tuple[CompletionRequest, SamplingConfig]:
+    """Read a request, and how its responses are drawn; a field that is null counts as absent.
 
     Temperature, top_p and top_k can only be the run's, as log-probabilities are trained at them. Evaluations play at
     temperatures of their own, and do not read a client's values. A limit of tokens can only lower the run's.
@@ -146,9 +144,9 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[Asked, Sampling
         RequestError: a field is missing, unknown, or not to be had.
     """
     try:
-        given = {name: value for name, value in dict(json.loads(body)).items() if value is not None}
-        asked = Asked.model_validate(given)
-        if bool(asked.messages) == bool(asked.prompt) or not all(asked.stop):
+        fields = {name: value for name, value in dict(json.loads(body)).items() if value is not None}
+        request = CompletionRequest.model_validate(fields)
+        if bool(request.messages) == bool(request.prompt) or not all(request.stop):
             raise ValueError("it needs messages, or a prompt that is one text, and no empty stop")
     except ValidationError as error:
         fault = error.errors()[0]
@@ -157,29 +155,30 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[Asked, Sampling
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the request cannot be read: {error}") from error
     for name in ("temperature", "top_p", "top_k"):
-        value, own = getattr(asked, name), getattr(sampling, name)
-        if value not in (None, own) and sampling.step != EVALUATION_STEP:
-            why = f"this run draws with {name}={own}, at which log-probabilities are trained, and not {value}"
+        value, of_run = getattr(request, name), getattr(sampling, name)
+        if value not in (None, of_run) and sampling.step != EVALUATION_STEP:
+            why = f"this run draws with {name}={of_run}, at which log-probabilities are trained, and not {value}"
             raise RequestError(f"{why}; leave it out", param=name)
-    most = min(sampling.max_new_tokens, asked.max_tokens, asked.max_completion_tokens)
-    return asked, replace(sampling, max_new_tokens=most)
+    most = min(sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
+    return request, replace(sampling, max_new_tokens=most)
 
 
-def rest_of(said: str | list[Message], before: str | list[Message]) -> Any:
-    """What follows `before` in `said`; None when it begins otherwise, or no message follows."""
-    start, rest = said[: len(before)], said[len(before) :]
+def rest_of(history: str | list[Message], before: str | list[Message]) -> Any:
+    """What follows `before` in `history`; None when it begins otherwise, or no message follows."""
+    start, rest = history[: len(before)], history[len(before) :]
     if isinstance(start, str) or isinstance(before, str):
         return rest if start == before else None
-    return rest or None if [one.compared() for one in start] == [one.compared() for one in before] else None
+    is_same = [message.compared() for message in start] == [message.compared() for message in before]
+    return rest or None if is_same else None
 
 
-def plain(said: str | list[Message]) -> str | list[Mapping[str, Any]]:
+def plain(history: str | list[Message]) -> str | list[Mapping[str, Any]]:
     """The same for a chat template."""
-    return said if isinstance(said, str) else [one.model_dump(exclude_none=True) for one in said]
+    return history if isinstance(history, str) else [message.model_dump(exclude_none=True) for message in history]
 
 
 def as_events(whole: dict[str, Any], options: dict[str, Any]) -> str:
-    """The same answer as server-sent events: all of it in one, as it is drawn whole."""
+    """The same response as server-sent events: all of it in one, as it is drawn whole."""
     if whole["object"] == "chat.completion":
         choices = [{"delta": choice.pop("message"), **choice} for choice in whole["choices"]]
         whole |= {"object": "chat.completion.chunk", "choices": choices}

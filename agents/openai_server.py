@@ -3,10 +3,10 @@
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
 Each episode has an API key of its own, so that the requests of clients that know nothing of episodes are told apart.
-A request that begins with all that was said in one of the episode's sequences continues with that one: what is new is
+A request that begins with the whole history of one of the episode's sequences continues with that one: what is new is
 written out and appended, and no token before it is touched. Any other request begins another sequence, and so does one
 that comes while that sequence grows. The turns of all of them count for `agent.max_turns`. Answers are drawn whole,
-also where a stream is asked for.
+also where a stream is request for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
     raise ValueError(f"OpenAIAgentExecutor needs {error.name}; run: bash scripts/setup.sh recipes endpoint") from error
 
 from agents.episode import Episode, EpisodeTask, Policy
-from agents.openai_protocol import Asked, Message, RequestError, as_events, plain, read_request, rest_of
+from agents.openai_protocol import CompletionRequest, Message, RequestError, as_events, plain, read_request, rest_of
 from agents.rendering import feedback_tokens, refuse_rendered
 from components.data.text import render_prompt
 
@@ -45,23 +45,25 @@ BACKLOG = 1024
 
 
 @dataclass(eq=False)
-class Recorded:
+class Recording:
     """One sequence of an episode, as tokens and as its client sees it."""
 
     stream: int
     """Of its random numbers."""
     tools: list[dict[str, Any]]
     episode: Episode = field(default_factory=lambda: Episode([], 0))
-    said: str | list[Message] = ""
+    history: str | list[Message] = ""
     tail: str | None = ""
     """What the policy wrote at the end of a text and the client was not shown: a stop text and what came with it. None:
     an end token."""
     is_busy: bool = False
-    """An answer is being drawn."""
+    """A response is being drawn."""
 
-    def rest(self, said: str | list[Message]) -> Any:
-        """What a client says further; None when that does not continue with all that is recorded."""
-        rest = rest_of(said, self.said)
+    def rest(self, request: CompletionRequest) -> Any:
+        """What a request says further; None when it does not continue with all that is recorded."""
+        if self.is_busy or not self.episode.turns or self.tools != request.tools:
+            return None
+        rest = rest_of(request.history, self.history)
         if isinstance(rest, str):
             # Clients add the stop text themselves; here it stands already.
             return None if self.tail is None or not rest.startswith(self.tail) else rest[len(self.tail) :]
@@ -69,7 +71,7 @@ class Recorded:
 
 
 class Session:
-    """What the clients of one episode say to the server."""
+    """What the clients of one episode request."""
 
     def __init__(self, task: EpisodeTask, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
@@ -78,61 +80,64 @@ class Session:
         self.limit = ""
         """The limit that a request has met."""
         self.is_aborted = False
-        """The last answer was not waited for."""
+        """The last response was not waited for."""
         self.drawing: set[asyncio.Task[Any]] = set()
         self._policy = policy
-        self._recorded: list[Recorded] = []
+        self._recordings: list[Recording] = []
 
     def episodes(self) -> list[Episode]:
         """The sequences, that with the most turns first."""
-        found = [one.episode for one in self._recorded if one.episode.turns]
-        return sorted(found, key=lambda episode: -len(episode.turns))
+        sequences = [recording.episode for recording in self._recordings if recording.episode.turns]
+        return sorted(sequences, key=lambda episode: -len(episode.turns))
 
-    async def draw(self, asked: Asked, sampling: SamplingConfig) -> dict[str, Any]:
-        """Draw answers and record them; RequestError when what is asked cannot be written out, or meets a limit."""
-        turns = sum(len(one.episode.turns) + one.is_busy for one in self._recorded)
-        if turns + asked.n > self._policy.max_turns:
+    async def draw(self, request: CompletionRequest, sampling: SamplingConfig) -> dict[str, Any]:
+        """Draw responses and record them; RequestError when a request cannot be written out, or meets a limit."""
+        turns = sum(len(recording.episode.turns) + recording.is_busy for recording in self._recordings)
+        if turns + request.n > self._policy.max_turns:
             self._meet(f"{turns} turns were taken, of at most {self._policy.max_turns}", "max_turns")
         try:
-            chosen, tokens = self._find(asked)
+            recordings, tokens = self._find(request)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        while len(chosen) < asked.n:
-            chosen.append(Recorded(len(self._recorded), asked.tools))
-            self._recorded.append(chosen[-1])
-        for one in chosen:
-            one.is_busy = True
+        while len(recordings) < request.n:
+            recordings.append(Recording(len(self._recordings), request.tools))
+            self._recordings.append(recordings[-1])
+        for recording in recordings:
+            recording.is_busy = True
         try:
-            draws = [self._policy.draw(tokens, sampling, asked.stop, one.stream) for one in chosen]
+            draws = [self._policy.draw(tokens, sampling, request.stop, recording.stream) for recording in recordings]
             drawn = await asyncio.gather(*draws)
         except ValueError as error:
             self._meet(str(error), "context_length_exceeded")
         finally:
-            for one in chosen:
-                one.is_busy = False
-        choices = [self._record(one, asked, tokens, *what) for one, what in zip(chosen, drawn, strict=True)]
-        return asked.completion(choices, len(tokens), sum(keep for _, keep in drawn))
+            for recording in recordings:
+                recording.is_busy = False
+        turns_of = zip(recordings, drawn, strict=True)
+        choices = [self._record(recording, request, tokens, *turn) for recording, turn in turns_of]
+        return request.completion(choices, len(tokens), sum(keep for _, keep in drawn))
 
     def _meet(self, limit: str, code: str) -> NoReturn:
         self.limit = limit
         raise RequestError(limit, code)
 
-    def _find(self, asked: Asked) -> tuple[list[Recorded], list[int]]:
+    def _find(self, request: CompletionRequest) -> tuple[list[Recording], list[int]]:
         """The sequence that a request continues with, or none, and the tokens that the policy is to read."""
         encoder = self._policy.encoder
-        known = [one for one in self._recorded if one.episode.turns and not one.is_busy and one.tools == asked.tools]
-        found = [(one, rest) for one in known if (rest := one.rest(asked.said)) is not None]
-        if not found:
-            refuse_rendered(encoder, [message.model_dump() for message in asked.messages], self.task.prompt)
-            text = render_prompt(plain(asked.said), encoder.tokenizer, tools=asked.tools)
+        rests = [(recording, recording.rest(request)) for recording in self._recordings]
+        continued = [(recording, rest) for recording, rest in rests if rest is not None]
+        if not continued:
+            refuse_rendered(encoder, [message.model_dump() for message in request.messages], self.task.prompt)
+            text = render_prompt(plain(request.history), encoder.tokenizer, tools=request.tools)
             return [], list(self.task.tokens) if text == self.task.prompt else encoder.encode_prompt(text)
-        one, rest = max(found, key=lambda pair: len(pair[0].said))
-        before = one.episode.tokens
-        return [one], before + feedback_tokens(encoder, plain(rest), before)
+        recording, rest = max(continued, key=lambda pair: len(pair[0].history))
+        before = recording.episode.tokens
+        return [recording], before + feedback_tokens(encoder, plain(rest), before)
 
-    def _record(self, one: Recorded, asked: Asked, tokens: list[int], drawn: Generation, keep: int) -> dict[str, Any]:
-        """Append what was read and written; returns what the client is told."""
-        episode, tokenizer = one.episode, self._policy.tokenizer
+    def _record(
+        self, recording: Recording, request: CompletionRequest, tokens: list[int], drawn: Generation, keep: int
+    ) -> dict[str, Any]:
+        """Append what was read and written; returns the choice that the client is given."""
+        episode, tokenizer = recording.episode, self._policy.tokenizer
         episode.observe(tokens[len(episode.tokens) :])
         if not episode.turns:
             episode.prompt_length = len(tokens)
@@ -140,12 +145,16 @@ class Session:
         written = episode.tokens[turn.start :]
         text = str(tokenizer.decode(written, skip_special_tokens=True))
         # A client does not expect to see its own stop texts; the policy has written them nevertheless.
-        cut = min((place for stop in asked.stop if (place := text.find(stop)) >= 0), default=len(text))
+        cut = min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))
         ends = {str(tokenizer.decode(written[-1:], skip_special_tokens=skips)) for skips in (False, True)}
-        one.tail, text = text[cut:] if len(ends) == 1 else None, text[:cut]
+        recording.tail = text[cut:] if len(ends) == 1 else None
+        text = text[:cut]
         tokens_text = [str(tokenizer.decode([token])) for token in written]
-        choice = asked.choice(text, len(episode.turns), turn.finish, tokens_text, drawn.logprobs[:keep])
-        one.said = asked.prompt + text if asked.prompt else [*asked.messages, Message(**choice["message"])]
+        choice = request.choice(text, len(episode.turns), turn.finish, tokens_text, drawn.logprobs[:keep])
+        if request.prompt:
+            recording.history = request.prompt + text
+        else:
+            recording.history = [*request.messages, Message(**choice["message"])]
         return choice
 
 
@@ -174,7 +183,7 @@ class Server:
 
     @contextmanager
     def session(self, task: EpisodeTask, policy: Policy) -> Iterator[Session]:
-        """Answer the clients of an episode."""
+        """Serve the clients of an episode."""
         session = Session(task, policy)
         self._sessions[session.id] = session
         try:
@@ -202,11 +211,11 @@ class Server:
         self._session(request)
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "troupe"}]})
 
-    async def _complete(self, request: Request) -> Response:
-        session = self._session(request)
-        asked, sampling = read_request(await request.body(), session.task.sampling)
-        drawing = asyncio.create_task(session.draw(asked, sampling))
-        watching = asyncio.create_task(_watch(request, session, drawing))
+    async def _complete(self, http: Request) -> Response:
+        session = self._session(http)
+        request, sampling = read_request(await http.body(), session.task.sampling)
+        drawing = asyncio.create_task(session.draw(request, sampling))
+        watching = asyncio.create_task(_watch(http, session, drawing))
         session.drawing.add(drawing)
         try:
             whole = await drawing
@@ -216,14 +225,14 @@ class Server:
             watching.cancel()
             session.drawing.discard(drawing)
         session.is_aborted = False
-        if not asked.stream:
+        if not request.stream:
             return JSONResponse(whole)
-        return Response(as_events(whole, asked.stream_options), media_type="text/event-stream")
+        return Response(as_events(whole, request.stream_options), media_type="text/event-stream")
 
 
-async def _watch(request: Request, session: Session, drawing: asyncio.Task[Any]) -> None:
+async def _watch(http: Request, session: Session, drawing: asyncio.Task[Any]) -> None:
     """End a request whose client hangs up."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await http.receive())["type"] != "http.disconnect":
         pass
     session.is_aborted = drawing.cancel()
 

@@ -35,11 +35,11 @@ def first_tokens(encoder: TextEncoder, observation: Observation, prompt: str = "
 
 def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]], prompt: str) -> None:
     """Raise ValueError where a message holds a prompt with marks of a chat template; other words may hold them."""
-    found = next((text for text in _special(encoder).values() if text in prompt), None)
-    if found and any(prompt.strip() in str(message["content"]) for message in messages):
+    special = next((text for text in _special(encoder).values() if text in prompt), None)
+    if special and any(prompt.strip() in str(message["content"]) for message in messages):
         raise ValueError(
-            f"a message holds the prompt {prompt!r:.200}, which holds the special token {found!r}: it has been through "
-            "the chat template already; set data.apply_chat_template=false, and give prompts as text"
+            f"a message holds the prompt {prompt!r:.200}, which holds the special token {special!r}: it has been "
+            "through the chat template already; set data.apply_chat_template=false, and give prompts as text"
         )
 
 

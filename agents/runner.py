@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """What has finished since it was last asked."""
+    """What has finished since the last call."""
 
     batch: Batch | None
     """Whole groups, all samples of a prompt side by side, in the order in which they finished."""
@@ -51,7 +51,7 @@ class Collected:
 
 
 class EpisodeRunner:
-    """Plays episodes with one engine. Nothing happens between calls.
+    """Runs episodes with one engine. Nothing happens between calls.
 
     Without an agent, an engine that draws whole batches is asked for one, and there are no episodes. Otherwise episodes
     run in an asyncio loop of the runner's own, in the thread that calls it: `options.concurrency` at a time, begun
@@ -87,7 +87,7 @@ class EpisodeRunner:
             self.encoder = TextEncoder(tokenizer)
 
     def run_episodes(self, prompts: Batch, sampling: SamplingConfig, *, alone: bool = False) -> Batch:
-        """Play one episode for each prompt.
+        """Run one episode for each prompt.
 
         Args:
             prompts: as `RolloutEngine.generate` takes them; agents read the objects `prompt` and `label`.
@@ -108,8 +108,8 @@ class EpisodeRunner:
             plain = EpisodeRunner(self.engine, None, options, self.encoder.tokenizer, self._loop_runner)
             return plain.run_episodes(prompts, sampling).only(*prompts.per_sequence, *prompts.objects, *_PLAIN)
         failures = _Failures(self.options.max_failed_share, len(prompts))
-        played = self._loop_runner.run(self._run_all(prompts, sampling, failures))
-        return as_batch(prompts, played, self.engine.weight_version)
+        episodes = self._loop_runner.run(self._run_all(prompts, sampling, failures))
+        return as_batch(prompts, episodes, self.engine.weight_version)
 
     def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
         """Begin groups of episodes, which continue whenever the runner is called.
@@ -125,7 +125,7 @@ class EpisodeRunner:
             self._groups[prompt_id] = self._loop_runner.get_loop().create_task(self._run_group(rows, sampling))
 
     def collect(self, seconds: float) -> Collected:
-        """Let them play until a group has finished, at most for so many seconds.
+        """Let them run until a group has finished, at most for so many seconds.
 
         Raises:
             RuntimeError: of the last WINDOW episodes more failed than `options.max_failed_share` allows (of fewer, all
@@ -142,8 +142,8 @@ class EpisodeRunner:
         if not finished:
             return Collected(None, list(self._groups))
         prompts = Batch.concat([rows for rows, _ in finished])
-        played = [episodes for _, group in finished for episodes in group]
-        return Collected(as_batch(prompts, played, self.engine.weight_version), list(self._groups))
+        episodes = [sequences for _, group in finished for sequences in group]
+        return Collected(as_batch(prompts, episodes, self.engine.weight_version), list(self._groups))
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         """Draw with published weights from here on; episodes in flight continue with them. Raises what the engine
@@ -183,17 +183,17 @@ class EpisodeRunner:
         await self._executor.close()
 
     async def _run_group(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        played = await self._run_all(prompts, sampling, self._failures)
-        self._finished.append((prompts, played))
+        episodes = await self._run_all(prompts, sampling, self._failures)
+        self._finished.append((prompts, episodes))
 
     async def _run_all(self, prompts: Batch, sampling: SamplingConfig, failures: _Failures) -> list[list[Episode]]:
-        """Play all; the first thing that ends the run ends them all."""
+        """Run all; the first thing that ends the run ends them all."""
         try:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(self._run_episode(task, failures)) for task in _tasks(prompts, sampling)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [one.result() for one in running]
+        return [episode.result() for episode in running]
 
     async def _run_episode(self, task: EpisodeTask, failures: _Failures) -> list[Episode]:
         assert isinstance(self.engine, AsyncEngine)
@@ -257,12 +257,12 @@ class _Failures:
             raise error
 
 
-def _checked(played: Any) -> list[Episode]:
+def _checked(result: Any) -> list[Episode]:
     """What an executor returned, if it is what it should be."""
-    episodes = list(played) if isinstance(played, list | tuple) else [played]
+    episodes = list(result) if isinstance(result, list | tuple) else [result]
     if not episodes or not all(isinstance(episode, Episode) for episode in episodes):
         raise ValueError(
-            f"execute returned {played!r:.80}; return an Episode, or a list of them with the main one first"
+            f"execute returned {result!r:.80}; return an Episode, or a list of them with the main one first"
         )
     for episode in episodes:
         if not len(episode.tokens) == len(episode.logprobs) == len(episode.versions):

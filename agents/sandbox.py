@@ -140,13 +140,13 @@ async def _run(program: str, stdin: str, limits: Limits) -> SandboxResult:
 
 @functools.cache
 def _can_cut() -> bool:
-    found = subprocess.run(PROBE, check=False).returncode == 0
-    if not found:
+    is_allowed = subprocess.run(PROBE, check=False).returncode == 0
+    if not is_allowed:
         _log.warning(
             "programs of the policy run with the network of this machine: the system does not let us make namespaces "
             "(unshare); run as root, or allow unprivileged user namespaces"
         )
-    return found
+    return is_allowed
 
 
 def _read(file: IO[bytes], most: int) -> str:

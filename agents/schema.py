@@ -1,4 +1,4 @@
-"""What an environment may answer, read from whatever kind of numbers it is written in. Nothing here needs torch."""
+"""What an environment may return, read from whatever kind of numbers it is written in. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -91,19 +91,19 @@ def read_step(result: Any, where: str) -> StepResult:
 
 
 def sampling_params(sampling: SamplingConfig, stop: Sequence[str]) -> SamplingParams:
-    """What an environment is told of how a turn was drawn."""
+    """What an environment is given of how a turn was drawn."""
     drawn = {key: getattr(sampling, name) for key, name in SAMPLING_KEYS.items()}
     return SamplingParams(drawn, stop=list(stop))
 
 
-def read_sampling(given: Any, own: SamplingConfig) -> tuple[SamplingConfig, list[str]]:
+def read_sampling(given: Any, run: SamplingConfig) -> tuple[SamplingConfig, list[str]]:
     """Read what a step wants of the next turn, a dict or an object with attributes.
 
     The first that draws otherwise than the run is warned of: log-probabilities are trained at the run's numbers.
 
     Args:
-        given: what it returned; what it does not name, or names as None, is as in `own`.
-        own: how the run draws. `max_tokens` can be lowered, not raised.
+        given: what it returned; what it does not name, or names as None, is as in `run`.
+        run: how the run draws. `max_tokens` can be lowered, not raised.
 
     Returns:
         How to draw, and the texts that end the turn.
@@ -112,12 +112,12 @@ def read_sampling(given: Any, own: SamplingConfig) -> tuple[SamplingConfig, list
         ValueError: a name that is unknown, or a value that cannot be.
     """
     names = [*SAMPLING_KEYS, "stop"]
-    found = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in names}
-    unknown = [name for name in found if name not in names]
+    fields = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in names}
+    unknown = [name for name in fields if name not in names]
     if unknown or not (isinstance(given, Mapping) or any(hasattr(given, name) for name in names)):
         what = f"holds {unknown[0]!r}" if unknown else f"is {_shown(given)}"
         raise ValueError(f"sampling_params {what}; it may have {', '.join(names)}")
-    values = {name: value for name, value in found.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     stop = values.pop("stop", [])
     stop = [stop] if isinstance(stop, str) else list(stop)
     wrong = [value for value in values.values() if not isinstance(value, numbers.Real)]
@@ -130,11 +130,11 @@ def read_sampling(given: Any, own: SamplingConfig) -> tuple[SamplingConfig, list
     except TypeError as error:
         raise ValueError(f"sampling_params hold a top_k or max_tokens that is not whole: {error}") from error
     if "max_tokens" in values:
-        values["max_tokens"] = min(values["max_tokens"], own.max_new_tokens)
+        values["max_tokens"] = min(values["max_tokens"], run.max_new_tokens)
     for name in ("temperature", "top_p", "top_k"):
-        if values.get(name, getattr(own, name)) != getattr(own, name) and own.step != EVALUATION_STEP:
+        if values.get(name, getattr(run, name)) != getattr(run, name) and run.step != EVALUATION_STEP:
             _warn_changed()
-    return dataclasses.replace(own, **{SAMPLING_KEYS[name]: value for name, value in values.items()}), stop
+    return dataclasses.replace(run, **{SAMPLING_KEYS[name]: value for name, value in values.items()}), stop
 
 
 @functools.cache

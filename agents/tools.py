@@ -2,7 +2,7 @@
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-A call that cannot be read or run is answered by an error that the policy can read; it never ends the episode.
+A call that cannot be read or run gives an error that the policy can read; it never ends the episode.
 """
 
 from __future__ import annotations
@@ -54,48 +54,48 @@ def _plain_calls(text: str) -> Iterator[Call]:
     for start in re.finditer(r'\{\s*"', text):
         if start.start() < end:
             continue
-        found, error, after = _json_at(text, start.start())
+        value, error, after = _json_at(text, start.start())
         if not error:
             end = after
-            if isinstance(found, dict) and "name" in found and ("arguments" in found or "parameters" in found):
-                yield _call(found, "")
+            if isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value):
+                yield _call(value, "")
         elif error == TOO_DEEP or _BEGUN.match(text, start.start()):
-            # Meant as one: what was cut off or mistyped is answered, and does not pass for a final answer.
+            # Meant as one: what was cut off or mistyped gives an error, and does not pass for a final response.
             yield _call(None, error)
             return
 
 
 def _enclosed(part: str) -> tuple[Any, str]:
     """The JSON between the tags, of which the closing one may be missing; or why it cannot be read."""
-    found, error, after = _json_at(part, len(part) - len(part.lstrip()))
+    value, error, after = _json_at(part, len(part) - len(part.lstrip()))
     rest = part[after:].lstrip()
     if not error and rest and not rest.startswith(CLOSE):
         error = f"expected {CLOSE}, found {rest[:20]!r}"
-    return found, error
+    return value, error
 
 
 def _json_at(text: str, start: int) -> tuple[Any, str, int]:
     """The JSON that begins there, why it cannot be read, and where it ends."""
     try:
-        found, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
         return None, TOO_DEEP, start
     except ValueError as error:
         return None, short_line(str(error)), start
-    return found, "", end
+    return value, "", end
 
 
-def _call(found: Any, error: str) -> Call:
+def _call(value: Any, error: str) -> Call:
     example = '{"name": "...", "arguments": {...}}'
     if error:
         return Call("", error=f"the call is no valid JSON ({error}); write {example}")
-    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+    arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
     if isinstance(arguments, str):
         # Some models write them as text in the text.
         arguments = _json_at(arguments, 0)[0]
-    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
         return Call("", error=f"the call is no object with a name and arguments; write {example}")
-    return Call(found["name"], arguments)
+    return Call(value["name"], arguments)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Tool:
             raise ValueError(f"the tool {name!r} has a type without a JSON schema: {short_line(str(error))}") from error
         for key, schema in parameters["properties"].items():
             schema.pop("title", None)  # enums and classes have none
-            if said := re.search(rf"^\s+{key}(?: \(.*\))?: (.*)", text, re.MULTILINE):
-                schema["description"] = said[1]
+            if line := re.search(rf"^\s+{key}(?: \(.*\))?: (.*)", text, re.MULTILINE):
+                schema["description"] = line[1]
         return Tool(name, re.split(r"\n\s*(?:Args|Returns|Raises):\n", text)[0].strip(), parameters, checked)
 
     @property
@@ -151,8 +151,8 @@ class Tool:
         """
         is_async = inspect.iscoroutinefunction(self.function)
         try:
-            found = self.function(**arguments) if is_async else in_thread(lambda: self.function(**arguments))
-            result = await found
+            call = self.function(**arguments) if is_async else in_thread(lambda: self.function(**arguments))
+            result = await call
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             raise ValueError("; ".join(faults)) from error
@@ -180,7 +180,7 @@ def python_tool(limits: Limits | None = None) -> Tool:
 
 
 class ToolAgentInstance(TextEnvironment):
-    """An agent that may call tools; an answer without a call is its last, and is scored.
+    """An agent that may call tools; a response without a call is its last, and is scored.
 
     The prompt is to be plain text (data.apply_chat_template=false): it becomes the user's message, after a system
     message with the tools.
@@ -214,7 +214,7 @@ class ToolAgentInstance(TextEnvironment):
 
     @abstractmethod
     async def score(self, answer: str, label: Any) -> float:
-        """How good a final answer is, from 0 to 1; also its reward."""
+        """How good a final response is, from 0 to 1; also its reward."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
         """Begin with the tools and the prompt."""
@@ -228,7 +228,7 @@ class ToolAgentInstance(TextEnvironment):
         return {"observation": [*messages, {"role": "user", "content": prompt}]}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
-        """Run the calls, or score the answer."""
+        """Run the calls, or score the response."""
         calls = parse_calls(states["action_text"])
         if not calls:
             score = await self.score(states["action_text"], states["label"])

@@ -12,7 +12,7 @@ from agents.environment import AgentInstanceBase
 
 
 class TextEnvironment(AgentInstanceBase):
-    """An environment whose words can be chat messages, or text for a model without a chat template."""
+    """An environment whose feedback can be chat messages, or text for a model without a chat template."""
 
     chat: ClassVar[bool] = True
     """Speak in chat messages; False: in text. A subclass sets it."""
@@ -25,15 +25,15 @@ class TextEnvironment(AgentInstanceBase):
 def read_label(label: Any, needed: str, example: str) -> dict[str, Any]:
     """A label that is a JSON object, or the text of one; ValueError unless it has the field `needed`."""
     try:
-        found = json.loads(label) if isinstance(label, str) else label
+        fields = json.loads(label) if isinstance(label, str) else label
     except ValueError:
-        found = None
-    if not isinstance(found, Mapping) or needed not in found:
+        fields = None
+    if not isinstance(fields, Mapping) or needed not in fields:
         raise ValueError(
             f"the label {str(label)[:200]!r} is no JSON object with {needed!r}; set data.label_key to a field such as "
             f"{example}"
         )
-    return dict(found)
+    return dict(fields)
 
 
 def library_of_games(name: str) -> ModuleType:

@@ -46,20 +46,20 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found: Any = node.value
+        value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        found = _OPERATORS[type(node.op)](_value(node.operand))
+        value = _OPERATORS[type(node.op)](_value(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and abs(right) > LARGEST_POWER:
             raise ValueError(f"the exponent {right} is too large; use at most {LARGEST_POWER}")
-        found = _OPERATORS[type(node.op)](left, right)
+        value = _OPERATORS[type(node.op)](left, right)
     else:
         raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use numbers with + - * / // % ** and brackets")
     # Written so that NaN is caught too. A root of a negative number is complex.
-    if isinstance(found, complex) or not abs(found) <= LARGEST:
+    if isinstance(value, complex) or not abs(value) <= LARGEST:
         raise ValueError(f"{ast.unparse(node)!r} is too large, or no real number")
-    return found
+    return value
 
 
 class AgentInstance(ToolAgentInstance):

@@ -1,15 +1,16 @@
 """Programming tasks, judged by tests that the policy does not see until it fails one, and of which it never sees the
-last: it is told that it failed, and where it is one of input and output what was found. So a label needs two or more.
+last: it reads that it failed, and where it is one of input and output what the program printed. So a label needs two
+or more.
 
-A label is a JSON object (or its text) with `tests`: pieces of Python that run after the answer, such as
+A label is a JSON object (or its text) with `tests`: pieces of Python that run after the program, such as
 `assert add(1, 2) == 3`, or `{"input": "1 2", "output": "3"}`: what the program prints when it reads that.
 
-The answer is the last block of Python between lines of ```, or all of the text.
+The program is the last block of Python between lines of ```, or all of the text.
 
-The sandbox is no security boundary, and a test that runs in the answer's process cannot be kept from it: what is judged
-is out of its file, its input and its names, but an answer that looks through the frames of the interpreter finds it,
-and one whose values are equal to everything passes. An answer that learns tests of input and output by heart, try by
-try, passes all but the last. Look at answers when the score is too good.
+The sandbox is no security boundary, and a test that runs in the program's process cannot be kept from it: the test is
+not in its file, its input or its names, but a program that looks through the frames of the interpreter finds it, and
+one whose values are equal to everything passes. A program that learns tests of input and output by heart, try by try,
+passes all but the last. Look at responses when the score is too good.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ _RUNNER = """\
 def run():
     import json, os, sys
     with open(0, closefd=False) as given:
-        answer, test, mark = json.load(given)
+        program, test, mark = json.load(given)
     os.ftruncate(0, 0)
     def tell(kind, error, trace):
         import traceback
         traceback.print_exception(kind, error, trace and trace.tb_next and trace.tb_next.tb_next)
     sys.excepthook = tell
     with open(__file__, "w", encoding="utf-8", errors="replace") as file:
-        file.write(answer)
-    # What the answer redefines is not to judge it.
+        file.write(program)
+    # What the program redefines is not to test it.
     execute, write, flush, names = exec, os.write, sys.stdout.flush, globals()
-    judge = compile(test, "<test>", "exec")
+    check = compile(test, "<test>", "exec")
     del names["run"]
-    execute(compile(answer, __file__, "exec"), names)
-    execute(judge, names)
+    execute(compile(program, __file__, "exec"), names)
+    execute(check, names)
     flush()
     write(1, mark.encode())
 run()
 """
-"""Runs an answer and then a test, and writes a mark if both came to their ends. It leaves the answer alone in its file,
-and nothing in its input."""
+"""Runs a program and then a test, and writes a mark if both came to their ends. It leaves the program alone in its
+file, and nothing in its input."""
 
 
 class AgentInstance(TextEnvironment):
@@ -91,11 +92,11 @@ class AgentInstance(TextEnvironment):
         }
 
     async def _fault(self, program: str, test: str | dict[str, str], *, is_last: bool) -> str | None:
-        """What is told of a test that fails, in whole lines; None when it passes."""
-        # All of the output is judged, and some of it told.
+        """What the policy reads of a test that fails, in whole lines; None when it passes."""
+        # All of the output is judged, and the policy reads some of it.
         limits, most = replace(self.limits, max_output=self.limits.file_bytes), self.limits.max_output
         if isinstance(test, str):
-            # An answer that ends the program early would pass for one that passed the test.
+            # A program that ends itself early would pass for one that passed the test.
             mark = secrets.token_hex(8)
             result = await run_python_async(_RUNNER, json.dumps([program, test, mark]), limits)
             if result.exit == 0 and result.stdout.rstrip().endswith(mark):
@@ -104,10 +105,10 @@ class AgentInstance(TextEnvironment):
         result = await run_python_async(program, test["input"], limits)
         if result.exit == 0 and _lines(result.stdout) == _lines(test["output"]):
             return None
-        told = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
+        parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
         if is_last:
-            del told["Expected"]
-        return "".join(f"{name}:\n{cut(text, most)}\n" for name, text in told.items())
+            del parts["Expected"]
+        return "".join(f"{name}:\n{cut(text, most)}\n" for name, text in parts.items())
 
 
 def _lines(text: str) -> list[str]:

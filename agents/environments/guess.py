@@ -9,7 +9,7 @@ from agents.environment import AgentInstanceBase
 from components.data.tasks import GuessTask
 
 AGAIN = ":"
-"""What is told after a turn that is no number: as at the prompt's end, continue."""
+"""Feedback on a turn that is no number: as at the prompt's end, continue."""
 
 
 class AgentInstance(AgentInstanceBase):
@@ -30,11 +30,11 @@ class AgentInstance(AgentInstanceBase):
         written = re.fullmatch(r"[0-9]{1,4}", states["action_text"])
         guess = int(written[0]) if written else None
         self._invalid += guess is None
-        found = float(guess == self._secret)
+        is_right = float(guess == self._secret)
         return {
-            "rewards": found,
-            "scores": found,
+            "rewards": is_right,
+            "scores": is_right,
             "environment_feedback": AGAIN if guess is None else self._task.feedback(guess, self._secret),
-            "done": bool(found) or self._turns >= self._task.turns,
+            "done": bool(is_right) or self._turns >= self._task.turns,
             "extra_logs": {"guesses": self._turns, "invalid_guesses": self._invalid},
         }

@@ -52,7 +52,7 @@ class AgentInstance(TextEnvironment):
         return {"observation": self.says("\n".join(filter(None, parts)))}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
-        """Take the last action that the text names; one that names none changes nothing, and is answered."""
+        """Take the last action that the text names; one that names none changes nothing, and the policy reads so."""
         named = [word for word in re.findall(r"\w+", states["action_text"].lower()) if word in self._actions]
         reward, ended, cut = 0.0, False, False
         if named:

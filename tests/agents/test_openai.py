@@ -14,10 +14,10 @@ import openai
 import pytest
 import torch
 
-from agents.episode import Episode, EpisodeTask, Policy
+from agents.episode import Episode, EpisodeTask, Policy, Turn
 from agents.openai_executor import OpenAIAgentExecutor
-from agents.openai_protocol import RequestError, read_request
-from agents.openai_server import Recorded
+from agents.openai_protocol import CompletionRequest, RequestError, read_request
+from agents.openai_server import Recording
 from components.engines.async_engine import AsyncEngine
 from components.engines.config import EVALUATION_STEP
 from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
@@ -140,12 +140,13 @@ def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) ->
             assert batch.row(row, "tokens").tolist() == expected
 
 
-def test_a_text_goes_on_only_with_all_that_was_drawn() -> None:
-    one = Recorded(0, [], said="Q: act", tail="Observation:")
-    assert one.rest("Q: actObservation: 42") == " 42"
-    assert one.rest("Q: act 42") is None
-    one.tail = None  # it ended with an end token, which no client is shown
-    assert one.rest("Q: act 42") is None
+def test_a_text_continues_only_with_all_that_was_drawn() -> None:
+    drawn = Episode([1, 2], 1, turns=[Turn(1, 2)])
+    recording = Recording(0, [], drawn, history="Q: act", tail="Observation:")
+    assert recording.rest(CompletionRequest(prompt="Q: actObservation: 42")) == " 42"
+    assert recording.rest(CompletionRequest(prompt="Q: act 42")) is None
+    recording.tail = None  # it ended with an end token, which no client is shown
+    assert recording.rest(CompletionRequest(prompt="Q: act 42")) is None
 
 
 def test_an_evaluation_does_not_read_how_a_client_would_draw() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.loading import load_agent
-from agents.openai_protocol import Asked, Message, RequestError, read_request, rest_of
+from agents.openai_protocol import CompletionRequest, Message, RequestError, read_request, rest_of
 from components.data.text import load_tokenizer
 from components.engines.causal import load_policy
 from tests.agents.episode_cases import TEXTS, Rig, sampling, write_policy
@@ -133,7 +133,7 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
 
 
 def test_a_call_that_cannot_be_read_is_given_as_it_was_written() -> None:
-    asked = Asked(messages=[Message(role="user", content="?")], tools=[TOOL])
+    asked = CompletionRequest(messages=[Message(role="user", content="?")], tools=[TOOL])
     text = f'{CALL}<tool_call>{{"name": </tool_call>'
     assert asked.choice(text, 1, "stop", [], [])["message"] == {"role": "assistant", "content": text}
 
@@ -143,7 +143,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner),
     max_leaves=8,
 )
-names = st.sampled_from([*Asked.model_fields, "more"])
+names = st.sampled_from([*CompletionRequest.model_fields, "more"])
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,4 +156,4 @@ def test_no_request_does_more_than_be_refused(body: Any) -> None:
         assert error.body["error"]["message"]
     else:
         assert 1 <= how.max_new_tokens <= 6
-        assert rest_of(asked.said, asked.said) in (None, "")
+        assert rest_of(asked.history, asked.history) in (None, "")
