@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +33,14 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
     """
     rows = [row for sequences in episodes for row in sequences]
     index = [i for i, sequences in enumerate(episodes) for _ in sequences]
-    turn_N = _column((_turn_numbers(row) for row in rows), torch.int64)
+    turn_N = _column((_turn_numbers(row) for row in rows), np.int64)
     per_token = {
-        "tokens": _column((row.tokens for row in rows), torch.int64),
+        "tokens": _column((row.tokens for row in rows), np.int64),
         "action_mask": turn_N >= 0,
-        "rollout_logprob": _column((row.logprobs for row in rows), torch.float32),
+        "rollout_logprob": _column((row.logprobs for row in rows), np.float32),
         "turn": turn_N,
-        "turn_reward": _column((_turn_rewards(row) for row in rows), torch.float32),
-        "token_version": _column((row.versions for row in rows), torch.int64),
+        "turn_reward": _column((_turn_rewards(row) for row in rows), np.float32),
+        "token_version": _column((row.versions for row in rows), np.int64),
     }
     numbers = {
         "prompt_length": [row.prompt_length for row in rows],
@@ -88,5 +89,6 @@ def _turn_rewards(episode: Episode) -> list[float]:
     return rewards
 
 
-def _column(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+def _column(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    # Three times as fast as a tensor of a list.
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))

@@ -16,11 +16,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from types import CoroutineType, coroutine
 from typing import Any, TypeAlias
 
 from components.data.child_process import END_TIMEOUT_S
 
+_set_handler = import_module("_signal").signal
+"""`signal.signal` without the enums around it, which would take longer than all else of a call."""
 _Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
 
 
@@ -60,7 +63,7 @@ def in_time(
         task.cancel()
         timer = loop.call_later(END_TIMEOUT_S, count_down)
 
-    timer = loop.call_later(part_s, count_down)
+    timer: asyncio.TimerHandle | None = None
     advance: Callable[[], Any] = partial(work.send, None)
     try:
         while True:
@@ -72,6 +75,8 @@ def in_time(
                 return stop.value
             finally:
                 report_busy(time.monotonic() - began)
+            # Many never wait, and need none.
+            timer = timer or loop.call_later(part_s, count_down)
             try:
                 yield awaited
                 advance = partial(work.send, None)
@@ -80,7 +85,8 @@ def in_time(
                     raise
                 advance = partial(work.throw, error)
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
         if cancelled and not min(task.uncancel() for _ in range(cancelled)):
             raise Overdue
 
@@ -97,14 +103,14 @@ def _alarm(work: _Coroutine, seconds: float) -> Iterator[None]:
             raise Overdue
 
     began = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, ring)
+    handler = _set_handler(signal.SIGALRM, ring)
     # Again every second, as a bare `except:` may stop one.
     other_s, other_interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        _set_handler(signal.SIGALRM, handler)
         if other_s:
             left_s = max(other_s - time.monotonic() + began, 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left_s, other_interval_s)
