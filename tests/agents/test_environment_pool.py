@@ -197,7 +197,7 @@ def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_what_a_world_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> None:
+def test_what_an_environment_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         actions = ("raise", "exit", "cancel", "continue")
         return await asyncio.gather(*(episode(pool, "continue", action) for action in actions))
@@ -243,7 +243,7 @@ def test_a_hanging_step_ends_its_own_episode(
     assert float(fine["rewards"]) == 2.0
 
 
-def test_a_world_that_blocks_the_loop_is_named_once_and_others_go_on(
+def test_an_environment_that_blocks_the_loop_is_named_once_and_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.environment_pool.BLOCKED_S", 0.2)
@@ -294,7 +294,7 @@ def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_
 
 
 @pytest.mark.parametrize(("action", "reason"), [("die", "exit code 3"), ("kill", "signal SIGKILL")])
-def test_a_process_that_dies_ends_its_own_world(tmp_path: Path, action: str, reason: str) -> None:
+def test_a_process_that_dies_ends_its_own_environment(tmp_path: Path, action: str, reason: str) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return await asyncio.gather(*(episode(pool, "continue", a) for a in (action, "continue")))
 
@@ -330,9 +330,11 @@ def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
     assert re.search(says("step", "lambda"), str(error))
 
 
-def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_environment_leaves_no_process_and_cleans_up_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agents.environment_pool.END_TIMEOUT_S", PATIENCE_S)
-    folder = tmp_path / "worlds"
+    folder = tmp_path / "environments"
     folder.mkdir()
 
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
@@ -355,7 +357,7 @@ def test_a_closed_world_leaves_no_process_and_cleans_up_before(tmp_path: Path, m
 
 
 @pytest.mark.full
-def test_two_hundred_worlds_leave_no_process(tmp_path: Path) -> None:
+def test_two_hundred_environments_leave_no_process(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         opened_now = [pool.open() for _ in range(200)]
         begun = (environment.call("reset", {"observation": "go", "label": 7}) for environment in opened_now)

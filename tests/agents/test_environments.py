@@ -150,7 +150,7 @@ def test_the_last_test_is_never_told() -> None:
         "repr(vars(sys.modules['__main__']))",
     ],
 )
-def test_an_answer_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look: str) -> None:
+def test_a_program_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look: str) -> None:
     program = (
         f"import os, sys\nadd = max\nprint('found:', [line for line in ({look}).splitlines() if 'assert' in line])"
     )
@@ -160,14 +160,14 @@ def test_an_answer_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look
 
 
 @pytest.mark.parametrize("trick", ["exec = lambda *_: None", "print = compile = str", "import os\nos.write = print"])
-def test_an_answer_that_redefines_what_judges_it_gains_nothing(trick: str) -> None:
+def test_a_program_that_redefines_what_tests_it_gains_nothing(trick: str) -> None:
     (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(f"{trick}\nadd = max"), turns=1)
     assert step["rewards"] == 0.0
     (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(f"{trick}\ndef add(a, b): return a + b"), turns=1)
     assert step["rewards"] == 1.0
 
 
-def test_a_fault_is_shown_at_its_line_of_the_answer() -> None:
+def test_a_fault_is_shown_at_its_line_of_the_program() -> None:
     program = "def add(a, b):\n    return 1 / 0"
     (step,) = run_episodes(code.AgentInstance(), "", ADD, saying(program), turns=1)
     assert text_of(step["environment_feedback"]) == (
@@ -190,7 +190,7 @@ RIGHT, WRONG = "add = lambda a, b: a + b", "add = max"
         RIGHT,
     ],
 )
-def test_the_last_block_of_python_is_the_answer(text: str) -> None:
+def test_the_last_block_of_python_is_the_program(text: str) -> None:
     (step,) = run_episodes(code.AgentInstance(), "", {"tests": ADD["tests"][:1]}, saying(text), turns=1)
     assert step["rewards"] == 1.0
 

@@ -198,7 +198,7 @@ def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig)
     assert len(turns_of(batch, 0)[1]) == 1
 
 
-def test_a_greedy_turn_is_the_likeliest_answer(rig: Rig) -> None:
+def test_a_greedy_turn_is_the_likeliest_response(rig: Rig) -> None:
     batch = played(rig, environment({"sampling_params": {"temperature": 0}}, {"done": True}))
     row = batch.row(0, "tokens")[: -len(turns_of(batch, 0)[1])]
     prompts = Batch.from_rows({"tokens": [row]}, {"prompt_id": [0], "sample_id": [0]})
@@ -240,7 +240,7 @@ def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
         ({"sampling_params": {"tmp": 1}}, ["sampling_params", "'tmp'"]),
     ],
 )
-def test_a_wrong_answer_of_a_world_ends_its_own_episode_with_a_clear_line(
+def test_a_wrong_step_of_an_environment_ends_its_own_episode_with_a_clear_line(
     rig: Rig, response: dict[str, Any], facts: list[object]
 ) -> None:
     class Wrong(EnvironmentHandle):
@@ -282,7 +282,7 @@ class Failing(AgentInstanceBase):
         return {"rewards": 1.0, "environment_feedback": "", "done": True}
 
 
-def test_what_raises_in_a_world_ends_its_own_episode(rig: Rig) -> None:
+def test_what_raises_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
     labels = ["reset", "fine", "step", "empty", "fine"]
     batch = runner.run_episodes(rig.prompts(5, 1, labels), sampling())
@@ -358,7 +358,7 @@ def test_the_last_turn_has_the_tokens_that_are_left(rig: Rig) -> None:
     assert instance.told[0]["sampling_params"].max_tokens == 50
 
 
-def test_a_turn_that_a_limit_cuts_off_is_still_judged(rig: Rig) -> None:
+def test_a_turn_that_a_limit_cuts_off_is_still_rewarded(rig: Rig) -> None:
     instance = environment({"done": True})
     played(rig, instance, count=8, max_new_tokens=2)
     finishes = {told["action_text"]: told["finish"] for told in instance.told}
@@ -420,7 +420,7 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) ->
     assert instance.told[0]["sampling_params"].stop == ["nowhere to be found", text]
 
 
-def test_a_world_that_draws_otherwise_than_the_run_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_draws_otherwise_than_the_run_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     agents.schema._warn_changed.cache_clear()
     own = sampling(8, temperature=0.7)
     read_sampling({"temperature": 0.7, "top_p": 1, "max_tokens": 3}, own)

@@ -109,7 +109,7 @@ def test_a_game_of_gymnasium_is_won_by_who_knows_it_and_not_by_who_does_not(gymn
     assert rewards(hole) == [0.0, 0.0] and hole[-1]["done"] and hole[-1]["scores"] == 0.0
 
 
-def test_the_state_is_written_and_what_names_no_action_is_answered(gymnasium: ModuleType) -> None:
+def test_the_state_is_written_and_what_names_no_action_changes_nothing(gymnasium: ModuleType) -> None:
     environment = gymnasium.AgentInstance()
     begin = asyncio.run(environment.reset({"observation": "Play.", "label": LAKE}))["observation"]
     assert begin == [

@@ -101,7 +101,7 @@ def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
         assert text.count("label") == 3
 
 
-def test_a_text_goes_on_as_it_was_drawn(rig: Rig) -> None:
+def test_a_text_continues_as_it_was_drawn(rig: Rig) -> None:
     class Writer(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             text = prompt
@@ -189,7 +189,7 @@ def test_a_changed_history_is_a_further_sequence_of_the_same_sample(rig: Rig) ->
     check_drawn(rig, batch)
 
 
-def test_several_answers_are_sequences_with_random_numbers_of_their_own(rig: Rig) -> None:
+def test_several_choices_are_sequences_with_random_numbers_of_their_own(rig: Rig) -> None:
     class Chooser(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             told: Any = [user(prompt)]
@@ -220,7 +220,7 @@ def test_a_request_that_comes_while_a_sequence_grows_begins_another(rig: Rig) ->
     check_drawn(rig, batch)
 
 
-def test_a_stream_carries_the_same_answer(rig: Rig) -> None:
+def test_a_stream_carries_the_same_response(rig: Rig) -> None:
     class Streamer(Blocking):
         streams = False
 
@@ -269,7 +269,7 @@ def test_a_stream_carries_the_same_answer(rig: Rig) -> None:
         assert logprobs == whole.row(row, "rollout_logprob")[whole.row(row, "turn") == 0].tolist()
 
 
-def test_only_the_key_of_an_episode_that_is_played_opens_the_door(rig: Rig) -> None:
+def test_only_the_key_of_an_episode_that_is_being_run_is_accepted(rig: Rig) -> None:
     class Thief(Blocking):
         def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
             with httpx.Client(base_url=given["base_url"]) as client:

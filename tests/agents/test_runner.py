@@ -146,7 +146,7 @@ said = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=st.lists(said, min_size=1, max_size=4), seed=st.integers(0, 10**6), most=st.integers(1, 7))
-def test_what_was_drawn_is_found_unchanged_whatever_a_world_says(
+def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
     rig: Rig, script: list[Any], seed: int, most: int
 ) -> None:
     class Saying(AgentInstanceBase):
@@ -346,7 +346,7 @@ def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> Non
     assert batch["truncated"].tolist() == [False, False, False]
 
 
-def test_alone_an_answer_is_the_engines(rig: Rig) -> None:
+def test_alone_a_response_is_the_engines(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Talk), stop=["e"])
     prompts = rig.prompts(3, 2)
     for temperature in (0.0, 1.0):
@@ -445,7 +445,7 @@ def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
     same(together.select(together["prompt_id"].argsort(stable=True)), played, but=["rollout_logprob"])
 
 
-def test_without_an_agent_answers_are_in_flight_as_single_turns(rig: Rig) -> None:
+def test_without_an_agent_responses_are_in_flight_as_single_turns(rig: Rig) -> None:
     runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer, in_flight=True)
     runner.begin(rig.prompts(2, 2), sampling())
     groups = [runner.collect(60.0).batch]

@@ -272,7 +272,7 @@ def test_an_agent_reads_its_tools_and_the_prompt_first() -> None:
     assert schemas == [Tool.of(tool).schema for tool in (look_up, add, fail, wait_long, long_text, nap, block)]
 
 
-def test_calls_are_answered_each_by_a_message_and_an_answer_without_one_is_scored() -> None:
+def test_calls_give_a_message_each_and_a_response_without_one_is_scored() -> None:
     agent = Agent()
     states = {"action_text": call("add", a=1, b=2) + call("look_up", city="Ulm"), "label": "3", "observation_text": ""}
     assert asyncio.run(agent.step(states)) == {
