@@ -28,8 +28,7 @@ from agents.environment_pool import EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.openai_server import Server
 from agents.schema import StepResult, read_step
-from agents.user_code import run_program
-from components.data.child_process import exit_reason
+from components.data.child_process import exit_reason, run_program
 
 if TYPE_CHECKING:
     from agents.options import AgentOptions

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
 from agents.environments import TextEnvironment
-from agents.sandbox import Limits, cut, run_python_async
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.child_process import short_line
+from components.data.sandbox import Limits, cut, run_python_async
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOO_DEEP = "too many brackets"
@@ -166,7 +166,7 @@ class Tool:
 
 
 def python_tool(limits: Limits | None = None) -> Tool:
-    """Python in the sandbox, which is no security boundary: see `agents.sandbox`."""
+    """Python in the sandbox, which is no security boundary: see `components.data.sandbox`."""
 
     async def python(code: str) -> str:
         """Run a Python program and give what it prints. Nothing is kept from one call to the next.

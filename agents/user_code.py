@@ -1,4 +1,4 @@
-"""How code that is not ours is run: within a limit of time, in a thread where it blocks, or as a program.
+"""How a user's code is called: within a limit of time, and in a thread where it blocks.
 
 `asyncio.timeout` cancels what awaits. Besides, `in_time` does not count the time for which the loop stands still, or is
 kept busy by others; it interrupts code that keeps the loop busy, and leaves behind what continues after a cancellation.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import CoroutineType, coroutine
@@ -132,24 +131,3 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(outcome)
-
-
-async def run_program(command: Sequence[str], limit_s: float | None = None, **options: Any) -> int | None:
-    """Run a program in a process group of its own, and end what is left of that, also when nobody waits any more.
-
-    Args:
-        command: the program and its arguments.
-        limit_s: seconds that it may take.
-        options: as `asyncio.create_subprocess_exec` takes them.
-
-    Returns:
-        Its exit code, below 0 the number of the signal that ended it; None: it took longer.
-    """
-    program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
-    try:
-        await asyncio.wait({asyncio.ensure_future(program.wait())}, timeout=limit_s)
-        return program.returncode
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        await asyncio.shield(program.wait())

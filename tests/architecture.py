@@ -42,7 +42,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2225, "training": 6410}
+LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2000, "training": 6410}
 RECIPE_LINES = {
     "grpo": 380,
     "reinforce_pp": 260,
@@ -54,8 +54,8 @@ RECIPE_LINES = {
     "verl_ppo": 2500,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
-the reason in the commit. Still above what they are to be: core 2,700, agents 2,000, training 5,500, openrlhf_ppo and
-verl_ppo 950 each."""
+the reason in the commit. Still above what they are to be: core 2,700, training 5,500, openrlhf_ppo and verl_ppo 950
+each."""
 TABLES = {"flags.yaml", "keys.yaml", "names.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
-from agents.sandbox import Limits, cut, run_python_async
+from components.data.sandbox import Limits, cut, run_python_async
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
 _BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -116,6 +116,27 @@ class Child:
                 self._process.wait(END_TIMEOUT_S)
         self.kill()
         self._process.wait()
+
+
+async def run_program(command: Sequence[str], limit_s: float | None = None, **options: Any) -> int | None:
+    """Run a program in a process group of its own, and end what is left of that, also when nobody waits any more.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: seconds that it may take.
+        options: as `asyncio.create_subprocess_exec` takes them.
+
+    Returns:
+        Its exit code, below 0 the number of the signal that ended it; None: it took longer.
+    """
+    program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
+    try:
+        await asyncio.wait({asyncio.ensure_future(program.wait())}, timeout=limit_s)
+        return program.returncode
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        await asyncio.shield(program.wait())
 
 
 def exit_reason(code: int) -> str:

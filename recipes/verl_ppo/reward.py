@@ -5,7 +5,7 @@ B responses. Nothing here imports torch before there are responses.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agents.code_tests import code_score
+from components.data.code_tests import code_score
 from components.data.reward_workers import ScoreWorkers
 from components.data.rewards import RewardSettings
 from components.data.score_functions import PREDICTION, ScoreCode, ScoreFunction, default_functions

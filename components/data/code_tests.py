@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from agents.sandbox import Limits, run_python
+from components.data.sandbox import Limits, run_python
 
 MOST_TESTS = 10
 """So many of a response's tests are run, the first ones."""

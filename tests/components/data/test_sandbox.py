@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-import agents.sandbox
-from agents.sandbox import Limits, SandboxResult, run_python, run_python_async
+from components.data import sandbox
+from components.data.sandbox import Limits, SandboxResult, run_python, run_python_async
 from tests.messages import says
 
-PROJECT = Path(__file__).resolve().parents[2]
-IS_CUT = subprocess.run(agents.sandbox.PROBE).returncode == 0
+PROJECT = Path(__file__).resolve().parents[3]
+IS_CUT = subprocess.run(sandbox.PROBE).returncode == 0
 """Whether this machine lets us cut programs off; where it does not, the result has to say so."""
 
 
@@ -148,7 +148,7 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> No
     # What it forks ends too where there are namespaces; elsewhere it would not, as the class says.
     program = f"import os, sys\nif {IS_CUT} and os.fork() == 0: os.setsid()\n"
     program += f"os.execv(sys.executable, [sys.executable, '-c', 'import time\\nwhile True: time.sleep(9)', {mark!r}])"
-    code = f"from agents.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=3600))"
+    code = f"from components.data.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=3600))"
     (tmp_path / "parent.py").write_text(code)
     # Its folder is left by a parent that is killed, and goes with the test's.
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
@@ -169,7 +169,7 @@ def test_many_programs_run_at_the_same_time() -> None:
 
 
 def test_programs_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents.sandbox, "_places", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(sandbox, "_places", threading.BoundedSemaphore(1))
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
 
     def run() -> list[float]:
@@ -184,7 +184,7 @@ def test_programs_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     places = threading.BoundedSemaphore(1)
-    monkeypatch.setattr(agents.sandbox, "_places", places)
+    monkeypatch.setattr(sandbox, "_places", places)
     limits = Limits(timeout_s=10)
     with ThreadPoolExecutor(1) as pool:
         with places:
@@ -196,13 +196,13 @@ def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.
 def test_a_machine_without_namespaces_is_said_once_and_in_the_result(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agents.sandbox._can_cut.cache_clear()
+    sandbox._can_cut.cache_clear()
     # What fails as the probe does where the system forbids it.
-    monkeypatch.setattr(agents.sandbox, "PROBE", [sys.executable, "-c", "raise SystemExit(1)"])
+    monkeypatch.setattr(sandbox, "PROBE", [sys.executable, "-c", "raise SystemExit(1)"])
     try:
         results = [run_python("print(1)") for _ in range(2)]
     finally:
-        agents.sandbox._can_cut.cache_clear()
+        sandbox._can_cut.cache_clear()
     assert [(result.stdout, result.is_cut) for result in results] == [("1\n", False)] * 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert re.search(says("network", "unshare"), caplog.text)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import agents.code_tests
-from agents.code_tests import code_score
+from components.data import code_tests
+from components.data.code_tests import code_score
 from tests.messages import says
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -17,7 +17,7 @@ ADD = "a, b = map(int, input().split())\nprint(a + b)"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give programs time on a busy machine."""
-    monkeypatch.setattr(agents.code_tests, "LIMITS", replace(agents.code_tests.LIMITS, timeout_s=60.0))
+    monkeypatch.setattr(code_tests, "LIMITS", replace(code_tests.LIMITS, timeout_s=60.0))
 
 
 def score(response: str, truth: Any) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from agents.user_code import run_program
+from components.data.child_process import run_program
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 PROBE = [sys.executable, "-I", "-S", CHILD, "probe"]
