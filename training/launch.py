@@ -125,18 +125,14 @@ def run_job(
 
 
 def alarm_observer(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, but for
-    what the event log has of an earlier start of the run, whose metrics are the first.
-    """
-    alarms, seen = Alarms(), events.alarms()
-    alarms.recall(events.path.with_name("metrics.jsonl"))
+    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them."""
+    alarms = Alarms()
+    alarms.recall(events.path.parent)
 
     def look(event: Any) -> None:
         if isinstance(event, StepEvent):
             for alarm in alarms.look(event.step, event.metrics):
-                if alarm.alarm not in seen:
-                    seen.add(alarm.alarm)
-                    events(alarm)
-                    terminal(alarm)
+                events(alarm)
+                terminal(alarm)
 
     return look

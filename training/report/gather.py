@@ -11,7 +11,7 @@ import json
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from training.tracking.metrics import METRICS, Metric, Row, canonical_name, metric_of
+from training.tracking.plain import json_lines
 
 MAX_CURVES = 300
 MAX_ROWS = 48
@@ -67,29 +68,6 @@ def steps_between(values: Sequence[int]) -> list[int]:
 def evenly(count: int, most: int) -> list[int]:
     """At most so many of `count` indices, evenly spaced, the first and the last among them."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, max(most, 1)))})
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines; half a line, and what is no JSON, is passed over."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
-
-
-def json_file(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty where there is none that can be read."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def number(value: Any) -> float | None:

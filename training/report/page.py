@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from training.report import gather
-from training.report.gather import Events, Limits, json_file, number
+from training.report.gather import Events, Limits, number
 from training.report.samples import read_rollouts
-from training.tracking.plain import duration, write_whole
+from training.tracking.plain import duration, json_object, write_whole
 
 MOST_BYTES = 1_900_000
 MAX_DIFFERENCES = 40
@@ -67,7 +67,7 @@ def collect(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
 
 
 def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
-    summary, plan = json_file(run_dir / "summary.json"), json_file(run_dir / "plan.json")
+    summary, plan = json_object(run_dir / "summary.json"), json_object(run_dir / "plan.json")
     events, curves = gather.read_events(run_dir / "events.jsonl"), gather.read_curves(run_dir / "metrics.jsonl")
     score = summary.get("score")
     score = score if isinstance(score, dict) else {}

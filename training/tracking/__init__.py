@@ -12,7 +12,7 @@ from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.events import EventLog
 from training.tracking.redaction import redact
 from training.tracking.run_folder import open_run_folder
-from training.tracking.summary import Status, empty_summary, finish_summary, read_summary
+from training.tracking.summary import finish_summary
 from training.tracking.tracker import Tracker, config_text, console_line, write_config
 from training.tracking.wandb_sink import WandbConfig
 
@@ -20,16 +20,13 @@ __all__ = [
     "AlarmEvent",
     "EventLog",
     "PhaseEvent",
-    "Status",
     "StepEvent",
     "Tracker",
     "WandbConfig",
     "config_text",
     "console_line",
-    "empty_summary",
     "finish_summary",
     "open_run_folder",
-    "read_summary",
     "redact",
     "write_config",
     "write_environment",

@@ -6,8 +6,6 @@ A limit stands where a run goes wrong, not where it could be better: none of the
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +15,7 @@ from typing import Any
 
 from training.tracking.event_types import AlarmEvent
 from training.tracking.metrics import canonical_name
-
-logger = logging.getLogger(__name__)
+from training.tracking.plain import json_lines
 
 Numbers = Mapping[str, float]
 """A step's metrics under our names, of those that are finite numbers."""
@@ -208,16 +205,15 @@ class Alarms:
         self._sounded |= {event.alarm for event in fresh}
         return fresh
 
-    def recall(self, file: Path) -> None:
-        """Take the first values of a run that is continued with from its metrics.jsonl, where there is one."""
-        try:
-            with file.open(encoding="utf-8", errors="replace") as lines:
-                for line in itertools.islice(lines, BEGINNING):
-                    record = json.loads(line)
-                    self._taken_in(record if isinstance(record, dict) else {})
-        # No such file, or half a line of a killed process: what follows is first then.
-        except (OSError, ValueError) as error:
-            logger.debug("%s was not read to its end: %s", file, error)
+    def recall(self, run_dir: Path) -> None:
+        """Where a run is continued with, take its first values from its metrics.jsonl, and from its events.jsonl what
+        has sounded.
+        """
+        for record in itertools.islice(json_lines(run_dir / "metrics.jsonl"), BEGINNING):
+            self._taken_in(record)
+        # `event` is the first field of a line; an event of somebody's own may have the same name.
+        alarms = json_lines(run_dir / "events.jsonl", b'{"event": "alarm"')
+        self._sounded |= {str(record.get("alarm")) for record in alarms}
 
     def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
         numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}

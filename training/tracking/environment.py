@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from training.tracking.plain import write_whole
+from training.tracking.plain import json_object, write_whole
 from training.tracking.redaction import hide_in_text
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,9 @@ def write_environment(run_dir: Path, code: Path = CODE) -> dict[str, Any]:
     """
     environment = environment_now(code)
     path = run_dir / "environment.json"
-    text = json.dumps({**environment, "earlier": _earlier(path)}, indent=2)
+    before = json_object(path)
+    earlier = [*before.pop("earlier", []), before] if before else []
+    text = json.dumps({**environment, "earlier": earlier}, indent=2)
     write_whole(path, text + "\n")
     return environment
 
@@ -149,14 +151,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _earlier(path: Path) -> list[Any]:
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    # Half a file of a machine that lost power says nothing any more.
-    except ValueError:
-        return []
-    return [*before.pop("earlier", []), before] if isinstance(before, dict) else []

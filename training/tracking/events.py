@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -15,9 +13,6 @@ from training.tracking.plain import LineFile, json_line, plain
 from training.tracking.redaction import redact
 
 logger = logging.getLogger(__name__)
-
-_ALARM_LINE = '{"event": "alarm"'
-"""How such a line begins: `event` is its first field."""
 
 
 class EventLog:
@@ -53,20 +48,6 @@ class EventLog:
         # A full disk, a value that cannot be read: the run continues whatever it is.
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)
-
-    def alarms(self) -> set[str]:
-        """Names of the alarms that the file holds, of whichever start of the run."""
-        found: set[str] = set()
-        try:
-            with self.path.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if line.startswith(_ALARM_LINE):
-                        # Half a line of a killed process names none, nor does somebody's own class of that name.
-                        with contextlib.suppress(ValueError):
-                            found.add(str(json.loads(line).get("alarm")))
-        except OSError as error:
-            logger.debug("no alarms are known: %s", error)
-        return found
 
     def close(self) -> None:
         """Write nothing more."""

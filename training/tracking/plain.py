@@ -1,16 +1,19 @@
-"""Values as JSON knows them and as a person says them, and files that are written whole."""
+"""Values as JSON knows them and as a person says them; the files of a run, written whole and read in any state."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from training.tracking.redaction import hide_in_text
+
+logger = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
@@ -54,6 +57,36 @@ def json_line(record: Mapping[str, Any]) -> str:
     if nonfinite:
         cleaned["nonfinite"] = nonfinite
     return json.dumps(cleaned, allow_nan=False) + "\n"
+
+
+def json_lines(path: Path, beginning: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The objects of a file of lines, of those that begin so. Half a line of a killed process is passed over, and so is
+    what is no JSON; a file that is not there has none.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.startswith(beginning):
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty where there is none, or half of one, of a machine that lost power."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        logger.warning("%s cannot be read, and what it said is gone: %s", path, error)
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def duration(seconds: float) -> str:

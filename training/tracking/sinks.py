@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from training.tracking.plain import GrowingFile, LineFile, json_line, write_whole
+from training.tracking.plain import GrowingFile, LineFile, json_line, json_lines, write_whole
 
 
 class Sink(Protocol):
@@ -42,7 +41,8 @@ class JsonLines:
         """Open the file, without the lines of steps that are done again."""
         # A run that begins anew writes what it measures before its first step again, too.
         last = resume_step if resume_step > 0 else -1
-        write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= last))
+        kept = [json.dumps(record) + "\n" for record in json_lines(path) if record["step"] <= last]
+        write_whole(path, "".join(kept))
         self._lines = LineFile(path)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -128,19 +128,3 @@ def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [columns, ["---"] * len(columns), *([str(row.get(name, "")) for name in columns] for row in rows)]
     escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Read the lines of a metrics file, without what a killed process or a full disk left half-written."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [f"{line}\n" for line in itertools.islice(lines, len(lines) - 1) if _is_record(line)]
-
-
-def _is_record(line: str) -> bool:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(record, dict) and isinstance(record.get("step"), int)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from training.tracking.plain import finite, plain, write_whole
+from training.tracking.plain import finite, json_object, plain, write_whole
 from training.tracking.redaction import hide_in_text
 
 logger = logging.getLogger(__name__)
@@ -37,14 +37,6 @@ def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
     }
 
 
-def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
-    """Read summary.json; None when there is none."""
-    try:
-        return json.loads((Path(run_dir) / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-
-
 def finish_summary(run_dir: str | Path, status: Status, error: str | None = None, **fields: Any) -> None:
     """Close summary.json, well or badly; the driver calls this when the trainer is gone.
 
@@ -55,8 +47,6 @@ def finish_summary(run_dir: str | Path, status: Status, error: str | None = None
         fields: further fields, as of `Tracker.update_summary`; give `recipe` and `seed` in case the run ended
             before a tracker wrote them.
     """
-    if status not in ("finished", "failed", "stopped"):
-        raise ValueError(f"status={status!r} is no way for a run to end; use 'finished', 'failed' or 'stopped'")
     check_fields(fields)
     message = None if error is None else hide_in_text(error)
     try:
@@ -69,16 +59,15 @@ def finish_summary(run_dir: str | Path, status: Status, error: str | None = None
 def begin_summary(run_dir: Path, recipe: str, seed: int, resume_step: int) -> None:
     """Set the summary to running: that of the attempts before when steps are resumed, else a new one."""
     # The driver may have noted how long the warm start took; what an earlier run left here is another matter.
-    before = _readable_summary(run_dir)
-    if before is not None and resume_step == 0 and before.get("status") != "running":
-        (run_dir / "summary.json").unlink()
+    if resume_step == 0 and json_object(run_dir / "summary.json").get("status") != "running":
+        (run_dir / "summary.json").unlink(missing_ok=True)
     fields = {"recipe": recipe, "seed": seed, "status": "running", "error": None}
     merge_summary(run_dir, fields | {"resumed_from": resume_step or None})
 
 
 def merge_summary(run_dir: Path, fields: Mapping[str, Any]) -> None:
     """Set fields of summary.json; of those that are mappings only the parts that are given."""
-    summary = empty_summary(None, None) | (_readable_summary(run_dir) or {})
+    summary = empty_summary(None, None) | json_object(run_dir / "summary.json")
     for name, value in fields.items():
         both = isinstance(value, Mapping) and isinstance(summary[name], Mapping)
         summary[name] = {**summary[name], **value} if both else value
@@ -92,12 +81,3 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ValueError(f"summary.json has no field {', '.join(unknown)}; it has {', '.join(known)}")
-
-
-def _readable_summary(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        return read_summary(run_dir)
-    # Half a file of a machine that lost power: what it said is gone, and the next one is written over it.
-    except ValueError as error:
-        logger.warning("summary.json of %s cannot be read and is begun anew: %s", run_dir, error)
-        return None
