@@ -1,4 +1,4 @@
-"""Rounds of dynamic sampling against loaders that are long, short, or hold nothing worth keeping."""
+"""Rounds of dynamic sampling against data that are long, short, or hold nothing worth keeping."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,186 +11,30 @@ from hypothesis import strategies as st
 from components.batch import Batch
 from components.data.prompts import PromptSource
 from components.data.tiny_model import character_tokenizer
-from components.rl.rewards import groups_within
 from tests.messages import says
-from training.dynamic_sampling import Filled, PromptFilter, fill_groups
-
-
-class Loader:
-    """Prompts 0, 1, 2, ...: each answered `responses` times, prompt i with scores of mean `means[i]`."""
-
-    def __init__(self, means: Sequence[float], responses: int = 2) -> None:
-        self.means = means
-        self.responses = responses
-        self.asked: list[int] = []
-        """The count of each round."""
-
-    def generate(self, count: int) -> Batch:
-        start = sum(self.asked)
-        self.asked.append(count)
-        ids = [i for i in range(start, start + count) for _ in range(self.responses)]
-        return Batch.from_rows(
-            {"tokens": [list(range(i % 3 + 1)) for i in ids]},
-            per_sequence={
-                "prompt_id": torch.tensor(ids, dtype=torch.int64),
-                "score": torch.tensor([self.means[i] for i in ids]),
-            },
-            objects={"text": [f"response {row % self.responses} to {i}" for row, i in enumerate(ids)]},
-        )
-
-    def fill(self, wanted: int) -> Filled:
-        return fill_groups(self.generate, wanted, len(self.means), between_0_and_1)
-
-
-def between_0_and_1(batch: Batch) -> torch.Tensor:
-    return groups_within(batch["score"], batch["prompt_id"], 0.0, 1.0)
-
-
-def ids_of(filled: Filled) -> list[int]:
-    return [] if filled.batch is None else filled.batch["prompt_id"].tolist()
-
-
-def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
-    # Asked for 3: prompt 1 stays. For 2: 3 stays. For 1: 5 is wrong. For 1: 6 stays. Prompt 7 is left to the loader.
-    loader = Loader([0.0, 0.5, 1.0, 0.5, 1.0, 0.0, 0.5, 0.5])
-    filled = loader.fill(3)
-    assert loader.asked == [3, 2, 1, 1]
-    assert ids_of(filled) == [1, 1, 3, 3, 6, 6]
-    assert (filled.prompts_seen, filled.prompts_kept, filled.rounds) == (7, 3, 4)
-    assert filled.batch is not None
-    assert filled.batch["text"][2:4] == ["response 0 to 3", "response 1 to 3"]
-    assert filled.batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
-
-
-def test_a_step_that_is_full_at_once_takes_one_round() -> None:
-    loader = Loader([0.5] * 4)
-    assert ids_of(filled := loader.fill(2)) == [0, 0, 1, 1]
-    assert (filled.prompts_seen, filled.prompts_kept, filled.rounds) == (2, 2, 1)
-
-
-def test_what_was_kept_is_there_when_the_loader_runs_out() -> None:
-    loader = Loader([0.5, 0.0, 1.0, 0.5, 0.0])
-    filled = loader.fill(4)
-    assert loader.asked == [4, 1]
-    assert ids_of(filled) == [0, 0, 3, 3]
-    assert (filled.prompts_seen, filled.prompts_kept, filled.rounds) == (5, 2, 2)
-
-
-@pytest.mark.parametrize("means", [[], [0.0, 1.0, 1.0]])
-def test_a_loader_with_nothing_to_keep_gives_no_batch(means: list[float]) -> None:
-    filled = Loader(means).fill(2)
-    assert filled.batch is None
-    assert (filled.prompts_seen, filled.prompts_kept) == (len(means), 0)
-
-
-def test_a_stop_is_seen_between_two_rounds() -> None:
-    loader = Loader([0.5, 0.0, 0.0, 0.0, 0.0, 0.5])
-    filled = fill_groups(loader.generate, 2, 6, between_0_and_1, stopped=lambda: len(loader.asked) == 2)
-    assert loader.asked == [2, 1]
-    assert ids_of(filled) == [0, 0]
-
-
-def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
-    # One prompt in twelve passes, and each round asks for the one that is missing.
-    loader, said = Loader(([0.0] * 11 + [0.5]) * 2), []
-    filled = fill_groups(loader.generate, 1, 24, between_0_and_1, info=said.append)
-    (line,) = said
-    assert re.search(says("0 of 1", 10, 14), line)
-    assert filled.metrics == {
-        "rollout/filter_pass_rate": 1 / 12,
-        "rollout/filter_prompts_seen": 12.0,
-        "rollout/filter_rounds": 12.0,
-    }
-
-
-def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> None:
-    loader = Loader([0.0, 0.5])
-
-    def generate(count: int) -> Batch:
-        batch = loader.generate(count)
-        return batch if len(loader.asked) == 1 else batch.with_sequences(mood=batch["score"])
-
-    with pytest.raises(ValueError, match="mood"):
-        fill_groups(generate, 1, 2, between_0_and_1)
-
-
-patterns = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=60)
-
-
-@given(patterns, st.integers(1, 20), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
-def test_every_group_that_was_accepted_is_there_once_and_in_order(
-    means: list[float], wanted: int, responses: int
-) -> None:
-    loader = Loader(means, responses)
-    filled = loader.fill(wanted)
-    # One prompt after the other, until there are enough.
-    slow: list[int] = []
-    seen = 0
-    while len(slow) < wanted and seen < len(means):
-        if 0.0 < means[seen] < 1.0:
-            slow.append(seen)
-        seen += 1
-    assert ids_of(filled) == [i for i in slow for _ in range(responses)]
-    assert filled.prompts_kept == len(slow) <= wanted
-    assert filled.prompts_seen == sum(loader.asked) == seen <= len(means)
-    assert filled.rounds == len(loader.asked)
-
-
-def test_answers_to_a_prompt_need_not_lie_together() -> None:
-    def generate(count: int) -> Batch:
-        ids = list(range(count)) * 2
-        return Batch.from_rows({"tokens": [[i] for i in ids]}, per_sequence={"prompt_id": torch.tensor(ids)})
-
-    filled = fill_groups(generate, 3, 3, lambda batch: batch["prompt_id"] != 1)
-    assert ids_of(filled) == [0, 2, 0, 2]
-    assert filled.prompts_kept == 2
-
-
-@pytest.mark.parametrize(
-    ("keep", "facts"),
-    [
-        (lambda batch: torch.tensor([True, True, False, True]), ["keep", "prompt 1"]),
-        (lambda batch: torch.ones(4), ["keep", "torch.float32", "[4]", "4 responses", "bool"]),
-        (lambda batch: torch.ones(2).bool(), ["keep", "torch.bool", "[2]", "4 responses"]),
-    ],
-)
-def test_a_filter_that_cannot_be_is_named(keep: Callable[[Batch], torch.Tensor], facts: list[str]) -> None:
-    with pytest.raises(ValueError, match=says(*facts)):
-        fill_groups(Loader([0.5] * 4).generate, 2, 4, keep)
-
-
-@pytest.mark.parametrize("brought", [1, 3])
-def test_answers_to_more_or_fewer_prompts_than_asked_for_are_refused(brought: int) -> None:
-    loader = Loader([0.5] * 4)
-    with pytest.raises(ValueError, match=says("generate(2)", f"{brought} prompts")):
-        fill_groups(lambda _: loader.generate(brought), 2, 4, between_0_and_1)
-
-
-def test_numbers_that_cannot_be_are_named() -> None:
-    generate = Loader([0.5]).generate
-    with pytest.raises(ValueError, match="wanted=0"):
-        fill_groups(generate, 0, 1, between_0_and_1)
-    with pytest.raises(ValueError, match="available=-1"):
-        fill_groups(generate, 1, -1, between_0_and_1)
-
-
-# --- over the steps of a run
+from training.dynamic_sampling import PromptFilter
 
 
 class Steps:
-    """Eight prompts, of which only those with an odd number teach something, gone through `passes` times."""
+    """A run over prompts 0, 1, 2, ..., gone through `passes` times, of which those teach something that `teaches`
+    says: of `responses` to each the first is right there, and elsewhere all are.
+    """
 
     def __init__(
         self,
+        count: int = 8,
         passes: int = 1,
         fewest: int = 1,
         teaches: Callable[[int], bool] = lambda i: i % 2 == 1,
         bounds: Sequence[float] = (0.0, 1.0),
+        responses: int = 2,
     ) -> None:
-        rows = [{"input": letter, "label": ""} for letter in "abcdefgh"]
-        self.prompts = PromptSource(rows, character_tokenizer("abcdefgh"), 0, shuffle=False)
+        rows = [{"input": "a" * (i % 3 + 1), "label": str(i)} for i in range(count)]
+        self.prompts = PromptSource(rows, character_tokenizer("a"), 0, shuffle=False)
         self.teaches = teaches
+        self.responses = responses
+        self.asked: list[int] = []
+        """The prompts of each round."""
         self.stop_after: int | None = None
         self.said: list[str] = []
         self.filter = PromptFilter(
@@ -204,16 +48,99 @@ class Steps:
         )
 
     def response(self, count: int) -> Batch:
-        """Two responses to each: one is right where the prompt teaches something, else both are."""
-        asked = self.prompts.take(count).repeat(2)
+        """Scored responses to the next so many prompts."""
+        self.asked.append(count)
+        asked = self.prompts.take(count).repeat(self.responses)
         taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
-        is_first_B = torch.arange(2).repeat(count) == 0
+        is_first_B = torch.arange(self.responses).repeat(count) == 0
         return asked.with_sequences(score=(is_first_B | ~taught_B).float())
+
+    def batch(self, wanted: int) -> Batch | None:
+        return self.filter.fill(1, wanted, self.response)
 
     def fill(self, step: int, wanted: int) -> list[int] | None:
         """The prompts of a step, one for each response."""
         batch = self.filter.fill(step, wanted, self.response)
         return None if batch is None else batch["prompt_id"].tolist()
+
+    @property
+    def counts(self) -> tuple[float, float]:
+        """Prompts that were tried for the last step, and the rounds that it took."""
+        found = self.filter.metrics
+        return found["rollout/filter_prompts_seen"], found["rollout/filter_rounds"]
+
+
+def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
+    # Asked for 3: prompt 1 stays. For 2: 3 stays. For 1: 5 is wrong. For 1: 6 stays. Prompt 7 is left.
+    steps = Steps(teaches=lambda i: i in (1, 3, 6, 7))
+    batch = steps.batch(3)
+    assert batch is not None
+    assert steps.asked == [3, 2, 1, 1]
+    assert batch["prompt_id"].tolist() == [1, 1, 3, 3, 6, 6]
+    assert (*steps.counts, steps.filter.ended) == (7, 4, False)
+    assert batch["label"] == ["1", "1", "3", "3", "6", "6"]
+    assert batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_step_that_is_full_at_once_takes_one_round() -> None:
+    steps = Steps(teaches=lambda _: True)
+    assert steps.fill(1, 2) == [0, 0, 1, 1]
+    assert steps.counts == (2, 1)
+
+
+def test_what_was_kept_is_there_when_the_data_end() -> None:
+    steps = Steps(5, teaches=lambda i: i in (0, 3))
+    assert steps.fill(1, 4) == [0, 0, 3, 3]
+    assert (steps.asked, steps.counts, steps.filter.ended) == ([4, 1], (5, 2), True)
+
+
+def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
+    # One prompt in twelve passes, and each round asks for the one that is missing.
+    steps = Steps(24, teaches=lambda i: i % 12 == 11)
+    assert steps.fill(7, 1) == [11, 11]
+    (line,) = steps.said
+    assert re.search(says("step 7", "0 of 1", 10, 14), line)
+    assert steps.filter.metrics == {
+        "rollout/filter_pass_rate": 1 / 12,
+        "rollout/filter_prompts_seen": 12.0,
+        "rollout/filter_rounds": 12.0,
+    }
+
+
+def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> None:
+    steps = Steps(2)
+
+    def response(count: int) -> Batch:
+        batch = steps.response(count)
+        return batch if len(steps.asked) == 1 else batch.with_sequences(mood=batch["score"])
+
+    with pytest.raises(ValueError, match="mood"):
+        steps.filter.fill(1, 1, response)
+
+
+patterns = st.lists(st.booleans(), min_size=1, max_size=60)
+
+
+@given(patterns, st.integers(1, 20), st.integers(2, 4))
+@settings(max_examples=100, deadline=None)
+def test_every_group_that_was_accepted_is_there_once_and_in_order(
+    teaches: list[bool], wanted: int, responses: int
+) -> None:
+    # One prompt after the other, until there are enough.
+    slow: list[int] = []
+    seen = 0
+    while len(slow) < wanted and seen < len(teaches):
+        if teaches[seen]:
+            slow.append(seen)
+        seen += 1
+    steps = Steps(len(teaches), teaches=lambda i: teaches[i], responses=responses)
+    found = steps.fill(2, wanted)  # in the first step it is an error that there is none
+    assert found == ([i for i in slow for _ in range(responses)] or None)
+    assert steps.counts == (seen, len(steps.asked))
+    assert steps.prompts.taken == sum(steps.asked) == seen
+
+
+# --- over the steps of a run
 
 
 def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:

@@ -298,7 +298,7 @@ def test_an_unknown_task_or_split_names_the_choices() -> None:
 def test_planning_a_run_imports_no_torch() -> None:
     code = (
         "import sys, components.data.tasks, components.data.prompts, training.rollout_queue, components.data.rewards\n"
-        "import training.dynamic_sampling, training.evaluation_metrics, training.validation\n"
+        "import training.evaluation_metrics, training.validation\n"
         "import training.checkpoint, training.tracking, training.warm_start\n"
         "from training.warm_start import WarmStartSettings, warm_start_path\n"
         "warm_start_path(WarmStartSettings(task='word'))\n"
