@@ -1,18 +1,17 @@
 """How good a policy is on held-out prompts over a run: at its start, now and then, at its end.
 
-B responses. Nothing here needs torch before there is something to answer.
+B responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from components.batch import Batch
+from components.data.samples import for_samples
 from training.evaluation_metrics import best_metric, heldout_metrics
 from training.tracking import console_line
-
-if TYPE_CHECKING:
-    from components.batch import Batch
 
 SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
 """The two scores of every run, and the temperature of the responses behind each."""
@@ -96,8 +95,6 @@ class Evaluation:
 
     def responses(self, temperature: float, count: int) -> Batch:
         """`count` scored responses to each prompt."""
-        from components.data.samples import for_samples
-
         assert self.prompts is not None
         return self._answer(for_samples(self.prompts, count), temperature)
 

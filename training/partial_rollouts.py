@@ -1,18 +1,19 @@
 """Prompts whose responses are under way on several engines while weights change; who is slow comes a batch later.
 
-A group is all responses to one prompt. Nothing here needs torch before there is something to answer.
+A group is all responses to one prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from components.batch import Batch
 from components.data.samples import for_samples
 
 if TYPE_CHECKING:
-    from components.batch import Batch
+    from agents.runner import Collected
 
 PATIENCE_S = 0.2
 """Seconds after which the engines are asked again, so that new weights can reach them in between."""
@@ -36,32 +37,18 @@ class Group:
     """Which time that the engines were asked brought them."""
 
 
-class Finished(Protocol):
-    """What an engine says of its groups; `agents.runner.Collected` is one."""
-
-    @property
-    def batch(self) -> Batch | None:
-        """All responses of whole groups, with `prompt_id`; None where there are none."""
-
-    @property
-    def in_flight(self) -> Sequence[int]:
-        """The prompt_ids of those that it still runs."""
-        ...
-
-
 class GroupsInFlight:
     """Keeps prompts under way on several engines, and hands out the first groups that have finished.
 
     The others continue, and come in a later batch. One that the next batch could not have without being too old is
-    waited
-    for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
+    waited for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
     """
 
     def __init__(
         self,
         take: Callable[[int], Batch],
         begin: Callable[[list[Batch | None], int], object],
-        collect: Callable[[float], Sequence[Finished]],
+        collect: Callable[[float], Sequence[Collected]],
         *,
         engines: int,
         samples: int,
@@ -110,8 +97,6 @@ class GroupsInFlight:
         Returns:
             The groups as their prompts were taken, each as it came from its engine.
         """
-        from components.batch import Batch
-
         # Never more than `in_flight` are held, so of those that were begun for one batch at most
         # in_flight - wanted <= wanted are left behind, and the next batch has room for all of them if it must.
         count = min(self._in_flight, left) - len(self._groups)
@@ -136,8 +121,6 @@ class GroupsInFlight:
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs: the prompts, and the responses that are there already."""
-        from components.batch import Batch
-
         groups = list(self._groups.values())
         if not groups:
             return {}
@@ -182,8 +165,6 @@ class GroupsInFlight:
 
     def _begin_waiting(self) -> None:
         """Begin what no engine runs, the longest held first, each on the engine that has the fewest."""
-        from components.batch import Batch
-
         playing = [group.engine for group in self._running().values()]
         loads = [playing.count(engine) for engine in range(self._engines)]
         waiting = [group for group in self._groups.values() if group.engine is None and group.responses is None]

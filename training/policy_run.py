@@ -19,7 +19,7 @@ from training.evaluation import Evaluation
 from training.options import read_prompts
 from training.partial_rollouts import GroupsInFlight
 from training.policy_calls import PolicyCalls
-from training.rollout_queue import SampleStream
+from training.rollout_queue import SampleStream, Stateful
 from training.rollouts import check_staleness, record_step, rollout_metrics
 from training.run import Run, RunSettings
 from training.weight_check import COLD, check_greedy, greedy_prompts
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from components.data.prompts import PromptSource
     from components.data.rewards import RewardSource
     from core import BaseTrainer
-    from training.progress import Stateful
     from training.rl_options import RLOptions
 
 Generate = Callable[[Batch, SamplingConfig], Batch]
@@ -326,6 +325,8 @@ class PolicyRun(Run[Batch]):
 
     def _open(self, parts: Mapping[str, Stateful]) -> None:
         """Open the queue of rollouts, resume, and let every role load its model."""
+        if self.config.asynchronous.ahead:
+            self.prompts.check_savable()  # of what is generated ahead a checkpoint holds all columns
         sources: dict[str, Any] = {"prompts": self.prompts}
         if self.in_flight is not None:
             sources["groups"] = self.in_flight

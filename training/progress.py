@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol
 
+from components.batch import Batch
 from components.data.rewards import RewardError
 from training.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
-from training.rollout_queue import SampleStream
+from training.rollout_queue import SampleStream, Stateful
 
-if TYPE_CHECKING:
-    from components.batch import Batch
-
-P = ParamSpec("P")
-R = TypeVar("R")
 BATCHES = Path("state", "batches")
 """Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
 GROUPS = "groups"
@@ -30,19 +26,6 @@ class Saved(Protocol):
     """A part of a trainer that a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]: ...
-
-
-class Stateful(Saved, Protocol):
-    """One that can be set to where a checkpoint was written."""
-
-    def load_state_dict(self, state: Any, /) -> None: ...
-
-
-@runtime_checkable
-class Savable(Protocol):
-    """One that can say before the first step that its items could not be saved."""
-
-    def check_savable(self) -> None: ...
 
 
 @dataclass
@@ -146,9 +129,6 @@ class RunCheckpoints:
             ValueError: the data are others than before, there is no checkpoint where `resume` says, or it holds what
                 this run cannot continue with.
         """
-        for source in self._stream.sources.values() if self._stream.queue_size else ():
-            if isinstance(source, Savable):
-                source.check_savable()
         folder = find_checkpoint(resume, self.store.folder, self._run_id)
         if folder is None:
             return None
@@ -282,8 +262,6 @@ class RunCheckpoints:
 
 def _without_batches(value: Any, name: str, found: dict[str, Batch]) -> Any:
     """A state with names of files for its batches, which are put into `found`."""
-    from components.batch import Batch
-
     if isinstance(value, Batch):
         found[f"{name}.parquet"] = value
         return {_FILE: f"{name}.parquet"}
@@ -296,8 +274,6 @@ def _without_batches(value: Any, name: str, found: dict[str, Batch]) -> Any:
 
 def _with_batches(value: Any, folder: Path) -> Any:
     """The state again, its batches read from `folder`."""
-    from components.batch import Batch
-
     if isinstance(value, list):
         return [_with_batches(item, folder) for item in value]
     if not isinstance(value, dict):

@@ -6,18 +6,16 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from training.phase_clock import PhaseClock
+from training.phase_clock import PhaseClock
 
 Item = TypeVar("Item")
 
 
-class Source(Protocol):
-    """What `generate` takes from and changes, such as the prompts."""
+class Stateful(Protocol):
+    """What can be set to where a checkpoint was written."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> None: ...
@@ -55,7 +53,7 @@ class SampleStream(Generic[Item]):
         queue_size: int = 0,
         stopped: Callable[[], bool] = lambda: False,
         *,
-        sources: Mapping[str, Source] | None = None,
+        sources: Mapping[str, Stateful] | None = None,
         clock: PhaseClock | None = None,
         metrics: Callable[[], Mapping[str, float]] = dict,
         most_stale: int | None = None,
@@ -68,22 +66,19 @@ class SampleStream(Generic[Item]):
             steps: training steps in all, those before a resume included.
             queue_size: batches generated ahead of training; 0: each when the loop asks for it.
             stopped: asked before each step; once it is true the iteration ends, with steps left.
-            sources: what `generate` changes, by the name it has in a checkpoint. Their `state_dict` must not change
-                afterwards: it is taken before each generation, and is what a checkpoint holds as long as that lasts,
-                and after it has failed, so that the same samples are asked for again.
-            clock: of the run: told how long the loop waits, and how long the generation of a batch took.
+            sources: what `generate` takes from and changes, such as the prompts, by the name it has in a checkpoint.
+                Their `state_dict` must not change afterwards: it is taken before each generation, and is what a
+                checkpoint holds as long as that lasts, and after it has failed, so that the same samples are asked for
+                again.
+            clock: of the run, told how long the loop waits, and how long the generation of a batch took.
             metrics: of the generation that has just ended, asked for in the thread that generates.
             most_stale: versions that the weights of any token may be behind. Default: `queue_size`.
         """
-        if steps < 0:
-            raise ValueError(f"steps={steps} is negative; set it to 0 or more")
-        if queue_size < 0:
-            raise ValueError(f"queue_size={queue_size} is negative; set it to 0 or more")
         self._generate = generate
         self.queue_size = queue_size
         """Batches that are generated ahead."""
         self._stopped = stopped
-        self._clock = clock
+        self._clock = clock or PhaseClock()
         self._metrics = metrics
         self._most_stale = queue_size if most_stale is None else most_stale
         self.sources = dict(sources or {})
@@ -193,7 +188,7 @@ class SampleStream(Generic[Item]):
             self._trained = self.step
             self._changed.notify_all()
             ready = len(self._queue)
-            with self._clock.phase("wait") if self._clock else nullcontext():
+            with self._clock.phase("wait"):
                 self._changed.wait_for(lambda: self._queue or self._done)
             if self._stopped():
                 return None
@@ -204,8 +199,7 @@ class SampleStream(Generic[Item]):
             queued = self._queue.popleft()
             self.step += 1
             queued.metrics["rollout/queued_batches"] = float(ready)
-        if self._clock:
-            self._clock.add(queued.seconds)
+        self._clock.add(queued.seconds)
         return queued
 
     def _open(self) -> None:
@@ -238,7 +232,7 @@ class SampleStream(Generic[Item]):
         try:
             while (step := self._next_step()) is not None:
                 batch = self._generate(step)
-                seconds = self._clock.hand_over() if self._clock else {}
+                seconds = self._clock.hand_over()
                 with self._changed:
                     if batch is None and self.ending:
                         return

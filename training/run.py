@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
     from core import BaseTrainer
-    from training.progress import Stateful
-    from training.rollout_queue import SampleStream
+    from training.rollout_queue import SampleStream, Stateful
 
 Item = TypeVar("Item")
 

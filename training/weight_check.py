@@ -5,12 +5,10 @@ Legend: `B` answers, `N` all their tokens end to end, `V` vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from components.batch import Batch
+from components.batch import Batch
 
 COLD = 1e-3
 """At this temperature the log-probability of a token, times it, is how far the token is behind the likeliest one, in
@@ -22,10 +20,6 @@ weight."""
 
 def greedy_prompts(samples: Batch, count: int) -> Batch:
     """The first `count` prompts of some samples, as an engine takes them, over and over if there are fewer."""
-    import torch
-
-    from components.batch import Batch
-
     rows = [i % len(samples) for i in range(count)]
     tokens = [samples.row(i, "tokens")[: int(samples["prompt_length"][i])].tolist() for i in rows]
     ids = torch.arange(count)

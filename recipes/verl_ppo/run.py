@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
     from components.data.prompts import PromptSource
     from core import BaseTrainer
-    from training.progress import Stateful
+    from training.rollout_queue import Stateful
 
 SHOWN = (
     "reward/score",

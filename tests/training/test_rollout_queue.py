@@ -72,13 +72,6 @@ def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_
     assert (stopped.step, len(stopped)) == (2, 3)
 
 
-def test_negative_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="queue_size=-1"):
-        SampleStream(lambda step: step, steps=1, queue_size=-1)
-    with pytest.raises(ValueError, match="steps=-1"):
-        SampleStream(lambda step: step, steps=-1)
-
-
 # --- ahead
 
 
