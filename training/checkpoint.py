@@ -11,9 +11,6 @@ Hidden names are of a write that is continuing, or whose process was killed; the
 .step_12.partial   being written
 .step_12.gone      being removed
 .step_12.old       whole, from before a resume, while the new step_12 takes its place; without a step_12 it is put back
-
-JSON has no NaN and no infinity: in trainer.json they are {"__float__": "nan"}, "inf" and "-inf". All other floats are
-written with the digits that bring back the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +24,9 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+
+from training.tracking.plain import flat
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +36,12 @@ STATE_FILE = Path("state", "trainer.json")
 
 _STEP = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"\.(step_\d+|latest|best|probe)\.(partial|gone|old)")
-_FLOAT = "__float__"
-_NOT_FINITE = {"nan", "inf", "-inf"}
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS}
-_UNSET = object()
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+    errno.EFBIG: "raise the limit for a file (ulimit -f)",
+}
+"""What to do about errors of the disk."""
 
 
 class CheckpointError(OSError):
@@ -55,18 +55,14 @@ class Checkpoints:
 
     Args:
         folder: where the steps lie; made when it is not there.
-        keep: how many of the newest steps stay. The best stays beside them.
+        keep: how many of the newest steps stay, at least 1. The best stays beside them.
         max_bytes: what all steps together may take; the latest and the best stay whatever they take.
 
     Raises:
-        ValueError: the folder cannot be made or written into, or a limit is none.
+        ValueError: the folder cannot be made or written into.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, max_bytes: float = math.inf) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep} would keep no checkpoint; set it to 1 or more")
-        if not max_bytes > 0:
-            raise ValueError(f"max_bytes={max_bytes} leaves no room for a checkpoint; set it above 0")
         self.folder = Path(folder).expanduser().absolute()
         self.keep = keep
         self.max_bytes = max_bytes
@@ -91,7 +87,7 @@ class Checkpoints:
 
         Args:
             step: the step that was finished last.
-            state: plain JSON values for state/trainer.json; see `read_state`.
+            state: numbers, strings, lists and mappings for state/trainer.json; see `read_state`.
             write: fills the folder it is given, which has an empty `state`: `state/<role>/...`, `hf/...`. It may call
                 the ranks of a role.
 
@@ -99,12 +95,12 @@ class Checkpoints:
             The step's folder.
 
         Raises:
-            ValueError: the step is negative, or the state holds what JSON cannot.
+            ValueError: the state holds what JSON cannot.
             CheckpointError: the disk is full, read-only or not ours. Other errors of `write` pass through.
         """
-        if step < 0:
-            raise ValueError(f"step={step} is negative; count the steps from 0")
-        text = json.dumps(_to_json(state, "state"), allow_nan=False) + "\n"
+        _check_json(state, "state")
+        # With NaN and Infinity where there are any, which Python reads again.
+        text = json.dumps(state) + "\n"
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
@@ -117,8 +113,7 @@ class Checkpoints:
             fault = _disk_fault(error, self.folder)
             if fault is None:
                 raise
-            what = f"checkpoint of step {step} could not be written to {self.folder}"
-            raise CheckpointError(self._explain(what, fault)) from error
+            raise self._error(f"checkpoint of step {step} could not be written to {self.folder}", fault) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         self.prune()
@@ -141,9 +136,8 @@ class Checkpoints:
             self._write_aside(BEST, name).replace(self.folder / BEST)
             _sync(self.folder)
         except OSError as error:
-            what = f"step {step} could not be marked as the best in {self.folder}"
-            fault = _disk_fault(error, self.folder) or _Fault(str(error), "check the disk")
-            raise CheckpointError(self._explain(what, fault)) from error
+            fault = _disk_fault(error, self.folder) or str(error)
+            raise self._error(f"step {step} could not be marked as the best in {self.folder}", fault) from error
         self.prune()
 
     def latest(self) -> Path | None:
@@ -154,16 +148,8 @@ class Checkpoints:
         """
         return _named(self.folder, LATEST)
 
-    def best(self) -> Path | None:
-        """Find the step folder that `best` names; None when none was marked yet.
-
-        Raises:
-            ValueError: it names none.
-        """
-        return _named(self.folder, BEST)
-
-    def prune(self) -> list[Path]:
-        """Remove the oldest steps beyond the limits, never the latest nor the best; returns what was removed.
+    def prune(self) -> None:
+        """Remove the oldest steps beyond the limits, never the latest nor the best.
 
         Steps above the latest are from before a resume from an older step: nothing leads on from them, so they
         count as the oldest. What cannot be removed is said in a warning; the run continues.
@@ -175,15 +161,11 @@ class Checkpoints:
             after = names.index(latest) + 1
             names = names[after:] + names[:after]
         over = set(names[: -self.keep])
-        removed = []
         size = {name: _bytes_of(self.folder / name) for name in names} if self.max_bytes < math.inf else {}
         for name in names:
-            if name not in safe and (name in over or sum(size.values()) > self.max_bytes):
-                folder = self.folder / name
-                if _remove(folder):
-                    removed.append(folder)
-                    size.pop(name, None)
-        return removed
+            is_over = name in over or sum(size.values()) > self.max_bytes
+            if is_over and name not in safe and _remove(self.folder / name):
+                size.pop(name, None)
 
     def _commit(self, aside: Path, name: str) -> Path:
         """Give the whole folder its name and make it the latest; undone when one half fails."""
@@ -232,10 +214,10 @@ class Checkpoints:
             else:
                 _remove(path)
 
-    def _explain(self, what: str, fault: _Fault) -> str:
+    def _error(self, what: str, fault: str) -> CheckpointError:
         name = _read_name(self.folder, LATEST)
         last = f"the last whole one is {name}" if name in _names(self.folder) else "there is no whole one yet"
-        return f"{what}: {fault.reason}; {last}; {fault.advice}"
+        return CheckpointError(f"{what}: {fault}; {last}")
 
 
 def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) -> Path | None:
@@ -288,19 +270,16 @@ def read_state(step_folder: Path) -> dict[str, Any]:
     """Read what `save` was given as `state`; lists where it had tuples, and the same bits in every float.
 
     Raises:
-        ValueError: state/trainer.json is missing, or is no JSON object as `save` writes it.
+        ValueError: state/trainer.json is missing, or is no JSON.
     """
     file = step_folder / STATE_FILE
     advice = "resume from another checkpoint, or set resume to none"
     try:
-        state = json.loads(file.read_bytes(), object_hook=_from_json, parse_constant=_no_constant)
+        return json.loads(file.read_bytes())
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}; {advice}") from error
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}; {advice}") from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{file} holds a {type(state).__name__}, not an object with the trainer's state; {advice}")
-    return state
 
 
 def step_of(folder: Path) -> int:
@@ -322,64 +301,37 @@ def changed_options(
 ) -> list[str]:
     """Say which options differ, one line each: "actor_learning_rate: 1e-06 -> 2e-06", nested ones as a.b.
 
-    In the order of `now`, then those that only `before` has. Lists and tuples are equal, as JSON has but one of them,
-    and so are two NaN. A name in `ignore` stands for all that is nested in it.
+    In the order of `now`, then those that only `before` has. A name in `ignore` stands for all that is nested in it.
+
+    Args:
+        before: as `read_state` gives it.
+        now: plain values, as `redact` makes them.
+        ignore: options that are passed over.
     """
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     lines = []
     for name in dict.fromkeys([*new, *old]):
-        parts = name.split(".")
-        ignored = any(".".join(parts[: end + 1]) in ignore for end in range(len(parts)))
-        left, right = old.get(name, _UNSET), new.get(name, _UNSET)
-        if not ignored and (_UNSET in (left, right) or _to_json(left, name) != _to_json(right, name)):
-            lines.append(f"{name}: {_shown(left)} -> {_shown(right)}")
+        is_ignored = any(f"{name}.".startswith(f"{other}.") for other in ignore)
+        left, right = (repr(own[name]) if name in own else "(not set)" for own in (old, new))
+        if not is_ignored and left != right:
+            lines.append(f"{name}: {left} -> {right}")
     return lines
 
 
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        # An empty mapping has no options to stand for it.
-        nested = isinstance(value, Mapping) and len(value) > 0
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat
-
-
-def _shown(value: object) -> str:
-    return "(not set)" if value is _UNSET else repr(value)
-
-
-# --- JSON
-
-
-def _to_json(value: Any, where: str) -> Any:
-    """The value with lists for tuples and marks for what is no JSON number; `where` is its name in errors."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: float.__repr__(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if not isinstance(value, Mapping):
+def _check_json(value: Any, where: str) -> None:
+    """ValueError, which names the place, for what would not come back as it is; of tuples come lists."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has the key {name!r}; use strings as keys")
+            _check_json(item, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
         raise ValueError(
             f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists and mappings"
         )
-    for name in value:
-        if not isinstance(name, str) or name == _FLOAT:
-            raise ValueError(f"{where} has the key {name!r}; use strings as keys, and not {_FLOAT!r}")
-    return {name: _to_json(item, f"{where}.{name}") for name, item in value.items()}
-
-
-def _from_json(value: dict[str, Any]) -> Any:
-    if _FLOAT not in value:
-        return value
-    if len(value) > 1 or value[_FLOAT] not in _NOT_FINITE:
-        raise ValueError(f"{value} is none of the floats {sorted(_NOT_FINITE)}")
-    return float(value[_FLOAT])
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not in JSON")
 
 
 # --- names
@@ -489,40 +441,27 @@ def _bytes_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-class _Fault(NamedTuple):
-    reason: str
-    advice: str
-
-
-def _disk_fault(error: Exception, folder: Path) -> _Fault | None:
+def _disk_fault(error: Exception, folder: Path) -> str | None:
     """Why the disk did not take it, and what to do; None when the error is not of the disk."""
-    text = str(error).partition("\n")[0]
+    code, reason = None, str(error).partition("\n")[0]
     if isinstance(error, OSError):
         # Ranks and servers that do not answer are no fault of the disk, though Python counts both under OSError.
         if isinstance(error, ConnectionError) or (isinstance(error, TimeoutError) and error.errno is None):
             return None
-        code, reason = error.errno, error.strerror or text
+        code, reason = error.errno, error.strerror or reason
         if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
             reason += f": {error.filename}"
-    elif match := re.search(r"\(os error (\d+)\)", text):
+    elif match := re.search(r"\(os error (\d+)\)", reason):
         # Safetensors and tokenizers, in Rust, have errors of their own, with the number in the text.
         code = int(match.group(1))
         reason = os.strerror(code)
-    elif "inline_container.cc" in text or "PytorchStreamWriter failed" in text:
+    elif "inline_container.cc" in reason or "PytorchStreamWriter failed" in reason:
         # torch.save names the reason only when it opens its file. Later on it is, in practice, a full disk.
-        code = None if "strerror" in text else errno.ENOSPC
-        reason = f"torch could not write its file ({text})"
+        code = None if "strerror" in reason else errno.ENOSPC
+        reason = f"torch could not write its file ({reason})"
     else:
         return None
-    if code in _NO_SPACE:
+    if _ADVICE.get(code or 0) == "free space" and folder.is_dir():
         # On a full disk this shows what was left over, under a quota that the disk is not the limit.
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-        return _Fault(f"{reason} ({free / 1e6:.0f} MB free)", "free space, or set another checkpoint folder")
-    if code == errno.EFBIG:
-        return _Fault(reason, "raise the limit for a file (ulimit -f), or set another checkpoint folder")
-    return _Fault(
-        reason,
-        "make it writable, or set another checkpoint folder"
-        if code in _NOT_OURS
-        else "check it, or set another checkpoint folder",
-    )
+        reason += f" ({shutil.disk_usage(folder).free / 1e6:.0f} MB free)"
+    return f"{reason}; {_ADVICE.get(code or 0, 'check it')}, or set another checkpoint folder"

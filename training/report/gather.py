@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from training.tracking.metrics import METRICS, Metric, Row, canonical_name, metric_of
-from training.tracking.plain import json_lines
+from training.tracking.plain import flat, json_lines
 
 MAX_CURVES = 300
 MAX_ROWS = 48
@@ -338,9 +338,10 @@ def is_written(run_dir: Path) -> bool:
     return False
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted names and their values as text."""
-    if isinstance(config, dict) and config:
-        return {k: v for name, inner in config.items() for k, v in flatten(inner, f"{prefix}{name}.").items()}
-    text = config if isinstance(config, str) else json.dumps(config, default=str)
-    return {prefix.rstrip("."): text if len(text) <= 300 else text[:300] + "…"}
+def shown_options(tree: Any) -> dict[str, str]:
+    """Options by dotted name, as text; none of what is no mapping."""
+    found: dict[str, str] = {}
+    for name, value in flat(tree if isinstance(tree, dict) else {}).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        found[name] = text if len(text) <= 300 else text[:300] + "…"
+    return found

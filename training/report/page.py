@@ -82,7 +82,7 @@ def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         "facts": facts(summary, last, events),
         "alarms": events.alarms,
         "jobs": [job for job in events.jobs if job["kind"] not in ("start", "stop", "end")][-50:],
-        "changed": sorted(gather.flatten(changed).items()) if isinstance(changed, dict) else None,
+        "changed": sorted(gather.shown_options(changed).items()) if isinstance(changed, dict) else None,
         "curves": gather.pack_curves(curves, score, limits.points),
         "left_out": max(0, len(curves) - gather.MAX_CURVES),
         "timeline": gather.pack_timeline(events, limits.bars),
@@ -165,7 +165,7 @@ def differences(run_dirs: Sequence[Path]) -> dict[str, Any]:
     configs = []
     for run_dir in run_dirs:
         try:
-            configs.append(gather.flatten(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))))
+            configs.append(gather.shown_options(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))))
         except (OSError, ValueError, yaml.YAMLError):
             configs.append({})
     names = list(dict.fromkeys(name for config in configs for name in config if name != "run_dir"))

@@ -32,6 +32,15 @@ def plain(value: Any) -> Any:
     return hide_in_text(str(value))
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted name; an empty mapping stands for itself."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping) and len(value) > 0
+        found |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
+
+
 def finite(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replace NaN and infinities of plain values by None, at any depth, and list the top-level names that had one."""
     nonfinite: list[str] = []
