@@ -51,104 +51,80 @@ class WarmStartSettings:
     then has to unlearn."""
     batch_size: int | None = None
     """Demonstrations per step, each seen once; None: the task's own number."""
-    learning_rate: float | None = None
-    """Peak step size of AdamW, which rises over the first tenth of the steps and falls to a tenth as a cosine; None:
-    the task's own."""
-    hidden: int = 128
-    """Width of the model."""
-    layers: int = 2
-    """Depth of the model."""
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(get_task(self.task).lessons).items():
+        lessons = get_task(self.task).lessons
+        for name in ("steps", "batch_size"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("steps", "batch_size", "hidden", "layers"):
+                object.__setattr__(self, name, getattr(lessons, name))
             if getattr(self, name) < 1:
                 raise ValueError(f"warm start: {name}={getattr(self, name)} is too small; set it to at least 1")
-        if not (self.learning_rate or 0.0) > 0:
-            raise ValueError(f"warm start: learning_rate={self.learning_rate} learns nothing; set it above 0")
 
 
 def cache_root() -> Path:
     """Find the folder for what can be made again: $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe."""
-    if os.environ.get("TROUPE_CACHE"):
-        return Path(os.environ["TROUPE_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "troupe"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TROUPE_CACHE") or f"{base}/troupe").expanduser().absolute()
 
 
-def warm_start_path(settings: WarmStartSettings, cache_dir: str | Path | None = None) -> Path | None:
+def warm_start_path(settings: WarmStartSettings) -> Path | None:
     """Give the folder of the warm start, or None when it has yet to be made."""
-    folder = _folder(settings, cache_dir)
+    folder = _folder(settings)
     return folder if (folder / _NOTE).is_file() else None
 
 
-def ensure_warm_start(
-    settings: WarmStartSettings | None = None,
-    cache_dir: str | Path | None = None,
-    progress: Callable[[str], None] = print,
-) -> Path:
+def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
     """Give the folder of the warm start, made first if need be, in a process of its own.
 
     So the caller may be a driver without torch, or a rank of a job: neither gets a process group or threads.
 
     Args:
-        settings: what to make; None is the defaults.
-        cache_dir: where warm starts are kept; None is `cache_root()`.
+        settings: what to make.
         progress: called with each line that tells how far the training is.
     """
-    settings = settings or WarmStartSettings()
-    found = warm_start_path(settings, cache_dir)
-    if found is not None:
-        return found
+    folder = _folder(settings)
+    if warm_start_path(settings) is not None:
+        return folder
     env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), env.get("PYTHONPATH")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     # -P keeps a `components` folder in the caller's working directory from being taken for ours.
     command = [sys.executable, "-P", "-m", "training.warm_start"]
     command += [f"--{name}={value}" for name, value in dataclasses.asdict(settings).items()]
-    command += [f"--cache_dir={Path(cache_dir or cache_root()).absolute()}"]
-    last = ""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            if last:
-                progress(last)
-            last = line.rstrip("\n")
+            if line.rstrip("\n") != str(folder):  # its last one
+                progress(line.rstrip("\n"))
         if process.wait() != 0:
             errors.seek(0)
-            tail = "\n".join([last, *errors.read().splitlines()[-15:]]).strip()
+            tail = "\n".join(errors.read().splitlines()[-15:])
             raise RuntimeError(f"the warm start failed with exit code {process.returncode}:\n{tail}")
-    return Path(last)
+    return folder
 
 
 def resolve_model(name: str, progress: Callable[[str], None] = print) -> str:
     """The model that `name` stands for: `warm_start:<task>` is made or found, everything else stays as it is."""
     if not name.startswith(WARM_START_PREFIX):
         return name
-    return str(ensure_warm_start(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)), progress=progress))
+    return str(ensure_warm_start(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)), progress))
 
 
-def make_warm_start(
-    settings: WarmStartSettings,
-    cache_dir: str | Path | None = None,
-    progress: Callable[[str], None] = print,
-) -> Path:
+def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
     """Do what `ensure_warm_start` does, in this process, which must not be a rank of a job.
 
     Of several processes that want the same warm start one makes it and the others wait.
     """
-    folder = _folder(settings, cache_dir)
+    folder = _folder(settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress):
-        if warm_start_path(settings, cache_dir) is None:
+        if warm_start_path(settings) is None:
+            aside = folder.with_name(f"{folder.name}.partial")
             # Left by a process that was killed: whoever holds the lock is alone.
-            for leftover in (folder, aside := folder.with_name(f"{folder.name}.partial")):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             _train(settings, aside, progress)
             aside.rename(folder)
@@ -160,21 +136,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m training.warm_start", description="Make, or find, the model that a demonstration starts from."
     )
-    shown = WarmStartSettings()
-    for field in dataclasses.fields(shown):
-        told = "the task's own" if field.default is None else "%(default)s"
-        kind = type(getattr(shown, field.name))
-        parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=f"({told})")
-    parser.add_argument("--cache_dir", default=None, help="where warm starts are kept ($TROUPE_CACHE)")
-    options = vars(parser.parse_args(arguments))
-    cache_dir = options.pop("cache_dir")
+    for field in dataclasses.fields(WarmStartSettings):
+        told = "the task's own" if field.default is None else field.default
+        parser.add_argument(
+            f"--{field.name}", type=str if field.name == "task" else int, default=field.default, help=f"({told})"
+        )
     try:
-        settings = WarmStartSettings(**options)
+        settings = WarmStartSettings(**vars(parser.parse_args(arguments)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    folder = make_warm_start(settings, cache_dir, progress=lambda line: print(line, flush=True))
-    print(folder.absolute(), flush=True)
+    print(make_warm_start(settings, progress=lambda line: print(line, flush=True)), flush=True)
     return 0
 
 
@@ -202,13 +174,12 @@ def source_files() -> list[Path]:
     return sorted(found)
 
 
-def _folder(settings: WarmStartSettings, cache_dir: str | Path | None) -> Path:
+def _folder(settings: WarmStartSettings) -> Path:
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     for path in source_files():
         content = path.read_bytes()
         digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
-    root = cache_root() if cache_dir is None else Path(cache_dir)
-    return root / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
+    return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
 
 @contextmanager
@@ -240,7 +211,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
         return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
 
     start = time.monotonic()
-    assert settings.steps and settings.batch_size and settings.learning_rate  # filled in from the task
+    assert settings.steps and settings.batch_size  # filled in from the task
     task = get_task(settings.task)
     tokenizer = task_tokenizer(task)
     rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
@@ -249,9 +220,9 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     # A model this small is slower on two threads, and with one the result is the same on every machine alike.
     torch.set_num_threads(1)
     try:
-        model = tiny_model(tokenizer, settings.seed, hidden=settings.hidden, layers=settings.layers)
+        model = tiny_model(tokenizer, settings.seed)
         config = TrainConfig(
-            learning_rate=settings.learning_rate,
+            learning_rate=task.lessons.learning_rate,
             lr_scheduler="cosine_with_min_lr",
             lr_warmup_ratio=0.1,
             min_lr_ratio=0.1,

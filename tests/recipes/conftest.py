@@ -37,4 +37,5 @@ def warm_start(task: str, steps: int, folder: Path) -> Path:
     from training.warm_start import WarmStartSettings, make_warm_start
 
     with kept_environment():
-        return make_warm_start(WarmStartSettings(task=task, steps=steps, batch_size=64), folder)
+        os.environ["TROUPE_CACHE"] = str(folder)
+        return make_warm_start(WarmStartSettings(task=task, steps=steps, batch_size=64))

@@ -31,6 +31,13 @@ PROJECT = Path(__file__).parents[2]
 SHORT = WarmStartSettings(steps=3, batch_size=8)
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where warm starts are kept, empty."""
+    monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A short warm start, asked for by a process that looks like a rank of a job, and its progress."""
@@ -38,7 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         patch.setenv("RANK", "1")
-        return ensure_warm_start(SHORT, cache, lines.append), lines
+        patch.setenv("TROUPE_CACHE", str(cache))
+        return ensure_warm_start(SHORT, lines.append), lines
 
 
 def test_a_warm_start_loads_with_its_tokenizer_and_is_one_of_the_task(made: tuple[Path, list[str]]) -> None:
@@ -56,15 +64,15 @@ def test_a_warm_start_loads_with_its_tokenizer_and_is_one_of_the_task(made: tupl
     assert 2.0 < note["loss"] < 3.2
 
 
-def test_what_is_there_is_found_without_training(made: tuple[Path, list[str]]) -> None:
+def test_what_is_there_is_found_without_training(made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = made
-    cache = folder.parents[1]
+    monkeypatch.setenv("TROUPE_CACHE", str(folder.parents[1]))
     lines: list[str] = []
-    assert warm_start_path(SHORT, cache) == folder
-    assert ensure_warm_start(SHORT, cache, lines.append) == folder
-    assert make_warm_start(SHORT, cache, lines.append) == folder
+    assert warm_start_path(SHORT) == folder
+    assert ensure_warm_start(SHORT, lines.append) == folder
+    assert make_warm_start(SHORT, lines.append) == folder
     assert lines == []
-    assert warm_start_path(WarmStartSettings(steps=3, batch_size=8, seed=1), cache) is None
+    assert warm_start_path(WarmStartSettings(steps=3, batch_size=8, seed=1)) is None
 
 
 @pytest.mark.full
@@ -92,12 +100,12 @@ def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
 
 def test_what_is_not_set_is_the_tasks_own_and_what_is_set_wins() -> None:
     sort, word = WarmStartSettings(), WarmStartSettings(task="word", steps=7)
-    assert (sort.steps, sort.batch_size, sort.learning_rate) == (150, 128, 1e-3)
-    assert (word.steps, word.batch_size, word.learning_rate) == (7, 32, 3e-3)
+    assert (sort.steps, sort.batch_size) == (150, 128)
+    assert (word.steps, word.batch_size) == (7, 32)
 
 
-def test_a_task_of_words_brings_its_own_tokenizer(tmp_path: Path) -> None:
-    folder = make_warm_start(WarmStartSettings(task="word", steps=3, batch_size=4), tmp_path, lambda _line: None)
+def test_a_task_of_words_brings_its_own_tokenizer(cache: Path) -> None:
+    folder = make_warm_start(WarmStartSettings(task="word", steps=3, batch_size=4), lambda _line: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     text = "Ann has 7 figs, buys 5 and eats 3. How many are left?\n7+5=12 12-3=9 #### 9<eos>"
@@ -106,12 +114,12 @@ def test_a_task_of_words_brings_its_own_tokenizer(tmp_path: Path) -> None:
     assert max(ids) < model.config.vocab_size == len(tokenizer) == 369
     note = json.loads((folder / "warm_start.json").read_text())
     # Three small steps hardly move it from guessing among 369 tokens: ln 369 = 5.9.
-    assert (note["steps"], note["learning_rate"]) == (3, 3e-3)
+    assert note["steps"] == 3
     assert 4.0 < note["loss"] < 6.2
 
 
-def test_who_comes_second_waits_and_takes_what_the_first_has_made(tmp_path: Path) -> None:
-    folder = warm_start._folder(SHORT, tmp_path)
+def test_who_comes_second_waits_and_takes_what_the_first_has_made(cache: Path) -> None:
+    folder = warm_start._folder(SHORT)
     folder.mkdir(parents=True)
     lines: list[str] = []
     waiting = threading.Event()
@@ -121,7 +129,7 @@ def test_who_comes_second_waits_and_takes_what_the_first_has_made(tmp_path: Path
         lines.append(line)
         waiting.set()
 
-    second = threading.Thread(target=lambda: result.append(make_warm_start(SHORT, tmp_path, progress)))
+    second = threading.Thread(target=lambda: result.append(make_warm_start(SHORT, progress)))
     with warm_start._locked(folder.with_name(f"{folder.name}.lock"), progress):
         second.start()
         assert waiting.wait(timeout=300)
@@ -131,10 +139,10 @@ def test_who_comes_second_waits_and_takes_what_the_first_has_made(tmp_path: Path
     assert len(lines) == 1
 
 
-def test_a_failure_in_the_training_process_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_a_failure_in_the_training_process_is_told(cache: Path) -> None:
+    cache.write_text("")
     with pytest.raises(RuntimeError, match=says("exit code 1", "NotADirectoryError")):
-        ensure_warm_start(SHORT, tmp_path / "file")
+        ensure_warm_start(SHORT)
 
 
 def test_settings_that_cannot_work_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +150,6 @@ def test_settings_that_cannot_work_are_bad_input(capsys: pytest.CaptureFixture[s
     assert re.search(says("'sorting'", "guess", "sort", "word"), capsys.readouterr().err)
     with pytest.raises(ValueError, match=says("steps=0", 1)):
         WarmStartSettings(steps=0)
-    with pytest.raises(ValueError, match="learning_rate=0"):
-        WarmStartSettings(learning_rate=0)
 
 
 def test_the_hash_covers_every_file_that_shapes_the_model() -> None:
@@ -197,9 +203,9 @@ def responses(folder: Path, task: Task, temperature: float, count: int) -> list[
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path: Path, seed: int) -> None:
+def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(cache: Path, seed: int) -> None:
     task = SortTask()
-    folder = ensure_warm_start(WarmStartSettings(seed=seed), tmp_path)
+    folder = ensure_warm_start(WarmStartSettings(seed=seed))
 
     def scores(temperature: float) -> tuple[float, float]:
         pairs = responses(folder, task, temperature, 2048)
@@ -218,9 +224,9 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(tmp_path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(tmp_path: Path, seed: int) -> None:
+def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(cache: Path, seed: int) -> None:
     task = WordTask()
-    folder = ensure_warm_start(WarmStartSettings(task="word", seed=seed), tmp_path)
+    folder = ensure_warm_start(WarmStartSettings(task="word", seed=seed))
     pairs = responses(folder, task, 1.0, 512)
     styles = [task.style(*pair) for pair in pairs]
     marks, reasons, in_form, right_in_form = (sum(s[name] for s in styles) / 512 for name in styles[0])
