@@ -28,7 +28,6 @@ from tests.training.report_runs import EVIL, lines, rollouts, write_run
 from training import report
 from training.report import gather, page, reporting
 from training.report.gather import (
-    Bars,
     Limits,
     busy_share,
     describe_metrics,
@@ -107,31 +106,22 @@ def test_memory_is_in_gigabytes_of_each_role(tmp_path: Path) -> None:
 
 
 def test_calls_that_overlap_are_busy_once() -> None:
-    bars = Bars()
-    for begin, seconds in ((0, 4), (1, 2), (3, 3), (8, 5)):
-        bars.begin.append(begin)
-        bars.seconds.append(seconds)
-        bars.kind.append(0)
+    bars = [(0, 4, 0), (1, 2, 0), (3, 3, 0), (8, 5, 0)]
     # Of 10 s: 0 to 6, and 8 to 10.
     assert busy_share(bars, 0, 10) == pytest.approx(0.8)
 
 
 def test_of_many_calls_the_first_and_last_stand_alone_and_none_of_the_time_is_lost() -> None:
-    bars = Bars()
-    for i in range(1000):
-        bars.begin.append(2.0 * i)
-        bars.seconds.append(1.0)
-        bars.kind.append(i % 10 == 0)
-    merged = merge_bars(bars, 40)
+    merged = merge_bars([(2.0 * i, 1.0, int(i % 10 == 0)) for i in range(1000)], 40)
     assert len(merged) == 40
     assert merged[0] == (0, 1, 1, 1) and merged[-1] == (1998, 1, 0, 1)
     assert sum(length * share for _, length, _, share in merged) == pytest.approx(1000)
     assert {kind for _, _, kind, _ in merged[10:30]} == {0}  # what took longest
 
 
-def test_steps_that_were_done_again_count_once_and_half_a_line_not_at_all(tmp_path: Path) -> None:
+def test_a_value_that_was_no_number_is_a_gap_and_half_a_line_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines(path, [{"a": 1, "step": 1}, {"a": 2, "step": 2}, {"a": 3, "step": 3}, {"a": 20, "step": 2}])
+    lines(path, [{"a": 1, "step": 1}, {"a": 20, "step": 2}])
     with path.open("a") as file:
         file.write('{"a": null, "b": "text", "c": true, "nonfinite": ["a"], "step": 4}\n[1]\n\n{"a": 99, "st')
     curves = read_curves(path)
@@ -140,23 +130,20 @@ def test_steps_that_were_done_again_count_once_and_half_a_line_not_at_all(tmp_pa
     assert list(curves["a"].y)[:2] == [1, 20] and math.isnan(curves["a"].y[2])
 
 
-def test_odd_records_are_passed_over_one_by_one(tmp_path: Path) -> None:
+def test_events_of_somebodys_own_are_passed_over_one_by_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     known = run_of(run)
-    nan = math.nan
-    odd = [
-        {"event": "call", "role": "ACTOR", "rank": None, "method": "update", "began": 1020.0, "seconds": 1.0},
-        {"event": "call", "role": "ACTOR", "rank": 0, "method": "update", "began": 1020.0, "seconds": nan},
-        {"event": "step", "step": None, "steps": 2, "time": 1020.0},
-        {"event": "step", "step": 2, "steps": "two", "time": 1020.0},
-        {"event": "alarm", "alarm": "odd", "step": nan, "time": 1020.0},
-        {"event": "memory", "time": nan, "bytes": {"ACTOR": 1}},
+    own = [
+        {"event": "mine", "text": "hello"},
+        {"event": "call", "role": "ACTOR", "began": 1020.0, "seconds": None},
+        {"event": "step", "text": "without a number", "time": 1020.0},
+        {"event": "alarm", "time": "noon"},
     ]
     found = (run / "events.jsonl").read_text()
-    lines(run / "events.jsonl", odd)
-    (run / "events.jsonl").write_text((run / "events.jsonl").read_text() + "[" * 100_000 + "\n" + found)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"reward/score": 5, "step": NaN}\n{"reward/score": 5, "step": "3"}\n')
+    first, rest = found.split("\n", 1)
+    lines(run / "events.jsonl", own)
+    odd = (run / "events.jsonl").read_text() + "[" * 100_000 + "\n"
+    (run / "events.jsonl").write_text(f"{first}\n{odd}{rest}")
     assert run_of(run) == known
 
 

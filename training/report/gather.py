@@ -6,6 +6,7 @@ since the run's first event, without the time between the end of one start and t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -70,49 +71,29 @@ def evenly(count: int, most: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, max(most, 1)))})
 
 
-def number(value: Any) -> float | None:
-    """A finite number, NaN for one that is not finite, None for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if abs(value) < 1e300 else math.nan
-
-
-def finite(value: Any) -> float | None:
-    """A number that is finite; None for everything else."""
-    found = number(value)
-    return None if found is None or math.isnan(found) else found
-
-
 @dataclass
 class Curve:
-    """One metric over the steps; a value that was no number is NaN."""
+    """One metric over the steps; a value that was no finite number is NaN."""
 
     x: array[float] = field(default_factory=lambda: array("d"))
     y: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, x: float, y: float) -> None:
-        """Append a point; what stands at its step or behind it was done again."""
-        while self.x and self.x[-1] >= x:
-            self.x.pop()
-            self.y.pop()
+        """Append a point."""
         self.x.append(x)
         self.y.append(y)
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """The numbers of metrics.jsonl, by name; of steps that were done again the last."""
+    """The numbers of metrics.jsonl, by name."""
     curves: dict[str, Curve] = defaultdict(Curve)
     for record in json_lines(path):
-        step = finite(record.get("step"))
-        if step is None:
-            continue
-        broken = record.get("nonfinite")
-        for name in broken if isinstance(broken, list) else ():
-            curves[str(name)].add(step, math.nan)
+        step = record.pop("step")
+        for name in record.pop("nonfinite", ()):
+            curves[name].add(step, math.nan)
         for name, value in record.items():
-            y = number(value)
-            if y is not None and name not in ("step", "time"):
-                curves[name].add(step, y)
+            if name != "time" and isinstance(value, int | float) and not isinstance(value, bool):
+                curves[name].add(step, value)
     return dict(curves)
 
 
@@ -142,7 +123,7 @@ def pack_curves(curves: Mapping[str, Curve], score: Mapping[str, Any], most: int
     packed: dict[str, Any] = {}
     for name in sorted(names, key=lambda n: canonical_name(n) != n):  # our own before what is the same
         x, y = (np.asarray(column) for column in (curves[name].x, curves[name].y))
-        start = number(score.get(START_SCORES.get(canonical_name(name), "")))
+        start = score.get(START_SCORES.get(canonical_name(name), ""))
         if start is not None and len(x) and x[0] > 0:
             x, y = np.concatenate([[0.0], x]), np.concatenate([[start], y])
         few_x, few_y = thin(x, y, each)
@@ -170,96 +151,91 @@ def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return described
 
 
-@dataclass
-class Bars:
-    """What one process was at: when it began, for how long (s), with what (an index into the kinds)."""
-
-    begin: array[float] = field(default_factory=lambda: array("d"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    kind: array[int] = field(default_factory=lambda: array("l"))
+Bar = tuple[float, float, int]
+"""What a process was at: when it began, for how long (s), with what (an index into the kinds)."""
 
 
 @dataclass
 class Events:
     """events.jsonl, taken apart."""
 
-    bars: dict[tuple[str, int], Bars] = field(default_factory=lambda: defaultdict(Bars))
+    bars: dict[tuple[str, int], list[Bar]] = field(default_factory=lambda: defaultdict(list))
+    """By role and rank."""
     kinds: dict[str, int] = field(default_factory=dict)
     calls: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0, 0.0, 0]))
     """Of a role and a method: how many, seconds together, seconds of the longest, how many failed."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     total: int = 0
-    memory: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     alarms: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[dict[str, Any]] = field(default_factory=list)
     training: float | None = None
     """When the trainer's first phase began."""
     end: float = 0.0
+    shift: float | None = None
+    """What is taken off the times of what follows."""
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in one event; those of a user's own are passed over."""
+        kind = record["event"]
+        at, seconds = record["began"] if "began" in record else record["time"], record.get("seconds", 0.0)
+        if self.shift is None:
+            self.shift = at
+        elif kind == "job" and record["kind"] == "start":
+            self.shift = max(self.shift, at - self.end)  # nobody worked between two starts
+        begin = at - self.shift
+        self.end = max(self.end, begin + seconds)
+        if kind == "phase":
+            self._add_bar(TRAINER, 0, record["phase"], begin, seconds)
+            if self.training is None and record["phase"] not in BESIDE_STEPS:
+                self.training = begin
+        elif kind == "call" and record["role"] != TRAINER:  # whose one call is the whole run
+            self._add_bar(record["role"], record["rank"], record["method"], begin, seconds, record.get("failed", False))
+        elif kind == "step":
+            self.steps.append((record["step"], begin))
+            self.total = record["steps"]
+        elif kind == "memory":
+            self.memory.append((begin, record["bytes"]))
+        elif kind == "alarm":
+            self.alarms.append({name: record[name] for name in ("alarm", "text", "advice", "step")})
+        elif kind == "job":
+            about = {name: str(record[name])[:500] for name in ("kind", "process", "text")}
+            self.jobs.append({"t": round(begin, 3), **about})
+
+    def _add_bar(self, role: str, rank: int, what: str, begin: float, seconds: float, failed: bool = False) -> None:
+        self.bars[role, rank].append((begin, seconds, self.kinds.setdefault(what, len(self.kinds))))
+        call = self.calls[role, what]
+        call[0] += 1
+        call[1] += seconds
+        call[2] = max(call[2], seconds)
+        call[3] += failed
 
 
 def read_events(path: Path) -> Events:
-    """Read events.jsonl in one pass. A record whose time, seconds, rank or step is no number is passed over."""
+    """Read events.jsonl in one pass."""
     events = Events()
-    shift: float | None = None
     for record in json_lines(path):
-        at, seconds = finite(record.get("began", record.get("time"))), finite(record.get("seconds", 0.0))
-        rank, step, steps = (finite(record.get(name, 0)) for name in ("rank", "step", "steps"))
-        if at is None or seconds is None or rank is None or step is None or steps is None:
-            continue
-        kind = record.get("event")
-        if shift is None:
-            shift = at
-        elif kind == "job" and record.get("kind") == "start":
-            shift = max(shift, at - events.end)  # nobody worked between two starts
-        begin = at - shift
-        events.end = max(events.end, begin + seconds)
-        if kind == "phase" or (kind == "call" and record.get("role") != TRAINER):  # its one call is the whole run
-            _add_bar(events, record, int(rank), begin, seconds)
-        elif kind == "step":
-            events.steps.append((int(step), begin))
-            events.total = int(steps)
-        elif kind == "memory" and isinstance(record.get("bytes"), dict):
-            events.memory.append((begin, record["bytes"]))
-        elif kind == "alarm":
-            said = {name: str(record.get(name, "")) for name in ("alarm", "text", "advice")}
-            events.alarms.append(said | {"step": int(step)})
-        elif kind == "job":
-            about = {name: str(record.get(name, ""))[:500] for name in ("kind", "process", "text")}
-            events.jobs.append({"t": round(begin, 3), **about})
+        # An event of somebody's own may have the name of one of ours.
+        with contextlib.suppress(KeyError, TypeError):
+            events.take(record)
     return events
 
 
-def _add_bar(events: Events, record: Mapping[str, Any], rank: int, begin: float, seconds: float) -> None:
-    role, what = record.get("role", TRAINER), record.get("method", record.get("phase"))
-    if "phase" in record and events.training is None and what not in BESIDE_STEPS:
-        events.training = begin
-    bars = events.bars[str(role), rank]
-    bars.begin.append(begin)
-    bars.seconds.append(seconds)
-    bars.kind.append(events.kinds.setdefault(str(what), len(events.kinds)))
-    call = events.calls[str(role), str(what)]
-    call[0] += 1
-    call[1] += seconds
-    call[2] = max(call[2], seconds)
-    call[3] += bool(record.get("failed"))
-
-
-def busy_share(bars: Bars, since: float, until: float) -> float:
+def busy_share(bars: Sequence[Bar], since: float, until: float) -> float:
     """The share of a time in which there was anything to do; what overlaps counts once."""
     busy, reach = 0.0, since
-    for begin, end in sorted((b, min(b + s, until)) for b, s in zip(bars.begin, bars.seconds)):
+    for begin, end in sorted((begin, min(begin + seconds, until)) for begin, seconds, _ in bars):
         if end > reach:
             busy += end - max(begin, reach)
             reach = end
     return busy / (until - since) if until > since else 0.0
 
 
-def merge_bars(bars: Bars, most: int) -> list[tuple[float, float, int, float]]:
+def merge_bars(bars: Sequence[Bar], most: int) -> list[tuple[float, float, int, float]]:
     """Begin, seconds, kind and share of the time that it was busy: the first and last bars as they are, and those
     between put together to what took longest, so that there are at most about `most`.
     """
-    order = np.argsort(bars.begin, kind="stable")
-    begin, seconds, kind = (np.asarray(column)[order] for column in (bars.begin, bars.seconds, bars.kind))
+    begin, seconds, kind = (np.array(column) for column in zip(*sorted(bars, key=lambda bar: bar[0])))
     edge = max(1, most // 4)
     between = np.arange(edge, len(begin) - edge)
     if len(begin) <= most:
@@ -294,7 +270,7 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
         begins = [round(bar[0] * 1000) for bar in merged]
         row = {"role": role, "rank": rank, "b": steps_between(begins), "k": [bar[2] for bar in merged]}
         row |= {"d": [round(bar[1] * 1000) for bar in merged], "idle": round(idle[role, rank], 4)}
-        if len(merged) < len(events.bars[role, rank].begin):
+        if len(merged) < len(events.bars[role, rank]):
             row["s"] = [round(bar[3], 2) for bar in merged]
         rows.append(row)
     marks = [events.steps[i] for i in evenly(len(events.steps), MAX_STEP_MARKS)] if events.steps else []
@@ -305,7 +281,7 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
         "rows": rows,
         "idle": {role: round(sum(idle[role, r] for r in own) / len(own), 4) for role, own in ranks.items()},
         "ranks": {role: len(own) for role, own in ranks.items()},
-        "bars": sum(len(bars.begin) for bars in events.bars.values()),
+        "bars": sum(len(bars) for bars in events.bars.values()),
         "steps": [[step, round(t, 3)] for step, t in marks],
         "thinned": len(marks) < len(events.steps),
         "starts": [job["t"] for job in events.jobs if job["kind"] == "start"],
@@ -318,11 +294,8 @@ def pack_memory(events: Events) -> dict[str, Any] | None:
     if not events.memory:
         return None
     chosen = [events.memory[i] for i in evenly(len(events.memory), MAX_MEMORY_POINTS)]
-    roles = sorted({str(role) for _, of_roles in chosen for role in of_roles})
-    held = {
-        role: [None if (v := number(each.get(role))) is None else short(v / 1e9) for _, each in chosen]
-        for role in roles
-    }
+    roles = sorted({role for _, of_roles in chosen for role in of_roles})
+    held = {role: [short(each[role] / 1e9) if role in each else None for _, each in chosen] for role in roles}
     return {"t": [round(t, 1) for t, _ in chosen], "gb": held}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from training.report import gather
-from training.report.gather import Events, Limits, number
+from training.report.gather import Events, Limits
 from training.report.samples import read_rollouts
 from training.tracking.plain import duration, json_object, write_whole
 
@@ -69,21 +69,19 @@ def collect(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
 def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     summary, plan = json_object(run_dir / "summary.json"), json_object(run_dir / "plan.json")
     events, curves = gather.read_events(run_dir / "events.jsonl"), gather.read_curves(run_dir / "metrics.jsonl")
-    score = summary.get("score")
-    score = score if isinstance(score, dict) else {}
     last = max((int(curve.x[-1]) for curve in curves.values() if curve.x), default=0)
-    changed = plan.get("changed")
+    status = status_of(summary, run_dir)
     return {
         "name": run_dir.resolve().name,
         "recipe": str(summary.get("recipe") or ""),
-        "status": status_of(summary, run_dir),
-        "outcome": outcome(summary, status_of(summary, run_dir), last, events),
+        "status": status,
+        "outcome": outcome(summary, status, last, events),
         "error": str(summary.get("error") or ""),
         "facts": facts(summary, last, events),
         "alarms": events.alarms,
         "jobs": [job for job in events.jobs if job["kind"] not in ("start", "stop", "end")][-50:],
-        "changed": sorted(gather.shown_options(changed).items()) if isinstance(changed, dict) else None,
-        "curves": gather.pack_curves(curves, score, limits.points),
+        "changed": sorted(gather.shown_options(plan["changed"]).items()) if "changed" in plan else None,
+        "curves": gather.pack_curves(curves, summary.get("score") or {}, limits.points),
         "left_out": max(0, len(curves) - gather.MAX_CURVES),
         "timeline": gather.pack_timeline(events, limits.bars),
         "memory": gather.pack_memory(events),
@@ -108,12 +106,10 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
     became = "is running; so far" if status == "running" else SAID.get(status, "was cut off")
     text = f"{recipe} {became} {'' if status in ('finished', 'running') else 'after '}{steps}"
     text += f" in {duration(_took(summary, events))}." if events.end else "."
-    score = summary.get("score")
-    if isinstance(score, dict):
-        text += _gain(score)
-    starts, resumed = number(summary.get("attempts")) or 1, summary.get("resumed_from")
+    text += _gain(summary.get("score") or {})
+    starts, resumed = summary.get("attempts") or 1, summary.get("resumed_from")
     if starts > 1:
-        text += f" Its processes were started {starts:.0f} times."
+        text += f" Its processes were started {starts} times."
     if resumed:
         text += f" It was resumed after step {resumed}."
     return text
@@ -121,9 +117,8 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
 
 def _took(summary: Mapping[str, Any], events: Events) -> float:
     """Seconds since the command, where the run began with it and tells when; else since its first event."""
-    seconds = summary.get("seconds")
-    first = number(seconds.get("to_first_step")) if isinstance(seconds, dict) else None
-    again = summary.get("resumed_from") or (number(summary.get("attempts")) or 1) > 1
+    first = summary.get("seconds", {}).get("to_first_step")
+    again = summary.get("resumed_from") or (summary.get("attempts") or 1) > 1
     if first is None or again or not events.steps or events.steps[0][0] != 1:
         return events.end
     return max(events.end, first + events.end - events.steps[0][1])
@@ -131,27 +126,24 @@ def _took(summary: Mapping[str, Any], events: Events) -> float:
 
 def _gain(score: Mapping[str, Any]) -> str:
     def went(start: str, end: str) -> str:
-        a, b = number(score.get(start)), number(score.get(end))
+        a, b = score.get(start), score.get(end)
         if b is None:
             return "" if a is None else f"began at {a:.3f}"
         return f"ended at {b:.3f}" if a is None else f"went from {a:.3f} to {b:.3f}"
 
     sampled, greedy = went("start", "end"), went("start_greedy", "end_greedy")
-    examples = number(score.get("examples"))
-    on = f" ({examples:,.0f} examples)" if examples else ""
+    on = f" ({score['examples']:,} examples)" if score.get("examples") else ""
     text = f" The held-out score {sampled}{on}" if sampled else ""
     return text + (f"; greedily it {greedy}" if text and greedy else "") + ("." if text else "")
 
 
 def facts(summary: Mapping[str, Any], last: int, events: Events) -> list[tuple[str, str]]:
     """Numbers of a run that stand beside the sentence: names and values."""
-    seconds = summary.get("seconds")
-    seconds = seconds if isinstance(seconds, dict) else {}
     found = [("steps", f"{last:,}"), ("seed", str(summary.get("seed", "")))]
     for name in ("setup", "warm_start", "to_first_step", "training"):
-        took = number(seconds.get(name))
-        found += [(name.replace("_", " "), duration(took))] if took and took >= 0.5 else []
-    speed, memory = number(summary.get("tokens_per_second")), number(summary.get("peak_memory_bytes"))
+        took = summary.get("seconds", {}).get(name) or 0.0
+        found += [(name.replace("_", " "), duration(took))] if took >= 0.5 else []
+    speed, memory = summary.get("tokens_per_second"), summary.get("peak_memory_bytes")
     found += [("tokens per second", f"{speed:,.0f}")] if speed is not None else []
     found += [("peak memory", f"{memory / 1e9:.2f} GB")] if memory else []
     found += [("alarms", str(len(events.alarms)))]
