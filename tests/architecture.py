@@ -42,7 +42,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3270, "components": 8500, "agents": 2000, "training": 6410}
+LAYER_LINES = {"core": 3630, "components": 8500, "agents": 2000, "training": 6010}
 RECIPE_LINES = {
     "grpo": 380,
     "reinforce_pp": 260,
@@ -59,8 +59,9 @@ each."""
 TABLES = {"flags.yaml", "keys.yaml", "names.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 18350}
-"""Of a recipe with all that it imports, lazily too; to be 12,000."""
+CLOSURE_LINES = {"recipes/grpo": 17340}
+"""Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
+be 12,000."""
 SHARED_SHARE = 0.4
 """Of the lines of two recipes those that both have: imports, and the shape of the loop."""
 

@@ -5,21 +5,28 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from core import Job
 from core.backends import BackendName
 from training.checkpoint import check_resume
-from training.report import reporting
+from training.programs import start_program
 from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
 from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
 from training.tracking.alarms import Alarms
 
+logger = logging.getLogger(__name__)
+
+REPORT_WITHIN_S = 120.0
+"""So long a run waits at its end for its report (a disk may hang)."""
 STOP_GRACE_S = 600.0
 """Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
@@ -122,6 +129,32 @@ def run_job(
         logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
         print(f"{recipe}: {result.status}: {printable(result.error)}{logs}", file=sys.stderr)
     return result.exit_code
+
+
+@contextmanager
+def reporting(run_dir: Path) -> Iterator[None]:
+    """Let a program of its own keep `run_dir/report.html` current while the block lasts, and write it once more at the
+    end. It takes nothing from the run, and what goes wrong with it is one warning.
+    """
+    report, pipe = run_dir / "report.html", subprocess.PIPE
+    # In a session of its own, so that Ctrl-C is the run's.
+    program = start_program("training.report", str(run_dir), stdin=pipe, stderr=pipe, start_new_session=True)
+    try:
+        yield
+    finally:
+        try:
+            # A line, as a process that was forked meanwhile may keep its stdin open.
+            _, errors = program.communicate("end\n", timeout=REPORT_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.communicate()
+            errors = f"it was not done after {REPORT_WITHIN_S:g} s"
+        if program.returncode != 0:
+            logger.warning("%s is not up to date: %s", report, errors.strip().rpartition("\n")[2])
+        else:
+            # A terminal that is gone, a pipe that nobody reads: the run has ended well all the same.
+            with suppress(OSError, ValueError):
+                print(f"report: {report}", flush=True)
 
 
 def alarm_observer(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.data.tasks import get_task
+from training.programs import PROJECT, start_program
 
-_PROJECT = Path(__file__).resolve().parents[1]
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
 
@@ -86,14 +86,11 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
     if warm_start_path(settings) is not None:
         return folder
     env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), env.get("PYTHONPATH")]))
     env.setdefault("OMP_NUM_THREADS", "1")
-    # -P keeps a `components` folder in the caller's working directory from being taken for ours.
-    command = [sys.executable, "-P", "-m", "training.warm_start"]
-    command += [f"--{name}={value}" for name, value in dataclasses.asdict(settings).items()]
+    options = [f"--{name}={value}" for name, value in dataclasses.asdict(settings).items()]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        start_program("training.warm_start", *options, env=env, stdout=subprocess.PIPE, stderr=errors) as process,
     ):
         assert process.stdout is not None
         for line in process.stdout:
@@ -170,7 +167,7 @@ def source_files() -> list[Path]:
                 # `from components import batch` names a file, `from components.batch import Batch` does not.
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             ours = [name.split(".") for name in names if name.startswith("components.")]
-            waiting += [_PROJECT.joinpath(*parts).with_suffix(".py") for parts in ours]
+            waiting += [PROJECT.joinpath(*parts).with_suffix(".py") for parts in ours]
     return sorted(found)
 
 
@@ -178,7 +175,7 @@ def _folder(settings: WarmStartSettings) -> Path:
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     for path in source_files():
         content = path.read_bytes()
-        digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
+        digest.update(f"\n{path.relative_to(PROJECT)} {len(content)}\n".encode() + content)
     return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.messages import says
 from tests.training.report_runs import EVIL, lines, rollouts, write_run
-from training import report
-from training.report import gather, page, reporting
+from training import launch
+from training.launch import reporting
+from training.programs import start_program
+from training.report import gather, page
 from training.report.gather import (
     Limits,
     busy_share,
@@ -381,32 +382,34 @@ def test_a_run_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.C
     assert data_in((run / "report.html").read_text())["runs"][0]["status"] == "stopped"
 
 
-def test_the_report_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.02)
+def test_the_report_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
-    with reporting(run):
-        ends = time.monotonic() + 300
-        while not (run / "report.html").exists() and time.monotonic() < ends:
-            threading.Event().wait(0.01)
-        assert (run / "report.html").exists()
-        assert not list(run.glob("*.partial"))
+    program = start_program("training.report", str(run), "0.02", stdin=subprocess.PIPE)
+    ends = time.monotonic() + 300
+    while not (run / "report.html").exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+    written = (run / "report.html").read_text()
+    (run / "metrics.jsonl").write_text('{"a": 1, "step": 1}\n')
+    while (run / "report.html").read_text() == written and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert list(data_in((run / "report.html").read_text())["runs"][0]["curves"]) == ["a"]
+    # Whoever started it is gone, however that ended.
+    (run / "summary.json").write_text('{"status": "failed"}')
+    program.communicate(timeout=300)
+    assert program.returncode == 0
+    assert data_in((run / "report.html").read_text())["runs"][0]["status"] == "failed"
+    assert not list(run.glob("*.partial"))
 
 
 def test_a_report_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.02)
     run = write_run(tmp_path / "one", steps=1)
-    (run / "report.html").mkdir()
+    os.mkfifo(run / "report.html")
     with reporting(run):
-        ends = time.monotonic() + 300
-        while not caplog.records and time.monotonic() < ends:
-            threading.Event().wait(0.01)
+        pass
     (warning,) = caplog.records
-    assert re.search(says("report.html", run), warning.getMessage())
+    assert re.search(says("report.html", run, "no file"), warning.getMessage())
     assert capsys.readouterr().out == ""
 
 
@@ -425,20 +428,13 @@ def test_nobody_who_reads_where_the_report_is_fails_no_run(tmp_path: Path, monke
 def test_a_run_does_not_wait_for_ever_for_a_report_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    began, goes_on = threading.Event(), threading.Event()
-
-    def hang(*_: Any) -> None:
-        began.set()
-        goes_on.wait(300)
-
-    monkeypatch.setattr(report, "REWRITE_EVERY_S", 0.01)
-    monkeypatch.setattr(report, "LAST_WAIT_S", 0.01)
-    monkeypatch.setattr(page, "write_report", hang)
-    with reporting(write_run(tmp_path / "one", steps=1)):
-        assert began.wait(300)
-    goes_on.set()
+    monkeypatch.setattr(launch, "REPORT_WITHIN_S", 0.01)
+    run = write_run(tmp_path / "one", steps=1)
+    os.mkfifo(run / "rollouts/step_000002.parquet")  # nobody ever writes to it
+    with reporting(run):
+        pass
     (warning,) = caplog.records
-    assert "0.01 s" in warning.getMessage()
+    assert re.search(says(run / "report.html", "0.01 s"), warning.getMessage())
 
 
 def test_reading_no_events_gives_no_timeline(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.report import gather
+from training.report import RUN_FILES, gather
 from training.report.gather import Events, Limits
 from training.report.samples import read_rollouts
 from training.tracking.plain import duration, json_object, write_whole
@@ -22,7 +22,6 @@ MAX_DIFFERENCES = 40
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "style.css")
 SCRIPTS = ("uPlot.min.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
-RUN_FILES = ("metrics.jsonl", "events.jsonl", "summary.json", "plan.json")
 SAID = {"finished": "finished", "failed": "failed", "stopped": "was stopped"}
 
 
