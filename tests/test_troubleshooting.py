@@ -1,13 +1,13 @@
 """docs/troubleshooting.md is about messages that the project prints, and a dozen of them are brought about here."""
 
 import ast
-import fcntl
 import functools
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,13 @@ def test_a_wrong_option_ends_with_a_message_that_the_page_explains(
     (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "rows.jsonl").write_text('{"question": "ba>", "answer": "ab"}\n' * 100)
     (tmp_path / "reward.py").write_text("def score(answer, label): ...\n")
-    with (tmp_path / "taken/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    code = "import sys; from training.tracking import open_run_folder; open_run_folder(sys.argv[1])"
+    command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(tmp_path / "taken")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
         assert grpo.main([f"run_dir={tmp_path}/run", *options.split()]) == 2
+        holder.communicate()
     said = capsys.readouterr().err
     (found,) = explained(said)
     assert found.startswith(BROUGHT_ABOUT[options]), said

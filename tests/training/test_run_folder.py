@@ -12,6 +12,7 @@ import pytest
 
 from tests.messages import says
 from training.tracking import open_run_folder
+from training.tracking.run_folder import is_written
 
 PROJECT = Path(__file__).parents[2]
 HOLD = """
@@ -55,9 +56,11 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_is_killed
         facts = (f"run_dir={folder} ", f"process {holder.pid} ", os.uname().nodename)
         with pytest.raises(ValueError, match=says(*facts)):
             open_run_folder(folder)
+        assert is_written(folder)
         holder.kill()
         holder.wait(timeout=300)
         os.kill(child, 0)  # what it started is still there, and holds nothing
+        assert not is_written(folder)
         assert open_run_folder(folder) == folder
         assert f"process {os.getpid()} " in (folder / ".lock").read_text()
 

@@ -7,7 +7,6 @@ since the run's first event, without the time between the end of one start and t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 from array import array
@@ -297,18 +296,6 @@ def pack_memory(events: Events) -> dict[str, Any] | None:
     roles = sorted({role for _, of_roles in chosen for role in of_roles})
     held = {role: [short(each[role] / 1e9) if role in each else None for _, each in chosen] for role in roles}
     return {"t": [round(t, 1) for t, _ in chosen], "gb": held}
-
-
-def is_written(run_dir: Path) -> bool:
-    """Whether a process holds the lock of the run's folder."""
-    try:
-        with (run_dir / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def shown_options(tree: Any) -> dict[str, str]:

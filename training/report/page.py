@@ -16,6 +16,7 @@ from training.report import RUN_FILES, gather
 from training.report.gather import Events, Limits
 from training.report.samples import read_rollouts
 from training.tracking.plain import duration, json_object, write_whole
+from training.tracking.run_folder import is_written
 
 MOST_BYTES = 1_900_000
 MAX_DIFFERENCES = 40
@@ -93,7 +94,7 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
     status = summary.get("status")
     if status in SAID:
         return str(status)
-    return "running" if gather.is_written(run_dir) else "cut off"
+    return "running" if is_written(run_dir) else "cut off"
 
 
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:

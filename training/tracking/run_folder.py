@@ -10,8 +10,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_locks: dict[Path, int] = {}
-"""Locked folders of this process, each with the open file that holds the lock."""
+LOCK = ".lock"
 
 
 def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
@@ -29,33 +28,21 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
             run, which a new one would write over.
     """
     folder = Path(run_dir).expanduser().resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"run_dir={run_dir} cannot be made ({error.strerror}); name another folder") from error
-    _lock(folder, run_dir)
     metrics = folder / "metrics.jsonl"
     if resume == "none" and metrics.is_file() and metrics.stat().st_size:
-        _unlock(folder)
         raise ValueError(
             f"run_dir={run_dir} holds a run already; name another folder, set resume=auto to continue with it, "
             "or remove that one"
         )
-    return folder
-
-
-def _lock(folder: Path, run_dir: str | Path) -> None:
-    path = folder / ".lock"
-    if folder in _locks:
-        if _is_open_at(_locks[folder], path):
-            return
-        _unlock(folder)  # the folder was removed and made anew
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise ValueError(f"run_dir={run_dir} cannot be written to ({error.strerror}); name another folder") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Such a lock is the process's: no child has it, and it may be taken again. It is lost when the process closes
+        # the file, wherever it has opened it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(file)
@@ -65,33 +52,19 @@ def _lock(folder: Path, run_dir: str | Path) -> None:
     except OSError as error:
         # Some network file systems know no locks. That is no reason not to train.
         logger.warning("%s cannot be locked (%s); see that no other run writes there", folder, error.strerror)
-        os.close(file)
-        return
-    _locks[folder] = file
-    try:
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
-    except OSError as error:
-        logger.warning("%s could not be written (%s)", path, error.strerror)
+        return folder
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    return folder
 
 
-def _is_open_at(file: int, path: Path) -> bool:
+def is_written(run_dir: Path) -> bool:
+    """Whether another process writes to the folder."""
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
+        with (run_dir / LOCK).open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
         return False
-
-
-def _unlock(folder: Path) -> None:
-    file = _locks.pop(folder, None)
-    if file is not None:
-        os.close(file)
-
-
-def _forget_locks() -> None:
-    # The parent continues holding them; a forked child that outlived it would hold them too.
-    for folder in list(_locks):
-        _unlock(folder)
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+    return False
