@@ -23,7 +23,8 @@ def heldout_metrics(
     truncated_B: Tensor,
     logged: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Scores and lengths of n responses to each held-out prompt, by the source of the prompt and over all.
+    """Scores and lengths of n responses to each held-out prompt, by the source of the prompt and over all. There is at
+    least one, and all prompts have as many.
 
     Args:
         score_B: [B] score of each response.
@@ -38,13 +39,7 @@ def heldout_metrics(
         over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`, and
         `{s}_{name}`, the mean of each logged number that is there. Over all: `response_length_mean`, `truncated_rate`
         and `num_samples`, B.
-
-    Raises:
-        ValueError: there is no response, the columns differ in length, or prompts in their number of responses.
     """
-    logged = dict(logged or {})
-    columns = {"prompt_B": prompt_B, "response_length_B": response_length_B, "truncated_B": truncated_B}
-    check_responses({"score_B": score_B, **columns, **logged}, sources)
     scores, lengths = score_B.tolist(), response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
     by_prompt: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -52,12 +47,12 @@ def heldout_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
-    n = responses_per_prompt(by_prompt)
+    n = len(next(iter(by_prompt.values())))
     metrics: dict[str, float] = {}
     for source in sorted(by_source):
         rows = by_source[source]
         # First, so that a logged number called pass1 does not take the place of ours.
-        means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in logged.items()}
+        means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in (logged or {}).items()}
         metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
         metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
         if n > 1:
@@ -67,32 +62,6 @@ def heldout_metrics(
         metrics[f"{source}_truncated_rate"] = fmean(truncated[i] for i in rows)
     over_all = {"response_length_mean": fmean(lengths), "truncated_rate": fmean(truncated)}
     return metrics | over_all | {"num_samples": float(len(scores))}
-
-
-def check_responses(columns: Mapping[str, Tensor], sources: Sequence[str]) -> None:
-    """ValueError unless there are responses, and each of these columns of numbers has one entry for each of them."""
-    (first, like_B), *others = columns.items()
-    for name, x_B in others:
-        if like_B.dim() != 1 or x_B.shape != like_B.shape:
-            raise ValueError(f"{first} has shape {list(like_B.shape)}, {name} {list(x_B.shape)}; both must be [B]")
-    if len(sources) != len(like_B):
-        raise ValueError(
-            f"{len(sources)} sources for {len(like_B)} responses; name the source of each response's prompt"
-        )
-    if not len(like_B):
-        raise ValueError("no responses to evaluate; give at least one held-out prompt, or turn the evaluation off")
-
-
-def responses_per_prompt(by_prompt: Mapping[tuple[str, int], Sequence[float]]) -> int:
-    """How many responses each prompt of a source has; ValueError unless all have as many."""
-    (_, first), n = next((key, len(responses)) for key, responses in by_prompt.items())
-    for (source, prompt), responses in by_prompt.items():
-        if len(responses) != n:
-            raise ValueError(
-                f"prompt {prompt} of {source!r} has {len(responses)} responses, but prompt {first} has {n}; sample "
-                "every held-out prompt equally often"
-            )
-    return n
 
 
 def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | None:

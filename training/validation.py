@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from training.evaluation_metrics import check_responses, responses_per_prompt
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,7 +30,7 @@ def validation_metrics(
     logged: Mapping[str, Tensor] | None = None,
     predictions: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
-    """What n responses to each held-out prompt are worth, under the names that verl gives it.
+    """What n responses to each held-out prompt, of all as many, are worth, under the names that verl gives it.
 
     Each is worked out for one prompt, and the mean over a source's prompts is shown. For k = 2, 4, 8, ..., n the
     responses are drawn 1000 times with replacement (a bootstrap), k at a time. So `best@n` is less than what all n
@@ -53,20 +51,12 @@ def validation_metrics(
         that says what most of those drawn say; of two that are said equally often, what was drawn first. The section
         is `val-core` for the mean, best and majority of n responses of `acc`, or of `reward` in a source where no `acc`
         is logged; and `val-aux` for all else.
-
-    Raises:
-        ValueError: there is no response, the columns differ in length, or prompts in their number of responses.
     """
     columns = {**(logged or {}), "reward": reward_B}
-    check_responses({"reward_B": reward_B, "prompt_B": prompt_B, **columns}, sources)
-    if predictions is not None and len(predictions) != len(sources):
-        raise ValueError(
-            f"{len(predictions)} predictions for {len(sources)} responses; give one of each, None for none"
-        )
     rows_of: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, key in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         rows_of[key].append(i)
-    n = responses_per_prompt(rows_of)
+    n = len(next(iter(rows_of.values())))
     values = {name: np.asarray(x_B.tolist(), dtype=np.float64) for name, x_B in columns.items()}
     metrics: dict[str, float] = {}
     for source in sorted(set(sources)):

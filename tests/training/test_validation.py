@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.messages import says
 from training.validation import majority, validation_metrics
 
 NAN = math.nan
@@ -87,13 +86,3 @@ def test_an_answer_without_a_logged_number_is_not_drawn() -> None:
     moves = {name: value for name, value in found.items() if "/moves/" in name}
     names = ("mean@2", "std@2", "best@2/mean", "best@2/std", "worst@2/mean", "worst@2/std", "maj@2/mean", "maj@2/std")
     assert moves == {f"val-aux/a/moves/{name}": 0.0 if "std" in name else 2.0 for name in names}
-
-
-def test_what_does_not_fit_together_is_named() -> None:
-    one_B = torch.ones(3)
-    with pytest.raises(ValueError, match=says("'s'", "prompt 5", 1, "prompt 4", 2)):
-        validation_metrics(one_B, torch.tensor([4, 4, 5]), ["s"] * 3)
-    with pytest.raises(ValueError, match=says("reward_B", "[3]", "acc", "[2]")):
-        validation_metrics(one_B, torch.arange(3), ["s"] * 3, {"acc": one_B[:2]})
-    with pytest.raises(ValueError, match=says("2 predictions", "3 responses")):
-        validation_metrics(one_B, torch.arange(3), ["s"] * 3, predictions=["1", "2"])
