@@ -27,9 +27,9 @@ _WHOLE_LIFE = "run"
 _PACE_STEPS = 20
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH, _BAR_WIDTH = 40, 24
-_OTHER_LINES, _PROMPT_LINES, _ANSWER_LINES, _ALARMS = 3, 2, 5, 3
+_OTHER_LINES, _PROMPT_LINES, _RESPONSE_LINES, _ALARMS = 3, 2, 5, 3
 _KEPT = 10_000
-"""So many values of a metric, and characters of a text, are kept."""
+"""So many values of a metric, and characters of a text, are looked at."""
 
 
 @dataclass
@@ -68,25 +68,29 @@ class RunView:
         self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS + 1)
         self._curves: dict[str, deque[float]] = {}
         self._others: dict[str, Any] = {}
-        self._sample: list[tuple[str, str]] = []
+        self._sample: tuple[int, Mapping[str, Any]] | None = None
+        """A response, and its step."""
         self._alarms: deque[AlarmEvent] = deque(maxlen=_ALARMS)
-        self._takes: dict[type, Callable[[Any], None]] = {
-            StepEvent: self._take_step,
-            PhaseEvent: self._take_phase,
-            AlarmEvent: self._alarms.append,
-            CallEvent: self._take_call,
-            JobEvent: self._take_job,
-            MemoryEvent: self._take_memory,
-        }
         self._lock = threading.Lock()
         self._all_start()
 
     def take(self, event: Any) -> None:
         """Take in one event of core or of a run; others are passed over."""
-        take = self._takes.get(type(event))
-        if take is not None:
-            with self._lock:
-                take(event)
+        with self._lock:
+            match event:
+                case StepEvent():
+                    self._take_step(event)
+                case PhaseEvent():
+                    self._has_phases = True
+                    self._take_work(TRAINER, 0, event.phase, event.began, event.seconds)
+                case CallEvent() if (event.role, event.method) != (TRAINER, _WHOLE_LIFE):
+                    self._take_work(event.role, event.rank, event.method, event.began, event.seconds)
+                case AlarmEvent():
+                    self._alarms.append(event)
+                case JobEvent():
+                    self._take_job(event)
+                case MemoryEvent():
+                    self._memory = sum(event.bytes.values())
 
     def frame(self, width: int, height: int) -> list[Text]:
         """At most `height` lines of at most `width` cells; where they do not fit, the less important are left out."""
@@ -124,15 +128,7 @@ class RunView:
                 self._curves.setdefault(name, deque(maxlen=_KEPT)).append(float(value))
         self._others |= {name: event.metrics[name] for name in event.shown if name not in self._curves}
         if event.sample:
-            self._sample = _sample_texts(event.step, event.sample)
-
-    def _take_phase(self, event: PhaseEvent) -> None:
-        self._has_phases = True
-        self._take_work(TRAINER, 0, event.phase, event.began, event.seconds)
-
-    def _take_call(self, event: CallEvent) -> None:
-        if (event.role, event.method) != (TRAINER, _WHOLE_LIFE):
-            self._take_work(event.role, event.rank, event.method, event.began, event.seconds)
+            self._sample = event.step, event.sample
 
     def _take_work(self, name: str, rank: int, what: str, began: float, seconds: float | None) -> None:
         role = self._roles.setdefault(name, _Role(rank + 1, self._clock()))
@@ -166,9 +162,6 @@ class RunView:
         else:
             role.starting[rank] = self._clock()
             role.calls = {call: since for call, since in role.calls.items() if call[0] != rank}
-
-    def _take_memory(self, event: MemoryEvent) -> None:
-        self._memory = sum(event.bytes.values())
 
     def _all_start(self) -> None:
         for role in self._roles.values():
@@ -259,10 +252,17 @@ class RunView:
         return [Text(printable(f"! step {a.step}: {a.text}; {a.advice}"), style="yellow") for a in self._alarms]
 
     def _sample_lines(self, width: int) -> list[Text]:
-        lines: list[Text] = []
-        for (text, style), most in zip(self._sample, (1, -_PROMPT_LINES, _ANSWER_LINES), strict=False):
-            parts = chop_cells(text, max(2, width))
-            lines += [Text(part, style=style) for part in (parts[:most] if most > 0 else parts[most:])]
+        """One line about a response, the end of its prompt, and its beginning."""
+        if self._sample is None:
+            return []
+        step, sample = self._sample
+        names = [name for name in ("reward", "score", "status", "label") if name in sample]
+        about = ", ".join(f"{name} {console_number(sample[name])}" for name in names)
+        lines = [Text(printable(f"a response of step {step}: {about}"))]
+        prompt, response = (str(sample.get(name, "")) for name in ("prompt", "response"))
+        cells = max(2, width)
+        lines += [Text(part, style="dim") for part in chop_cells(printable(prompt[-_KEPT:]), cells)[-_PROMPT_LINES:]]
+        lines += [Text(part, style="cyan") for part in chop_cells(printable(response[:_KEPT]), cells)[:_RESPONSE_LINES]]
         return lines
 
 
@@ -289,20 +289,6 @@ def _headlines(shown: Sequence[str]) -> list[str]:
     if found and found[0].endswith("loss"):
         found += [name for name in own if name.endswith("accuracy")][:1]
     return found + [name for name in shown if _is_eval(name)][:1]
-
-
-def _sample_texts(step: int, sample: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """One line about a response, the end of its prompt, and the response, each with its style."""
-    about = [
-        f"{name} {console_number(sample[name])}" for name in ("reward", "score", "status", "label") if name in sample
-    ]
-    prompt, response = (str(sample.get(name, "")) for name in ("prompt", "response"))
-    texts = [
-        (f"a response of step {step}: {', '.join(about)}", ""),
-        (prompt[-_KEPT:], "dim"),
-        (response[:_KEPT], "cyan"),
-    ]
-    return [(printable(text), style) for text, style in texts]
 
 
 def printable(text: str) -> str:
