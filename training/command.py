@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from training.config import changed_options, describe_options, given_options, load_config
-from training.launch import open_run
+from training.launch import open_run, run_job
 from training.options import RunOptions
 from training.plan import Plan
 
@@ -100,7 +100,17 @@ class Command(ABC, Generic[C]):
             print(f"{self.folder.name}: {self.renamed(str(error))}", file=sys.stderr)
             return 2
         plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
-        return plan.run(run_dir, began, warm_start=time.time() - began)
+        return run_job(
+            plan.job,
+            recipe=plan.recipe,
+            run_dir=run_dir,
+            seed=config.seed,
+            backend=config.backend,
+            began=began,
+            job_name=getattr(config, "job_name", ""),
+            lines=plan.lines(),
+            seconds={"warm_start": time.time() - began},
+        )
 
     def run(self) -> NoReturn:
         """`main`, as a program."""

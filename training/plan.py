@@ -27,7 +27,7 @@ from components.engines.memory import (
     training,
 )
 from core import Job
-from training.launch import printed, run_job
+from training.launch import printed
 from training.tracking import redact
 from training.tracking.environment import output_of
 from training.tracking.plain import flat
@@ -169,20 +169,6 @@ class Plan:
     def _info(self, lines: Iterable[str]) -> None:
         for line in lines:
             print(f"{self.recipe}: {line}", file=sys.stderr)
-
-    def run(self, run_dir: Path, began: float, **seconds: float) -> int:
-        """Show the plan, and run its job to the end; arguments and exit code are those of `run_job`."""
-        return run_job(
-            self.job,
-            recipe=self.recipe,
-            run_dir=run_dir,
-            seed=self.config.seed,
-            backend=self.config.backend,
-            began=began,
-            job_name=getattr(self.config, "job_name", ""),
-            lines=self.lines(),
-            seconds=seconds,
-        )
 
     def check(self) -> None:
         """See that what is certain fits: weights, gradients, optimizer states, and caches that are taken at once.
