@@ -229,9 +229,18 @@ def test_tokens_that_are_parts_of_a_letter_are_read_together_and_spaces_are_kept
     tokens.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    vocabulary = Vocabulary(lambda ids: tokens.decode(list(ids), skip_special_tokens=False))
+    vocabulary = Vocabulary(tokens)
     places = vocabulary.indices([1, 0, 2, 3, 1])
-    assert [vocabulary.entries[i][1] for i in places] == ["rd", " wo", "ä", "", "rd"]
+    assert [vocabulary.entries[i][1] for i in places] == ["rd", " wo", "", "ä", "rd"]
+
+
+def test_bytes_that_never_make_a_letter_hold_nothing_up() -> None:
+    tokens = Tokenizer(models.WordLevel({"<0xC3>": 0, "a": 1}, unk_token="a"))
+    tokens.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    vocabulary = Vocabulary(tokens)
+    assert len(vocabulary.indices([0] * 30_000 + [1])) == 30_001
+    # Two hundred at a time: of the last part there is the letter alone.
+    assert vocabulary.entries == [(0, ""), (1, "a")]
 
 
 def test_hostile_text_is_data_and_no_part_of_the_page(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from training.report.gather import evenly, short
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MAX_STEPS = 40
 MIN_STEPS = 6
@@ -25,79 +28,51 @@ TOKENS_TO_READ = 600
 BINS = 12
 PER_TOKEN = ("logprob", "advantage", "reference_logprob", "value")
 PER_SAMPLE = ("sample_id", "branch", "reward", "score", "shaped_reward", "status", "error", "weight_version")
-HALF = "\ufffd"
-"""What a decoder makes of bytes that are only a part of a letter."""
-
-Decode = Callable[[Sequence[int]], str]
+AT_ONCE = 200
+"""Tokens that are decoded one after the other; bytes that never make a letter would otherwise take ever longer."""
 
 
-def load_decoder(folder: Path) -> Decode | None:
-    """From token ids to text, by a folder with a tokenizer; None where there is none that can be read."""
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder; None where there is none that can be read."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
     try:
-        if (folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
-
-            fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return lambda ids: fast.decode(list(ids), skip_special_tokens=False)
-        if folder.is_dir():
-            from transformers import AutoTokenizer
-
-            slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            return lambda ids: str(slow.decode(list(ids), skip_special_tokens=False))
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
     # The library raises plain Exceptions for a file that it does not understand; ids can be read too.
     except Exception:  # noqa: BLE001
         return None
-    return None
 
 
 class Vocabulary:
     """The tokens that a page shows: their ids and their texts, each once."""
 
-    def __init__(self, decode: Decode | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.entries: list[tuple[int, str]] = []
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._index: dict[tuple[int, str], int] = {}
-        self._alone: dict[int, str] = {}
-        self._anchor: tuple[int, str] | None = None
 
     def indices(self, ids: Sequence[int]) -> list[int]:
-        """Where the tokens of a text stand in `entries`. Letters that several tokens make are the first one's text."""
-        texts = [self._text(i) for i in ids]
-        start = 0
-        while start < len(ids):
-            end = start + 1
-            if HALF in texts[start]:
-                while end < len(ids) and HALF in texts[end]:
-                    end += 1
-                together = self._decode(ids[start:end]) if self._decode else HALF
-                if HALF not in together:
-                    texts[start:end] = [together] + [""] * (end - start - 1)
-            start = end
-        return [self._place(i, text[:200]) for i, text in zip(ids, texts)]
+        """Where the tokens of a text stand in `entries`. Letters that several tokens make are the last one's text."""
+        places = []
+        for entry in zip(ids, self._texts(ids)):
+            if entry not in self._index:
+                self._index[entry] = len(self.entries)
+                self.entries.append(entry)
+            places.append(self._index[entry])
+        return places
 
-    def _place(self, token: int, text: str) -> int:
-        if (token, text) not in self._index:
-            self._index[token, text] = len(self.entries)
-            self.entries.append((token, text))
-        return self._index[token, text]
+    def _texts(self, ids: Sequence[int]) -> Iterator[str]:
+        if self._tokenizer is None:
+            yield from (f"{i} " for i in ids)
+            return
+        from tokenizers.decoders import DecodeStream
 
-    def _text(self, token: int) -> str:
-        if token not in self._alone:
-            self._alone[token] = self._decoded(token) or f"⟨{token}⟩"
-        return self._alone[token]
-
-    def _decoded(self, token: int) -> str:
-        if self._decode is None:
-            return f"{token} "
-        text = self._decode([token])
-        # Some decoders drop the space before the first token of a text, so that it has to follow another one.
-        if self._anchor is None and text.strip() and HALF not in text:
-            self._anchor = token, text
-        if self._anchor is None or HALF in text:
-            return text
-        anchor, before = self._anchor
-        both = self._decode([anchor, token])
-        return both[len(before) :] if both.startswith(before) and len(both) > len(before) else text
+        for start in range(0, len(ids), AT_ONCE):
+            stream = DecodeStream(skip_special_tokens=False)
+            for i in ids[start : start + AT_ONCE]:
+                yield (stream.step(self._tokenizer, i) or "")[:200]
 
 
 def read_rollouts(run_dir: Path, most_tokens: int) -> dict[str, Any] | None:
@@ -108,8 +83,8 @@ def read_rollouts(run_dir: Path, most_tokens: int) -> dict[str, Any] | None:
     files = sorted((run_dir / "rollouts").glob("step_*.parquet"), key=lambda path: int(path.stem[5:] or 0))
     if not files:
         return None
-    decode = load_decoder(run_dir / "tokenizer")
-    vocabulary = Vocabulary(decode)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    vocabulary = Vocabulary(tokenizer)
     steps = []
     last = _read(files[-1], ("lengths", "prompt_id")) or {}
     count = MAX_STEPS
@@ -126,7 +101,7 @@ def read_rollouts(run_dir: Path, most_tokens: int) -> dict[str, Any] | None:
         "steps": steps,
         "of_steps": len(files),
         "unread": len(chosen) - len(steps),
-        "has_text": decode is not None,
+        "has_text": tokenizer is not None,
         "vocabulary": vocabulary.entries,
     }
 
