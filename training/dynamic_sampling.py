@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from components.batch import Batch
@@ -16,6 +17,7 @@ SAY_EVERY = 10
 """Of so many rounds, one says how far a step is."""
 
 
+@dataclass(kw_only=True)
 class PromptFilter:
     """Fills each step with prompts that teach something, to the end of the data.
 
@@ -24,35 +26,25 @@ class PromptFilter:
     Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2, which samples in rounds of full size instead.
     """
 
-    def __init__(
-        self,
-        prompts: PromptSource,
-        low: float | None = None,
-        high: float | None = None,
-        *,
-        option: str,
-        passes: int,
-        fewest: int,
-        stopped: Callable[[], bool],
-        info: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            prompts: where they come from.
-            low: the mean score of a prompt's responses is above this,
-            high: and below this. Neither: the scores are not all the same, whatever they are.
-            option: how the user calls the two.
-            passes: how often the prompts are gone through.
-            fewest: responses that can still be trained on.
-            stopped: whether the run is to stop; asked before each round.
-            info: shows a line to the user.
-        """
-        self._prompts, self._low, self._high, self._option = prompts, low, high, option
-        self._passes, self._fewest, self._stopped, self._info = passes, fewest, stopped, info
-        self.metrics: dict[str, float] = {}
-        """Of the last step."""
-        self.ended = False
-        """Whether the last step took all that the data had left."""
+    prompts: PromptSource
+    bounds: tuple[float, float] | tuple[None, None]
+    """The mean score of a prompt's responses is between these. None: the scores are not all the same, whatever they
+    are.
+    """
+    option: str
+    """How the user calls the two."""
+    passes: int
+    """How often the prompts are gone through."""
+    fewest: int
+    """Responses that can still be trained on."""
+    stopped: Callable[[], bool]
+    """Whether the run is to stop; asked before each round."""
+    info: Callable[[str], None]
+    """Shows a line to the user."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step."""
+    ended: bool = False
+    """Whether the last step took all that the data had left."""
 
     def fill(self, step: int, wanted: int, response: Callable[[int], Batch]) -> Batch | None:
         """Scored responses to `wanted` prompts that pass; fewer where the data end, and None where too few are left, or
@@ -66,40 +58,40 @@ class PromptFilter:
         Raises:
             ValueError: the data end before there was anything to train on.
         """
-        before = self._prompts.taken
+        before = self.prompts.taken
         parts: list[Batch] = []
         kept = 0
-        while kept < wanted and (left := self._prompts.left(self._passes)) and not self._stopped():
+        while kept < wanted and (left := self.prompts.left(self.passes)) and not self.stopped():
             part = self._that_teach(response(min(wanted - kept, left)))
             kept += len(part["prompt_id"].unique())
             parts.append(part)
             if len(parts) % SAY_EVERY == 0 and kept < wanted:
-                tried, left = self._prompts.taken - before, self._prompts.left(self._passes)
-                self._info(f"step {step}: {kept} of {wanted} prompts pass, after {tried} were tried; {left} are left")
-        seen = self._prompts.taken - before
+                tried, left = self.prompts.taken - before, self.prompts.left(self.passes)
+                self.info(f"step {step}: {kept} of {wanted} prompts pass, after {tried} were tried; {left} are left")
+        seen = self.prompts.taken - before
         self.metrics = {
             "rollout/filter_pass_rate": kept / max(seen, 1),
             "rollout/filter_prompts_seen": float(seen),
             "rollout/filter_rounds": float(len(parts)),
         }
-        if kept < wanted and self._stopped():
-            self._prompts.seek(before)  # the same responses are made again when the run continues
+        if kept < wanted and self.stopped():
+            self.prompts.seek(before)  # the same responses are made again when the run continues
             return None
         batch = Batch.concat(parts) if kept else None
         if kept == wanted:
             return batch
         self.ended = True
-        enough = batch is not None and len(batch) >= self._fewest
-        bounds = f"a mean score in {self._low} to {self._high}"
-        wanted_scores = "scores that differ" if self._low is None else bounds
+        enough = batch is not None and len(batch) >= self.fewest
+        low, high = self.bounds
+        wanted_scores = "scores that differ" if low is None else f"a mean score in {low} to {high}"
         passed = f"of the last {seen} prompts, {kept} have {wanted_scores}"
         if step == 1 and not enough:
-            raise ValueError(f"{passed}: nothing to train on; set {self._option}, or other prompts")
-        self._info(f"the data ends: {passed}" + ("" if enough else ", too few to train on"))
+            raise ValueError(f"{passed}: nothing to train on; set {self.option}, or other prompts")
+        self.info(f"the data ends: {passed}" + ("" if enough else ", too few to train on"))
         return batch if enough else None
 
     def _that_teach(self, responses: Batch) -> Batch:
-        scores = responses["score"], responses["prompt_id"]
-        if self._low is None or self._high is None:
+        scores, (low, high) = (responses["score"], responses["prompt_id"]), self.bounds
+        if low is None or high is None:
             return responses.select(group_std(*scores) > 0)
-        return responses.select(groups_within(*scores, self._low, self._high))
+        return responses.select(groups_within(*scores, low, high))

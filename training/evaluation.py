@@ -6,6 +6,7 @@ B responses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from components.batch import Batch
@@ -17,46 +18,33 @@ SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
 """The two scores of every run, and the temperature of the responses behind each."""
 
 
+@dataclass(kw_only=True)
 class Evaluation:
     """Scores held-out prompts, and remembers the first scores, the last ones and which step was the best.
 
     Without prompts everything is empty, so that a loop need not ask whether there are any.
     """
 
-    def __init__(
-        self,
-        prompts: Batch | None,
-        response: Callable[[Batch, float], Batch],
-        *,
-        temperature: float,
-        samples_per_prompt: int,
-        best_metric_key: str,
-        info: Callable[[str], None],
-        further: Callable[[Batch], Mapping[str, float]] = lambda _: {},
-    ) -> None:
-        """
-        Args:
-            prompts: as `PromptSource.take` gives them, or None.
-            response: (prompts with `sample_id`, temperature) -> one scored response to each, with `action_mask`,
-                `score`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random
-                numbers every time.
-            temperature: of the responses behind pass1 and passN.
-            samples_per_prompt: N.
-            best_metric_key: see `best_metric`.
-            info: what a person should read.
-            further: metrics of a recipe's own, of the responses behind pass1 and passN.
-        """
-        self.prompts = prompts
-        self._answer = response
-        self._temperature = temperature
-        self._samples_per_prompt = samples_per_prompt
-        self._best_metric_key = best_metric_key
-        self._info = info
-        self._further = further
-        self.scores: dict[str, dict[str, float]] = {}
-        """At the "start", where `start` was called, and at the "end", the last evaluation."""
-        self.best: tuple[str, float] | None = None
-        """Name and value of the best metric so far."""
+    prompts: Batch | None
+    """As `PromptSource.take` gives them."""
+    response: Callable[[Batch, float], Batch]
+    """(prompts with `sample_id`, temperature) -> one scored response to each, with `action_mask`, `score`, `prompt_id`,
+    `datasource`, `truncated` and any `log_...`. It should draw the same random numbers every time.
+    """
+    temperature: float
+    """Of the responses behind pass1 and passN."""
+    samples_per_prompt: int
+    """N."""
+    best_metric_key: str
+    """See `best_metric`."""
+    info: Callable[[str], None]
+    """Shows a line to the user."""
+    further: Callable[[Batch], Mapping[str, float]] = lambda _: {}
+    """Metrics of a recipe's own, of the responses behind pass1 and passN."""
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    """At the "start", where `start` was called, and at the "end", the last evaluation."""
+    best: tuple[str, float] | None = None
+    """Name and value of the best metric so far."""
 
     def start(self, step: int) -> None:
         """Score the policy before it is trained, or where held-out prompts were named for the first time."""
@@ -65,7 +53,7 @@ class Evaluation:
         self.scores["start"] = self.score() | self.evaluate()
         self._deciding(self.scores["start"])  # a best_metric_key that is none is found out now
         when = f"as it was resumed after step {step}" if step else "before training"
-        self._info(f"{when}: {console_line(step, shown(self.scores['start']))}")
+        self.info(f"{when}: {console_line(step, shown(self.scores['start']))}")
 
     def at_step(self, is_last: bool) -> dict[str, float]:
         """Evaluate in the middle of a run, or at its last step; returns metrics."""
@@ -82,7 +70,7 @@ class Evaluation:
         """pass1 and passN, by source (see `heldout_metrics`), and the recipe's own."""
         if self.prompts is None:
             return {}
-        responses = self.responses(self._temperature, self._samples_per_prompt)
+        responses = self.responses(self.temperature, self.samples_per_prompt)
         metrics = heldout_metrics(
             responses["score"],
             responses["prompt_id"],
@@ -91,12 +79,12 @@ class Evaluation:
             responses["truncated"],
             {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")},
         )
-        return {f"eval/{name}": value for name, value in metrics.items()} | dict(self._further(responses))
+        return {f"eval/{name}": value for name, value in metrics.items()} | dict(self.further(responses))
 
     def responses(self, temperature: float, count: int) -> Batch:
         """`count` scored responses to each prompt."""
         assert self.prompts is not None
-        return self._answer(for_samples(self.prompts, count), temperature)
+        return self.response(for_samples(self.prompts, count), temperature)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""
@@ -110,7 +98,7 @@ class Evaluation:
         if self.prompts is None:
             return None
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        return best_metric(heldout, self._best_metric_key)
+        return best_metric(heldout, self.best_metric_key)
 
     def finish(self, step: int) -> dict[str, Any] | None:
         """Say what was gained, and sum it up as `score` of summary.json; None without prompts. Where `start` was never
@@ -121,11 +109,11 @@ class Evaluation:
         start, end = self.scores.get("start", {}), self.scores.get("end", {})
         if "eval/score" not in end:  # the run ended at a step that was not known to be its last
             end = self.scores["end"] = self.score() | self.evaluate()
-        self._info(f"after training: {console_line(step, shown(end))}")
+        self.info(f"after training: {console_line(step, shown(end))}")
         sampled, greedy = (
             f"{start[name]:.3f} -> {end[name]:.3f}" if start else f"{end[name]:.3f}" for name, _ in SCORES
         )
-        self._info(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
+        self.info(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
         names = {"start": start.get("eval/score"), "start_greedy": start.get("eval/score_greedy")}
         names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
         return names | {"examples": len(self.prompts)}

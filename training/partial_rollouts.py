@@ -6,7 +6,7 @@ A group is all responses to one prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
@@ -37,6 +37,7 @@ class Group:
     """Which time that the engines were asked brought them."""
 
 
+@dataclass(kw_only=True)
 class GroupsInFlight:
     """Keeps prompts under way on several engines, and hands out the first groups that have finished.
 
@@ -44,43 +45,35 @@ class GroupsInFlight:
     waited for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
     """
 
-    def __init__(
-        self,
-        take: Callable[[int], Batch],
-        begin: Callable[[list[Batch | None], int], object],
-        collect: Callable[[float], Sequence[Collected]],
-        *,
-        engines: int,
-        samples: int,
-        in_flight: int,
-        most_stale: int,
-        version: Callable[[], int],
-        stopped: Callable[[], bool],
-        info: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            take: gives the next so many prompts, with `prompt_id`.
-            begin: (prompts, step): lets engines play prompts, drawn as those of this step: for each engine a row for
-                every sample, or None.
-            collect: (seconds): lets every engine play until it has finished a group, at most so long. Gives for each,
-                in order and after all that it was told to begin, what it has finished since it was last asked.
-            engines: how many there are.
-            samples: of each prompt.
-            in_flight: groups that are held at most.
-            most_stale: see AsyncOptions.
-            version: of the weights that the engines have, or an older one.
-            stopped: whether to give up the batch at hand; see `SampleStream.ending`.
-            info: shows a line to the user.
-        """
-        self._take, self._begin, self._collect = take, begin, collect
-        self._engines, self._samples = engines, samples
-        self._in_flight, self._most_stale = in_flight, most_stale
-        self._version, self._stopped, self._info = version, stopped, info
-        self._groups: dict[int, Group] = {}  # by prompt_id, as they were taken
-        self._asked = 0
-        self.metrics: dict[str, float] = {}
-        """Of the last batch."""
+    take: Callable[[int], Batch]
+    """Gives the next so many prompts, with `prompt_id`."""
+    begin: Callable[[list[Batch | None], int], object]
+    """(prompts, step): lets engines play prompts, drawn as those of this step: for each engine a row for every sample,
+    or None.
+    """
+    collect: Callable[[float], Sequence[Collected]]
+    """(seconds): lets every engine play until it has finished a group, at most so long. Gives for each, in order and
+    after all that it was told to begin, what it has finished since it was last asked.
+    """
+    engines: int
+    samples: int
+    """Of each prompt."""
+    in_flight: int
+    """Groups that are held at most."""
+    most_stale: int
+    """See AsyncOptions."""
+    version: Callable[[], int]
+    """Of the weights that the engines have, or an older one."""
+    stopped: Callable[[], bool]
+    """Whether to give up the batch at hand; see `SampleStream.ending`."""
+    info: Callable[[str], None]
+    """Shows a line to the user."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last batch."""
+    _groups: dict[int, Group] = field(default_factory=dict)
+    """By prompt_id, as they were taken."""
+    _asked: int = 0
+    """How often the engines were."""
 
     def __len__(self) -> int:
         """Count the prompts that were taken and whose responses were not yet handed out."""
@@ -99,14 +92,14 @@ class GroupsInFlight:
         """
         # Never more than `in_flight` are held, so of those that were begun for one batch at most
         # in_flight - wanted <= wanted are left behind, and the next batch has room for all of them if it must.
-        count = min(self._in_flight, left) - len(self._groups)
+        count = min(self.in_flight, left) - len(self._groups)
         if count > 0:
-            self._hold(self._take(count), step)
+            self._hold(self.take(count), step)
         assert len(self._groups) >= wanted, f"{wanted} prompts are wanted of {len(self._groups)}, {left} are left"
         restarted = self._begin_old_again(step)
         self._begin_waiting()
         while (chosen := self._choose(step, wanted)) is None:
-            if self._stopped():
+            if self.stopped():
                 return None
             lost = self._wait()
             restarted += lost
@@ -146,11 +139,11 @@ class GroupsInFlight:
 
     def _begin_old_again(self, step: int) -> int:
         """Let go of responses that are too old for this step: those of a run that allowed more. Counts them."""
-        old = [g for g in self._groups.values() if g.responses is not None and step - 1 - g.version > self._most_stale]
+        old = [g for g in self._groups.values() if g.responses is not None and step - 1 - g.version > self.most_stale]
         for group in old:
             group.responses = group.engine = None
         if old:
-            self._info(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
+            self.info(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
         return len(old)
 
     def _hold(self, prompts: Batch, step: int) -> None:
@@ -166,23 +159,23 @@ class GroupsInFlight:
     def _begin_waiting(self) -> None:
         """Begin what no engine runs, the longest held first, each on the engine that has the fewest."""
         playing = [group.engine for group in self._running().values()]
-        loads = [playing.count(engine) for engine in range(self._engines)]
+        loads = [playing.count(engine) for engine in range(self.engines)]
         waiting = [group for group in self._groups.values() if group.engine is None and group.responses is None]
         told: dict[int, list[list[Batch]]] = {}  # by step and engine
-        version = self._version()
-        for group in waiting[: self._in_flight - len(playing)]:
+        version = self.version()
+        for group in waiting[: self.in_flight - len(playing)]:
             engine = loads.index(min(loads))
             loads[engine] += 1
             group.engine, group.version = engine, version
             told.setdefault(group.step, [[] for _ in loads])[engine].append(group.prompt)
         for step, parts in told.items():
-            self._begin([for_samples(Batch.concat(part), self._samples) if part else None for part in parts], step)
+            self.begin([for_samples(Batch.concat(part), self.samples) if part else None for part in parts], step)
 
     def _choose(self, step: int, wanted: int) -> list[int] | None:
         """The prompts of this batch; None as long as too few are done, or one that it must have is not."""
         done = [key for key, group in self._groups.items() if group.responses is not None]
         begun = {*done, *self._running()}
-        due = [key for key in self._groups if key in begun and step - self._groups[key].version > self._most_stale]
+        due = [key for key in self._groups if key in begun and step - self._groups[key].version > self.most_stale]
         if len(done) < wanted or not set(due[:wanted]) <= set(done):
             return None
         others = sorted((key for key in done if key not in due), key=lambda key: self._groups[key].place)
@@ -193,7 +186,7 @@ class GroupsInFlight:
         """Let the engines play on, and take what they have finished; counts the groups that an engine has lost."""
         lost = 0
         self._asked += 1
-        for engine, finished in enumerate(self._collect(PATIENCE_S)):
+        for engine, finished in enumerate(self.collect(PATIENCE_S)):
             for prompt_id, responses in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
                 group = self._groups[prompt_id]
                 assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was answered twice"
@@ -203,6 +196,6 @@ class GroupsInFlight:
             for key in gone:
                 self._groups[key].engine = None
             if gone:
-                self._info(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
+                self.info(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
             lost += len(gone)
         return lost

@@ -293,8 +293,8 @@ class PolicyRun(Run[Batch]):
         self.prompt_filter = self._open_filter()
         self.in_flight = self._open_in_flight()
         self.evaluation = Evaluation(
-            self._heldout_prompts(),
-            self.clock.outside_step("evaluate", self._respond_heldout),
+            prompts=self._heldout_prompts(),
+            response=self.clock.outside_step("evaluate", self._respond_heldout),
             temperature=config.evaluation.temperature,
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
@@ -384,8 +384,8 @@ class PolicyRun(Run[Batch]):
         if self.config.filter_range is None:
             return None
         return PromptFilter(
-            self.prompts,
-            *self.config.filter_range,
+            prompts=self.prompts,
+            bounds=self.config.filter_range,
             option=self.renamed(self.config.FILTER_OPTION),
             passes=self.config.data.passes,
             fewest=self.config.placement.actor_ranks or 1,
@@ -399,9 +399,9 @@ class PolicyRun(Run[Batch]):
         if not own.partial_rollout:
             return None
         return GroupsInFlight(
-            self.prompts.take,
-            lambda prompts, step: self.calls.begin(prompts, self.config.sampling(step)),
-            self.calls.collect,
+            take=self.prompts.take,
+            begin=lambda prompts, step: self.calls.begin(prompts, self.config.sampling(step)),
+            collect=self.calls.collect,
             engines=self.calls.engines,
             samples=self.config.samples_per_prompt,
             in_flight=own.in_flight_prompts or self.config.prompts_per_step,

@@ -1,7 +1,7 @@
 """Rounds of dynamic sampling against data that are long, short, or hold nothing worth keeping."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Steps:
         passes: int = 1,
         fewest: int = 1,
         teaches: Callable[[int], bool] = lambda i: i % 2 == 1,
-        bounds: Sequence[float] = (0.0, 1.0),
+        bounds: tuple[float, float] | tuple[None, None] = (0.0, 1.0),
         responses: int = 2,
     ) -> None:
         rows = [{"input": "a" * (i % 3 + 1), "label": str(i)} for i in range(count)]
@@ -38,8 +38,8 @@ class Steps:
         self.stop_after: int | None = None
         self.said: list[str] = []
         self.filter = PromptFilter(
-            self.prompts,
-            *bounds,
+            prompts=self.prompts,
+            bounds=bounds,
             option="keep_range",
             passes=passes,
             fewest=fewest,
@@ -157,7 +157,7 @@ def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
 
 
 def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are() -> None:
-    steps = Steps(bounds=())
+    steps = Steps(bounds=(None, None))
     response = steps.response
     steps.response = lambda count: (found := response(count)).with_sequences(score=found["score"] * 6 - 5)
     # Scores of 1 and -5, whose mean is no share of right responses.

@@ -42,7 +42,12 @@ class Policy:
 
 def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Evaluation:
     return Evaluation(
-        batch, policy.response, temperature=0.5, samples_per_prompt=2, best_metric_key="", info=said.append
+        prompts=batch,
+        response=policy.response,
+        temperature=0.5,
+        samples_per_prompt=2,
+        best_metric_key="",
+        info=said.append,
     )
 
 
@@ -84,8 +89,8 @@ def test_a_run_that_is_not_scored_at_its_start_is_summed_up_by_its_end() -> None
 def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
     policy = Policy()
     scores = Evaluation(
-        prompts(),
-        policy.response,
+        prompts=prompts(),
+        response=policy.response,
         temperature=0.0,
         samples_per_prompt=2,
         best_metric_key="",

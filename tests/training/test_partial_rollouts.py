@@ -62,9 +62,9 @@ class Engines:
 
     def groups(self, in_flight: int, most_stale: int) -> GroupsInFlight:
         return GroupsInFlight(
-            self.take,
-            self.begin,
-            self.collect,
+            take=self.take,
+            begin=self.begin,
+            collect=self.collect,
             engines=self.count,
             samples=SAMPLES,
             in_flight=in_flight,
