@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from components.batch import Batch
 from components.data.rewards import RewardError
 from training.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
-from training.rollout_queue import SampleStream, Stateful
+from training.rollout_queue import SampleStream
 
 BATCHES = Path("state", "batches")
 """Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
@@ -70,49 +70,35 @@ class Progress:
         self.__dict__.update(state)
 
 
+@dataclass(kw_only=True)
 class RunCheckpoints:
     """Writes the checkpoints of one run when they are due, and finds the one to resume from."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        stream: SampleStream[Any],
-        parts: Mapping[str, Stateful],
-        write: Callable[[Path], object],
-        *,
-        every: int,
-        config: Mapping[str, Any],
-        run_id: str,
-        info: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            checkpoints: the step folders.
-            stream: of the run, which knows its step.
-            parts: what else of the trainer a checkpoint holds, by name, besides the stream and its sources. Those that
-                are made from what `load` returns are added to `self.parts` after it.
-            write: lets the roles fill a step's folder with what they hold.
-            every: steps between two of them; -1: only when `save` is called, or a step is the best.
-            config: the options of this run, without keys and tokens.
-            run_id: of this run: a restart of it continues even where `resume` says none.
-            info: shows a line to the user.
-        """
-        self.store = checkpoints
-        self._stream = stream
-        self._loaded: dict[str, Stateful] = {"stream": stream, **stream.sources, **parts}
-        self.parts: dict[str, Saved] = dict(parts)
-        self._write = write
-        self._every = every
-        self._config = config
-        self._run_id = run_id
-        self._info = info
-        self._failed = 0
-        self._saved_step = 0  # of the newest checkpoint of this run; 0 when there is none
-        self.metrics: dict[str, float] = {}
-        """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and
-        `perf/checkpoints_failed`."""
-        self.unrecorded: tuple[Batch, dict[str, float]] | None = None
-        """A step that was trained on, and is not yet evaluated and written down: see `record`."""
+    store: Checkpoints
+    """The step folders."""
+    stream: SampleStream[Any]
+    """Of the run, which knows its step."""
+    parts: dict[str, Saved]
+    """What else of the trainer a checkpoint holds, by name, besides the stream and its sources. Those that are made
+    from what `load` returns are added after it.
+    """
+    write: Callable[[Path], object]
+    """Lets the roles fill a step's folder with what they hold."""
+    every: int
+    """Steps between two of them; -1: only when `save` is called, or a step is the best."""
+    config: Mapping[str, Any]
+    """The options of this run, without keys and tokens."""
+    run_id: str
+    """Of this run: a restart of it continues even where `resume` says none."""
+    info: Callable[[str], None]
+    """Shows a line to the user."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `perf/checkpoints_failed`."""
+    unrecorded: tuple[Batch, dict[str, float]] | None = None
+    """A step that was trained on, and is not yet evaluated and written down: see `record`."""
+    _failed: int = 0
+    _saved_step: int = 0
+    """Of the newest checkpoint of this run; 0 when there is none."""
 
     def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
         """Set the parts to where a checkpoint was written; None when there is none to resume from.
@@ -129,49 +115,50 @@ class RunCheckpoints:
             ValueError: the data are others than before, there is no checkpoint where `resume` says, or it holds what
                 this run cannot continue with.
         """
-        folder = find_checkpoint(resume, self.store.folder, self._run_id)
+        folder = find_checkpoint(resume, self.store.folder, self.run_id)
         if folder is None:
             return None
         saved = read_state(folder)
-        missing = sorted(set(self._loaded) - set(saved) - {GROUPS})
+        parts: dict[str, Any] = {"stream": self.stream, **self.stream.sources, **self.parts}
+        missing = sorted(set(parts) - set(saved) - {GROUPS})
         if missing:
             raise ValueError(
                 f"{folder} holds no state of {', '.join(missing)}: another recipe or version wrote it; set resume=none "
                 "and another run_dir"
             )
         saved = _with_batches(saved, folder / BATCHES)
-        if saved.get(GROUPS) and GROUPS not in self._loaded:
+        if saved.get(GROUPS) and GROUPS not in parts:
             raise ValueError(
                 f"{folder} holds {len(saved[GROUPS]['steps'])} prompts whose responses were under way; resume with "
                 "asynchronous.partial_rollout, as before"
             )
-        for name, part in self._loaded.items():
+        for name, part in parts.items():
             part.load_state_dict(saved.get(name, {}))
         if (unrecorded := saved.get(_UNRECORDED)) is not None:
             self.unrecorded = unrecorded["batch"], unrecorded["metrics"]
-        stream = self._stream
+        stream = self.stream
         if left is not None:
             stream.steps = stream.step + stream.queued + left()
         # What another run has saved is not yet in the folder of this one.
         self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
-        self._info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
-        for line in changed_options(saved["config"], self._config):
-            self._info(f"changed since that checkpoint: {line}")
+        self.info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
+        for line in changed_options(saved["config"], self.config):
+            self.info(f"changed since that checkpoint: {line}")
         return folder, saved
 
     def save_when_due(self, is_best: bool = False) -> None:
         """Write a checkpoint every so many steps, and of the best step; one that fails is said and counted."""
         self.metrics = {}
-        if not is_best and (self._every < 1 or self._stream.step % self._every):
+        if not is_best and (self.every < 1 or self.stream.step % self.every):
             return
         began = time.monotonic()
         try:
             self.save()
             if is_best:
-                self.store.mark_best(self._stream.step)
+                self.store.mark_best(self.stream.step)
         except CheckpointError as error:
             self._failed += 1
-            self._info(f"warning: {error}; the training continues")
+            self.info(f"warning: {error}; the training continues")
         seconds = time.monotonic() - began
         self.metrics = {"timing_s/checkpoint": seconds, "perf/checkpoints_failed": float(self._failed)}
 
@@ -182,7 +169,7 @@ class RunCheckpoints:
             CheckpointError: the disk does not take it.
             ValueError: batches of the stream hold objects that no file can.
         """
-        if self._stream.step != self._saved_step:
+        if self.stream.step != self._saved_step:
             self._save()
 
     @contextmanager
@@ -200,18 +187,18 @@ class RunCheckpoints:
         It is of the step that was trained on last, and holds what waits in the stream's queue, and what is unrecorded.
         That it cannot be written is said and not raised: the error that ends the run is on its way already.
         """
-        step, waiting = self._stream.step, self._stream.queued
+        step, waiting = self.stream.step, self.stream.queued
         is_saved = step == self._saved_step and not waiting and self.unrecorded is None
         if is_saved or not step:  # a run that has learnt nothing begins anew, with other options if need be
             return
         try:
             self._save()
         except Exception as error:  # noqa: BLE001
-            self._info(f"warning: {error}; what was done since the checkpoint before is lost")
+            self.info(f"warning: {error}; what was done since the checkpoint before is lost")
             return
         held = "" if self.unrecorded is None else ", whose evaluation is still to be made"
         held += f", and {waiting} batch{'es' * (waiting != 1)} of responses" if waiting else ""
-        self._info(f"saved for when the rewards are back: step {step}{held}; the same command resumes")
+        self.info(f"saved for when the rewards are back: step {step}{held}; the same command resumes")
 
     def record(
         self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]
@@ -240,9 +227,9 @@ class RunCheckpoints:
             self.save_when_due(is_best)
 
     def _save(self) -> None:
-        step = self._stream.step
+        step = self.stream.step
         batches: dict[str, Batch] = {}
-        state = _without_batches(self._stream.states(), "batch", batches)
+        state = _without_batches(self.stream.states(), "batch", batches)
         state |= {name: part.state_dict() for name, part in self.parts.items()}
         if self.unrecorded is not None:
             batch, metrics = self.unrecorded
@@ -254,9 +241,9 @@ class RunCheckpoints:
                     batch.save(folder / BATCHES / name)
                 except ValueError as error:
                     raise ValueError(f"a batch that was generated ahead cannot be saved: {error}") from error
-            self._write(folder)
+            self.write(folder)
 
-        self.store.save(step, state | {"run_id": self._run_id, "config": self._config}, write)
+        self.store.save(step, state | {"run_id": self.run_id, "config": self.config}, write)
         self._saved_step = step
 
 

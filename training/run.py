@@ -107,10 +107,10 @@ class Run(Generic[Item]):
         self.stream = stream
         config = redact(trainer.config)
         self.checkpoints = RunCheckpoints(
-            own.checkpoints,
-            stream,
-            {**parts, "progress": self.progress},
-            self.clock.outside_step("checkpoint", write),
+            store=own.checkpoints,
+            stream=stream,
+            parts={**parts, "progress": self.progress},
+            write=self.clock.outside_step("checkpoint", write),
             every=own.checkpoint_every,
             config=config,
             run_id=trainer.run_id,

@@ -124,10 +124,10 @@ class Box:
         self.stream = SampleStream(lambda step: step, steps)
         self.progress = Progress()
         self.checkpoints = RunCheckpoints(
-            Checkpoints(folder),
-            self.stream,
-            {"progress": self.progress},
-            self.write,
+            store=Checkpoints(folder),
+            stream=self.stream,
+            parts={"progress": self.progress},
+            write=self.write,
             every=every,
             config={"rate": 0.1} | config,
             run_id=run_id,
@@ -268,10 +268,10 @@ class Ahead:
         self.stream = SampleStream(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
         self.checkpoints = RunCheckpoints(
-            Checkpoints(folder),
-            self.stream,
-            {},
-            lambda folder: None,
+            store=Checkpoints(folder),
+            stream=self.stream,
+            parts={},
+            write=lambda folder: None,
             every=1,
             config={},
             run_id="",
