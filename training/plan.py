@@ -17,15 +17,7 @@ from typing import Any
 
 from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
 from components.engines.config import RolloutConfig, TrainConfig
-from components.engines.memory import (
-    PROCESS_BYTES,
-    Need,
-    frozen,
-    micro_batch_tokens,
-    model_size,
-    sampling,
-    training,
-)
+from components.engines.memory import PROCESS_BYTES, Need, frozen, micro_batch_tokens, model_size, sampling, training
 from core import Job
 from training.launch import printed
 from training.tracking import redact
@@ -411,81 +403,3 @@ class Estimate:
         """One of the engines that share so many responses."""
         rows = -(-responses // self._processes.get(role, 1))
         return sampling(model_size(model), config, rows, self._longest, self._device, gpu=self._gpu)
-
-
-def policy_plan(
-    recipe: str, job: Job, asked: Any, config: Any, changed: Mapping[str, Any], given: Collection[str]
-) -> Plan:
-    """The plan of a recipe whose configuration is made of the groups of options, and has the roles ACTOR and ROLLOUT,
-    perhaps REFERENCE.
-
-    Args:
-        recipe: its name.
-        job: what runs where.
-        asked: the configuration before anything was filled in.
-        config: and after.
-        changed: as in Plan.
-        given: the options that the user has named.
-    """
-    gpu, data, train, model = job.device_type == "GPU", config.data, config.train, config.model.path
-    estimate = Estimate(job, model, data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-    responses, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
-    needs = {
-        "ACTOR": estimate.trained("ACTOR", model, engine, responses // config.minibatches, publishes=True),
-        "ROLLOUT": estimate.sampled("ROLLOUT", model, config.rollout_engine(), responses),
-        "REFERENCE": estimate.inferred(model, config.dtype, (train.forward_max_tokens or train.max_tokens, responses)),
-    }
-    return Plan(
-        recipe=recipe,
-        job=job,
-        config=config,
-        changed=changed,
-        needs=needs,
-        steps=steps_text(config.arithmetic, data.path, data.max_rows, data.probs),
-        choices=[
-            f"{train.engine} zero_stage={engine.stage} {train.precision}",
-            asked.rollout.chosen(gpu, asked.model.path, asked.evaluation.temperature)[1],
-        ],
-        notes=config.notes(given),
-        overlaps=config.asynchronous.ahead > 0,
-    )
-
-
-def supervised_plan(
-    recipe: str, job: Job, config: Any, changed: Mapping[str, Any], role: str, rows: str = "pairs"
-) -> Plan:
-    """The plan of a recipe that trains one model on data that is there.
-
-    Args:
-        recipe: its name.
-        job: what runs where.
-        config: with `engine`, and the options that sft, dpo and reward_model share.
-        changed: as in Plan.
-        role: that trains; REWARD has a head of its own.
-        rows: what the data are.
-    """
-    gpu = job.device_type == "GPU"
-    engine, ranks, size = config.engine(1, gpu), job.placement.processes[role], model_size(config.pretrain)
-    longest = min(config.max_len, (size and size.positions) or config.max_len)
-    tokens = micro_batch_tokens(engine, longest, -(-2 * config.train_batch_size // ranks))  # of pairs both responses
-
-    def arithmetic(count: int) -> str:
-        held = 0 if getattr(config, "eval_dataset", None) else config.eval_samples
-        if count <= held:
-            return f"none: eval_samples={held} holds out all {count} {rows}"
-        steps = config.max_epochs * -(-(count - held) // config.train_batch_size)
-        return (
-            f"{steps} optimizer steps of {config.train_batch_size} {rows}: {count - held} {rows} x {config.max_epochs} "
-            f"epochs, {held} held out; in micro-batches of at most {config.max_tokens_per_gpu} tokens on each of "
-            f"{ranks} processes"
-        )
-
-    return Plan(
-        recipe=recipe,
-        job=job,
-        config=config,
-        changed=changed,
-        needs={role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=role != "REWARD")},
-        steps=steps_text(arithmetic, config.dataset, config.max_samples),
-        choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
-    )

@@ -13,7 +13,7 @@ from training.command import Command
 from training.config import ConfigError
 from training.launch import STOP_GRACE_S, threads_each
 from training.options import check_prompts, resolved
-from training.plan import Plan, policy_plan
+from training.plan import Estimate, Plan, steps_text
 from training.rl_options import RLOptions
 from training.warm_start import resolve_model
 
@@ -81,8 +81,32 @@ class PolicyCommand(Command[C]):
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
         config = resolved(asked, detect_devices())
-        job, changed, given = self.build_job(config), self.changed(arguments), self.given(arguments)
-        return policy_plan(self.folder.name, job, asked, config, changed, given)
+        job = self.build_job(config)
+        data, train, model = config.data, config.train, config.model.path
+        estimate = Estimate(job, model, data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+        responses, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
+        limits = (train.forward_max_tokens or train.max_tokens, responses)
+        temperature = asked.evaluation.temperature
+        return Plan(
+            recipe=self.folder.name,
+            job=job,
+            config=config,
+            changed=self.changed(arguments),
+            needs={
+                Role.ACTOR: estimate.trained(
+                    Role.ACTOR, model, engine, responses // config.minibatches, publishes=True
+                ),
+                Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), responses),
+                Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
+            },
+            steps=steps_text(config.arithmetic, data.path, data.max_rows, data.probs),
+            choices=[
+                f"{train.engine} zero_stage={engine.stage} {train.precision}",
+                asked.rollout.chosen(job.device_type == "GPU", asked.model.path, temperature)[1],
+            ],
+            notes=config.notes(self.given(arguments)),
+            overlaps=config.asynchronous.ahead > 0,
+        )
 
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""

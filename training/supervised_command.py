@@ -11,12 +11,13 @@ from typing import TypeVar
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.engines.choice import choose_attention
+from components.engines.memory import micro_batch_tokens, model_size, training
 from core import Job, JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
 from training.launch import STOP_GRACE_S
 from training.options import check_model
-from training.plan import Plan, supervised_plan
+from training.plan import Plan, steps_text
 from training.supervised_options import PairOptions, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
@@ -60,8 +61,21 @@ class SupervisedCommand(Command[C]):
 
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
-        job, changed = self.build_job(asked), self.changed(arguments)
-        return supervised_plan(self.folder.name, job, asked, changed, self.role, asked.EXAMPLES)
+        job = self.build_job(asked)
+        ranks, gpu, size = job.placement.processes[self.role], job.device_type == "GPU", model_size(asked.pretrain)
+        engine = asked.engine(1, gpu)
+        longest = min(asked.max_len, (size and size.positions) or asked.max_len)
+        tokens = micro_batch_tokens(engine, longest, -(-asked.GROUP_SIZE * asked.train_batch_size // ranks))
+        return Plan(
+            recipe=self.folder.name,
+            job=job,
+            config=asked,
+            changed=self.changed(arguments),
+            # The role REWARD has a head of its own.
+            needs={self.role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=self.role != Role.REWARD)},
+            steps=steps_text(lambda count: arithmetic(asked, count, ranks), asked.dataset, asked.max_samples),
+            choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
+        )
 
     def check(self, plan: Plan) -> None:
         """See that models, their attention, and data can be there."""
@@ -120,6 +134,20 @@ class PairCommand(SupervisedCommand[P]):
         for option, (source, _) in config.sources.items():
             with naming(option, source):
                 read_pairs(rows[option], config.pair_format(source), tokenizer)
+
+
+def arithmetic(config: SupervisedOptions, count: int, ranks: int) -> str:
+    """The optimizer steps of so many examples, in a sentence."""
+    rows = config.EXAMPLES
+    held = 0 if isinstance(config, PairOptions) and config.eval_dataset else config.eval_samples
+    if count <= held:
+        return f"none: eval_samples={held} holds out all {count} {rows}"
+    steps = config.max_epochs * -(-(count - held) // config.train_batch_size)
+    return (
+        f"{steps} optimizer steps of {config.train_batch_size} {rows}: {count - held} {rows} x {config.max_epochs} "
+        f"epochs, {held} held out; in micro-batches of at most {config.max_tokens_per_gpu} tokens on each of "
+        f"{ranks} processes"
+    )
 
 
 @contextmanager
