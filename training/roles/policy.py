@@ -2,13 +2,10 @@
 
 from typing import Generic, TypeVar
 
-from torch import nn
-
 from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
-from components.rl.aggregation import LossOutput, Totals
 from core import rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
@@ -21,10 +18,6 @@ class PolicyWorker(TrainedModel, Generic[C]):
     """One rank of the policy. A recipe's subclass says its options, and its `loss`."""
 
     config: C
-
-    def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     @trainer_invocation(blocking=False)
     def load(self, model_path: str, steps: int) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.opening import open_engine
-from components.rl.aggregation import LossOutput, Totals
 from core import trainer_invocation
 from training.roles.trained_model import TrainedModel, of_rank0
 from training.supervised_options import SupervisedOptions
@@ -20,10 +19,6 @@ class SupervisedModel(TrainedModel, Generic[C]):
     """One rank of the model. A recipe's subclass says its options, its `loss`, and what it evaluates."""
 
     config: C
-
-    def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     def load_model(self, path: str) -> nn.Module:
         """The model to train; here a causal one."""

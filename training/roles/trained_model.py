@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import shuffled_minibatches
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
+from components.rl.aggregation import LossOutput, Totals
 from core import BaseWorkload, trainer_invocation
 from training.rollouts import keep_failed, over_updates
 
@@ -20,7 +21,7 @@ def of_rank0(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class TrainedModel(BaseWorkload):
-    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and calls `train`."""
+    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and says its `loss`."""
 
     engine: TrainEngine
     publisher: WeightPublisher | None = None
@@ -29,6 +30,10 @@ class TrainedModel(BaseWorkload):
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
         self.setup_process_group(init_process_group)
+
+    def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     @property
     def state_name(self) -> str:
