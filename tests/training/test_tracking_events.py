@@ -6,8 +6,6 @@ import math
 import os
 import re
 import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,29 +79,6 @@ def test_a_resumed_run_goes_on_behind_what_is_there_and_behind_half_a_line(tmp_p
     EventLog(path)(WorkerLost("b"))
     lines = path.read_text().splitlines()
     assert [json.loads(lines[0])["text"], lines[1], json.loads(lines[2])["text"]] == ["a", '{"event": "wor', "b"]
-
-
-def test_two_processes_may_append_to_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    code = textwrap.dedent(
-        """
-        import sys
-        from dataclasses import dataclass
-        from training.tracking import EventLog
-
-        @dataclass
-        class Note:
-            text: str
-
-        log = EventLog(sys.argv[1])
-        for _ in range(200):
-            log(Note(sys.argv[2] * 1000))
-        """
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), text], cwd=PROJECT) for text in "ab"]
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
-    texts = [event["text"] for event in events(path)]
-    assert sorted(texts) == ["a" * 1000] * 200 + ["b" * 1000] * 200
 
 
 def test_a_log_that_cannot_be_opened_says_so_once_and_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,6 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_tensorboard_shows_numbers_and_samples_in_the_run_folder(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "toy", {}, seed=0, tensorboard="true")
-    assert tracker.wants_samples
     tracker.log(1, {"reward": 0.5, "note": "text", "heads": {"a": 2}, "done": True})
     tracker.log(2, {"reward": 0.25})
     tracker.samples(2, lambda: [{"prompt": "a|b\nc", "reward": 1.0}, {"reward": 0.0, "prompt": f"sk-{'k' * 20}"}])
@@ -73,7 +72,6 @@ def test_tensorboard_goes_to_a_folder_that_is_named_and_is_off_without_one(tmp_p
     assert scalars(elsewhere, "reward") == [(1, 0.5)]
     for option in (None, "", "false"):
         tracker = Tracker(tmp_path / "run", "toy", {}, seed=0, tensorboard=option)
-        assert not tracker.wants_samples
         tracker.samples(1, lambda: [{"prompt": "for nobody"}])
     assert not (tmp_path / "run" / "tensorboard").exists()
 

@@ -151,7 +151,7 @@ def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
     # An attempt whose W&B fails keeps the id for the next one.
     monkeypatch.setenv("WANDB_MODE", "no such mode")
     broken = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig(), state=state)
-    assert not broken.wants_samples
+    assert "W&B" not in broken._sinks
     assert broken.state_dict() == state
 
 
@@ -160,7 +160,6 @@ def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig())
-    assert tracker.wants_samples
     tracker.samples(1, list)
     tracker.samples(1, lambda: [{"prompt": "p1", "reward": torch.tensor(0.5)}, {"reward": "none", "prompt": "p2"}])
     tracker.samples(4, lambda: [{"prompt": "p3", "more": 1}])

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class EventLog:
     """Appends every event that it is called with. After its first failure it says so once, and is off.
 
-    Several processes may append to one file; each line is a single write. A resumed run continues behind what is there.
+    A resumed run continues behind what is there.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,10 +150,7 @@ class LineFile(GrowingFile):
         """Open the file, and end half a line that a killed process left."""
         super().__init__(path)
         if not _ends_a_line(path):
-            # Another process may be in the middle of one; a killed one will never end it.
-            time.sleep(0.05)
-            if not _ends_a_line(path):
-                self.add("\n")
+            self.add("\n")
 
     def add(self, line: str) -> None:
         """Append a line, which brings its own end."""

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from training.tracking.plain import GrowingFile, LineFile, json_line, json_lines, write_whole
 
@@ -20,17 +20,12 @@ class Sink(Protocol):
         """Take the metrics of one step: plain values; numbers may be infinite or NaN."""
         ...
 
-    def close(self) -> None:
-        """Send what is still held back."""
-        ...
-
-
-@runtime_checkable
-class SampleSink(Protocol):
-    """A place that samples go to as well."""
-
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take the samples of one step: rows of plain values, each with the columns of the first."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still held back."""
         ...
 
 
@@ -47,6 +42,9 @@ class JsonLines:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._lines.add(json_line({**metrics, "step": step, "time": round(time.time(), 3)}))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass them over: `rollouts` has it all."""
 
     def close(self) -> None:
         self._lines.close()

@@ -16,7 +16,7 @@ from training.tracking.environment import write_environment
 from training.tracking.event_types import StepEvent
 from training.tracking.plain import plain, write_whole
 from training.tracking.redaction import hide_in_text, redact
-from training.tracking.sinks import JsonLines, SampleSink, Sink, TensorBoard, tensorboard_folder
+from training.tracking.sinks import JsonLines, Sink, TensorBoard, tensorboard_folder
 from training.tracking.summary import begin_summary, check_fields, merge_summary
 from training.tracking.wandb_sink import Wandb, WandbConfig
 
@@ -84,18 +84,13 @@ class Tracker:
             purge_step = resume_step + 1 if own or resume_step else None
             self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
         if wandb is not None:
-            described = {**hidden, "environment": environment} if isinstance(hidden, Mapping) else hidden
+            described = {**hidden, "environment": environment}
             self._open_sink("W&B", lambda: self._start_wandb(described, wandb, code))
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
         """What a tracker that resumes from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
         return {WANDB_ID: self._wandb_id}
-
-    @property
-    def wants_samples(self) -> bool:
-        """Whether anybody reads what `samples` is given."""
-        return any(isinstance(sink, SampleSink) for sink in self._sinks.values())
 
     def log(
         self,
@@ -126,16 +121,13 @@ class Tracker:
             self._guard("what is told of steps", lambda: self._announce(event))
 
     def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Show prompts, responses, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them,
-        and is not asked where there is neither.
+        """Show prompts, responses, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them.
 
         The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
         """
-        if not self.wants_samples:
-            return
         values: list[dict[str, Any]] = []
         if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
-            self._emit(lambda sink: sink.samples(step, values) if isinstance(sink, SampleSink) else None)
+            self._emit(lambda sink: sink.samples(step, values))
 
     def rollouts(self, step: int, batch: Batch) -> None:
         """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each; objects that no file can
