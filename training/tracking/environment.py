@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import platform
-import shutil
+import re
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -78,9 +78,7 @@ def git_state(code: Path) -> dict[str, Any] | None:
 
     A folder of installed packages inside somebody's repository is not kept by it.
     """
-    if not _git(code, "ls-files", "--", "."):
-        return None
-    commit = _git(code, "rev-parse", "HEAD")
+    commit = _git(code, "rev-parse", "HEAD") if _git(code, "ls-files", "--", ".") else None
     if commit is None:
         return None
     branch = _git(code, "symbolic-ref", "--short", "-q", "HEAD")
@@ -102,12 +100,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
     """What a program prints; None when it is not there, fails, or takes too long."""
-    found = shutil.which(program)
-    if found is None:
-        return None
     try:
         result = subprocess.run(
-            [found, *arguments],
+            [program, *arguments],
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -133,17 +128,9 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    # ARM's cpuinfo has no model name.
-    return platform.processor() or platform.machine() or None
+def _cpu_model() -> str:
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return found[1] if found else platform.machine()  # ARM's has no model name
 
 
 def _version(package: str) -> str | None:
