@@ -54,6 +54,11 @@ class PolicyRun(Run[Batch]):
     checkpoint resumed from, if there is one.
     """
 
+    generate: Generate
+    """As the recipe does; known from `rollouts` on, like the scores."""
+    _scores: Sequence[Score]
+    _score_heldout: Score
+
     def __init__(
         self,
         trainer: BaseTrainer,
@@ -85,9 +90,6 @@ class PolicyRun(Run[Batch]):
         super().__init__(trainer, settings, recipe=recipe, shown=shown)
         self.config = config
         self.calls = calls or PolicyCalls(trainer, config)
-        self._generate: Generate | None = None
-        self._scores: Sequence[Score] = ()
-        self._score_heldout: Score = self._score
         self._read_data()
         self._open(parts or {})
 
@@ -110,7 +112,7 @@ class PolicyRun(Run[Batch]):
             scores: add `reward` and `score`, one after the other. Default: `add_rewards`.
             score_heldout: the same in evaluations, alone. Default: `scores`.
         """
-        self._generate = generate
+        self.generate = generate
         self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
         if not self.trainer.stop_requested:
@@ -161,16 +163,12 @@ class PolicyRun(Run[Batch]):
 
     def measure(self, experience: Batch) -> dict[str, float]:
         """Metrics of a step beside those of the updates: its speed, its rollouts, the last checkpoint and the queue."""
-        found = self.count(experience) | self.describe(experience)
+        found = self.count(experience) | rollout_metrics(experience, *self.config.algorithm.correction_range)
         return found | self.checkpoints.metrics | self.stream.metrics
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of a step under the names that they are logged with."""
         return metrics
-
-    def describe(self, experience: Batch) -> dict[str, float]:
-        """Metrics of a step's rollouts."""
-        return rollout_metrics(experience, *self.config.algorithm.correction_range)
 
     def finish(self) -> None:
         """Save what is not yet saved, sum up what was gained, and let go of everything."""
@@ -225,12 +223,6 @@ class PolicyRun(Run[Batch]):
         for score in self._scores:
             rollouts = score(rollouts)
         return rollouts
-
-    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """As the recipe does."""
-        if self._generate is None:
-            raise RuntimeError("nothing can be generated before rollouts() has told how")
-        return self._generate(prompts, sampling)
 
     def _verify_weights(self, experience: Batch) -> None:
         """Let the policy score greedy responses of every engine; see `check_greedy`."""

@@ -161,7 +161,7 @@ class VerlRun(PolicyRun):
 
     def validate(self, generate: Generate, score: Score) -> None:
         """Evaluate the policy as it is, log what was found, and end the run (trainer.val_only)."""
-        self._generate = generate
+        self.generate = generate
         self._score_heldout = score
         found = self.evaluation.at_step(is_last=True)
         self.tracker.log(self.step, found)

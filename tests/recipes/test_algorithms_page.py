@@ -58,7 +58,7 @@ def test_what_the_page_calls_an_option_is_one() -> None:
     functions = {name for module in (*MODULES, "masked") for name in public(module)}
     kinds = [getattr(schema, kind) for schema in (config, verl) for kind in ("Estimator", "PolicyLoss")]
     choices = {choice for kind in kinds for choice in get_args(kind)} | set(verl.KL_NAMES)
-    elsewhere = {"token_logprobs", "fill_groups", "chi_square_token", "chi_square_sequence", "effective_sample_size"}
+    elsewhere = {"token_logprobs", "chi_square_token", "chi_square_sequence", "effective_sample_size"}
     metrics = elsewhere | {"mismatch_k3", "outside_share"}
     assert named - options - functions - choices - metrics == set()
 

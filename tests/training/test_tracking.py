@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,9 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning(tracker: Tracker, ca
         def log(self, step: int, metrics: Mapping[str, Any]) -> None:
             self.calls += 1
             raise ConnectionError("gone")
+
+        def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+            raise AssertionError("it is off")
 
         def close(self) -> None:
             raise AssertionError("it is off")
