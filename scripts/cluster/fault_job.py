@@ -132,7 +132,7 @@ class Trainer(BaseTrainer):
             found |= {member.name: place for member, place in zip(group, group.place(), strict=True)}
         return found
 
-    def ready(self, *groups: RoleGroup) -> None:
+    def ready(self, *groups: RoleGroup[Any]) -> None:
         """Let the fault come, once all of these are in their call."""
         names = [member.name for group in groups for member in group]
         wait_until(lambda: all((self.folder / f"held-{name}").exists() for name in names))

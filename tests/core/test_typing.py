@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs_pages import PAGES, ROOT, blocks
+
 pytestmark = pytest.mark.full  # pyright belongs to the extra `dev`
 
-ROOT = Path(__file__).parents[2]
 MISTAKES = ROOT / "tests/core/typed_mistakes.py"
 USES = ROOT / "tests/core/typed_uses.py"
-PAGES = ("README.md", "docs/core.md", "docs/runs.md")
 Reports = dict[int, set[str]]
 """Rules by the number of the line that they report."""
 
@@ -48,10 +48,10 @@ def test_right_uses_pass_and_each_mistake_is_reported_by_its_rule(tmp_path: Path
 
 
 def test_jobs_that_the_pages_show_pass(tmp_path: Path) -> None:
-    files = []
-    for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-        (job,) = [block for block in blocks if "BaseTrainer" in block]
-        files.append(tmp_path / f"{Path(page).stem.lower()}_job.py")
-        files[-1].write_text(job)
+    shown = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+    jobs = [block.text for block in shown if "(BaseTrainer)" in block.text]
+    assert len(jobs) >= 4
+    files = [tmp_path / f"job_{number}.py" for number in range(len(jobs))]
+    for file, text in zip(files, jobs, strict=True):
+        file.write_text(text)
     assert reports_on(*files) == {file.name: {} for file in files}
