@@ -1,7 +1,7 @@
 """How the processes of a job come up, first all together and later one by one in place of those that are lost.
 
 Each is a generator that goes through the same stages and yields what it waits for, so any number of them come up at
-the same time, and a death on the way starts one of them anew without a word to the others.
+the same time, and one that dies on the way begins anew while the others continue.
 """
 
 import math
