@@ -5,8 +5,8 @@
 
 Run it on the head of an idle Ray cluster, as the user who started Ray on both. --near and --far are the addresses of
 the nodes in Ray, --ssh is how far is reached; --start_ray runs there after each death, and must make it a node again.
-The folder is one that both see. Of far's packets only those from and to near are dropped, but for ssh, and for a minute
-at most.
+The folder is one that both see. Of far's packets only those from and to near are dropped, but for ssh, and for three
+minutes at most.
 `--cases NAME ...` takes some of the cases of fault_job.py.
 
 Prints a line for each case. Exit code: 0 all is as it is to be, 1 it is not, 2 far cannot be reached.
@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +40,11 @@ PAUSE_S = 5.0
 LOOK_S = 0.1
 KILL = "pids=$(pgrep -f -- '[-]-gcs-address=%s') && kill -KILL $pids $(pgrep -P \"$(echo $pids | tr ' ' ,)\")"
 """Ends Ray's own processes of a node, and their children: its workers."""
-DROPPED = ("INPUT -s %s -p tcp ! --dport 22 -j DROP", "OUTPUT -d %s -p tcp ! --sport 22 -j DROP")
-DROPPED_S = 60
+DROPPED = (
+    "INPUT -s %s -p tcp ! --dport 22 -m comment --comment faults-%s -j DROP",
+    "OUTPUT -d %s -p tcp ! --sport 22 -m comment --comment faults-%s -j DROP",
+)
+DROPPED_S = 180
 
 
 class Machines(Protocol):
@@ -149,6 +153,8 @@ class Hosts:
     ssh: str
     sudo: str
     start_ray: str
+    rules: list[str] = field(default_factory=list)
+    """Of iptables on far, each with a number, so that nobody takes away those of a later fault."""
 
     def on_far(self, script: str, check: bool = True) -> str:
         """What a script prints on the far machine."""
@@ -166,15 +172,17 @@ class Hosts:
         self.on_far(KILL % self.address)
 
     def unplug(self) -> None:
-        rules = [rule % self.near for rule in DROPPED]
-        put = " && ".join(f"{self.sudo} iptables -I {rule}" for rule in rules)
+        self.rules = [rule % (self.near, secrets.token_hex(4)) for rule in DROPPED]
+        put = " && ".join(f"{self.sudo} iptables -I {rule}" for rule in self.rules)
         # It takes them away by itself, should nobody be able to tell it to.
-        later = "; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules)
-        self.on_far(f"{put} && (nohup sh -c {shlex.quote(f'sleep {DROPPED_S}; {later}')} >/dev/null 2>&1 &)")
+        later = shlex.quote(f"sleep {DROPPED_S}; {self._without_rules()}")
+        self.on_far(f"{put} && (nohup sh -c {later} >/dev/null 2>&1 &)")
 
     def plug_in(self) -> None:
-        rules = [rule % self.near for rule in DROPPED]
-        self.on_far("; ".join(f"{self.sudo} iptables -D {rule}" for rule in rules), check=False)
+        self.on_far(self._without_rules(), check=False)
+
+    def _without_rules(self) -> str:
+        return "; ".join(f"{self.sudo} iptables -D {rule}" for rule in self.rules)
 
     def left_behind(self, run_id: str, on_far: bool) -> list[str]:
         look = f"pgrep -a -f '^ray::(TRAINER|TOOL|ACTOR)'; ls -d /dev/shm/troupe-{run_id}* 2>/dev/null; true"
