@@ -310,7 +310,8 @@ class Master:
             with contextlib.suppress(Exception):  # a host that is gone already needs no end
                 self._backend.kill(host.handle)
         deadline = time.monotonic() + _GONE_WITHIN_S
-        while any(host.link and host.link.alive for host in hosts) and time.monotonic() < deadline:
+        reachable = [host.link for host in hosts if host.link is not None and not host.lost]
+        while any(link.alive for link in reachable) and time.monotonic() < deadline:
             self._watch.poll()
             if self._backend.fault():
                 break
