@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core import MemoryEvent
-from core.control import ControlLink, ControlServer, Status, memory_bytes
+from core.control import ControlLink, ControlServer, MemoryGauge, Status, memory_bytes
 from core.host import IDLE
 from core.plan import HostPlan
 from core.watch import Watch, WatchedHost
@@ -93,6 +93,22 @@ print(before, both, alone, memory_bytes(child))
     assert alone < before - 2**24
     assert dead == 0
     assert memory_bytes(2**22 + 1) == 0
+
+
+def test_reading_memory_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+
+    def slow(descendants: bool) -> int:
+        reads.append(time.monotonic())
+        time.sleep(0.05)
+        return 7
+
+    monkeypatch.setattr("core.control.memory_bytes", slow)
+    monkeypatch.setattr("core.control._MEMORY_EVERY_S", 0.0)
+    gauge = MemoryGauge()
+    began = time.monotonic()
+    assert [gauge.read() for _ in range(1000)] == [7] * 1000
+    assert len(reads) <= 1 + (time.monotonic() - began) / 5.0
 
 
 def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
