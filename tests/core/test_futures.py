@@ -97,6 +97,7 @@ async def _awaited_one(future: Any) -> Any:
     return await future
 
 
+@ON_RAY
 def test_those_that_await_do_not_keep_others_from_awaiting(
     actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path
 ) -> None:

@@ -52,7 +52,7 @@ def same(before: Any, after: Any) -> bool:
 def prompts() -> Batch:
     """Two of two tokens."""
     ids = {"prompt_id": torch.tensor([0, 1]), "sample_id": torch.tensor([0, 0])}
-    return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids)
+    return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids, objects={"prompt": ["ab", "cd"]})
 
 
 def in_flight(begin: str, collect: str) -> list[tuple[str, tuple[Any, ...]]]:
