@@ -1,5 +1,5 @@
 """Observers hear, in the driver, when each call to a workload begins and ends, what happens to the job, and whatever
-workloads tell them with `BaseWorkload.tell`.
+workloads tell them with `BaseWorkload.emit`.
 """
 
 import logging
