@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, NoReturn
 
 from core.context import Identity, WorkloadContext, info
-from core.errors import AnswerLost, JobError, WorkerDied, WorkerTimeout
+from core.errors import JobError, ResultLost, WorkerDied, WorkerTimeout
 from core.exports import replicate
 from core.futures import Future, FutureSequence
 from core.invocation import rpc, trainer_invocation
@@ -22,7 +22,6 @@ DLJobBuilder = JobBuilder
 """DLRover's name."""
 
 __all__ = [
-    "AnswerLost",
     "BaseTrainer",
     "BaseWorkload",
     "CallEvent",
@@ -41,6 +40,7 @@ __all__ = [
     "Observer",
     "RLJobBuilder",
     "Resource",
+    "ResultLost",
     "Role",
     "RoleGroup",
     "RoleSpec",

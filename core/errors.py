@@ -5,8 +5,8 @@ class WorkerDied(RuntimeError):
     """A process that was asked for something is gone: killed, out of memory, or crashed below Python."""
 
 
-class AnswerLost(WorkerDied):
-    """A worker's answer is gone with the node that held it, or the worker could not be reached for it.
+class ResultLost(WorkerDied):
+    """A worker's result is gone with the node that held it, or the worker could not be reached for it.
 
     Whether the call has run is not known, so only an idempotent one is sent again.
     """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from core.context import WorkloadContext
-from core.errors import AnswerLost, WorkerDied, WorkerTimeout, with_note
+from core.errors import ResultLost, WorkerDied, WorkerTimeout, with_note
 from core.exports import Export
 from core.members import Member, Outcome
 from core.sharding import join
@@ -30,14 +30,14 @@ _MANY = 8
 _SLICE_S = 0.02
 _SLICE_S_EACH = 1e-4
 _ASKED_AGAIN = 5
-"""How often a lost answer is asked for again; the pause before it doubles each time."""
+"""How often a lost result is asked for again; the pause before it doubles each time."""
 _FIRST_PAUSE_S = 0.25
 
 
 class Pending:
     """One call on its way to one worker.
 
-    A call to a worker that is being replaced waits for the replacement. One whose answer is lost, with its worker or
+    A call to a worker that is being replaced waits for the replacement. One whose result is lost, with its worker or
     its node, is sent again if its method is idempotent.
     """
 
@@ -53,7 +53,7 @@ class Pending:
         self._export = export
         # Kept only where they may be needed again: they may be large.
         self._arguments = (args, kwargs) if export.idempotent else None
-        self._lost_answers = 0
+        self._lost_results = 0
         self._again_at = 0.0
         living = context.recovery.replacement(member)
         assert living is not None
@@ -78,9 +78,9 @@ class Pending:
 
     def _is_sent_again(self, error: WorkerDied) -> bool:
         recovery = self._context.recovery
-        if isinstance(error, AnswerLost) and self._arguments is not None and self._lost_answers < _ASKED_AGAIN:
-            self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_answers
-            self._lost_answers += 1
+        if isinstance(error, ResultLost) and self._arguments is not None and self._lost_results < _ASKED_AGAIN:
+            self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_results
+            self._lost_results += 1
             self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
             return True
         recovery.met_death(self.member)
@@ -303,7 +303,7 @@ class FutureSequence(_Awaitable[Any], Sequence[T]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
-        return join_answers(self._fetch(range(len(self.calls)), timeout), self.calls)
+        return join_results(self._fetch(range(len(self.calls)), timeout), self.calls)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for all items; the first error of a worker is raised."""
@@ -317,6 +317,6 @@ class FutureSequence(_Awaitable[Any], Sequence[T]):
         return f"FutureSequence({len(self)} items from {len(self.calls)} workers)"
 
 
-def join_answers(answers: Sequence[Any], calls: Sequence[Pending]) -> Any:
-    """The answers put together; of an empty batch, which was given to nobody, an empty list."""
-    return join(answers, calls[0].method) if answers else []
+def join_results(results: Sequence[Any], calls: Sequence[Pending]) -> Any:
+    """The results put together; of an empty batch, which was given to nobody, an empty list."""
+    return join(results, calls[0].method) if results else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, over
 
 from core.context import WorkloadContext
 from core.exports import Export, Replay, export_of
-from core.futures import Future, Pending, join_answers
+from core.futures import Future, Pending, join_results
 from core.invocation import marker
 from core.names import hint_after
 from core.role_group import RoleGroup
@@ -164,7 +164,7 @@ class WorkerGroup(RoleGroup[W]):
         """Of the calls only those in `answering` have answers to be joined; the others are their peers."""
         place = {id(call): i for i, call in enumerate(calls)}
         places = [place[id(call)] for call in answering]
-        return Future(calls, self._context, lambda values: join_answers([values[i] for i in places], answering))
+        return Future(calls, self._context, lambda values: join_results([values[i] for i in places], answering))
 
     def _own_shares(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
         """Each worker's arguments, where every argument has one item for each worker."""

@@ -38,7 +38,7 @@ FOREIGN = {
     "$EDITOR": r"\S+\.(py|yaml)",
     "git": r"clone \S+( \S+)?|apply( \S+)?",
     "docker": r"run( --rm| -it| --gpus all| --shm-size=\d+g| -v \S+:\S+)+ \S+( .*)?",
-    "export": r"[A-Z_]+=\S+",
+    "export": r"\w+=\S+",
     "sbatch": r"\S+",
     "scancel": r"(--batch --signal=TERM )?[A-Z]+",
     "mkdocs": r"(build|serve)( --strict)?",

@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token
-from core.errors import AnswerLost, JobError, WorkerDied, with_note
+from core.errors import JobError, ResultLost, WorkerDied, with_note
 from core.exports import Export
 from core.host import HostSpec
 from core.members import Member, Outcome
@@ -116,7 +116,7 @@ class RayTransport:
                 with_note(cause, f"remote traceback:\n{error}")
             return Outcome(error=cause, raised=True)
         except _LOSSES as error:
-            return Outcome(error=AnswerLost(f"its answer is lost ({type(error).__name__})"))
+            return Outcome(error=ResultLost(f"its result is lost ({type(error).__name__})"))
         except _DEATHS as error:
             return Outcome(error=WorkerDied(f"the worker's process is gone ({type(error).__name__})"))
         except RayError as error:
