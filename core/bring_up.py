@@ -309,8 +309,8 @@ class BringUp:
             self._report_at = _FIRST_REPORT_S
         if waited < self._report_at:
             return
-        self._report_at = 2 * waited
         missing, limit = self._backend.room_missing(), self._job.placement_timeout
+        self._report_at = limit if waited < limit < 2 * waited else 2 * waited
         names = ", ".join(host.plan.name for host in waiting[:3]) + (", ..." if len(waiting) > 3 else "")
         if missing and waited >= limit:
             raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")

@@ -33,10 +33,6 @@ _NODES_EVERY_S = 2.0
 _print_line = functools.partial(print, flush=True)
 
 
-class _ClusterDied(WorkerDied):
-    """Something died of the cluster that was started for the job."""
-
-
 class Master:
     """One run of one job.
 
@@ -128,7 +124,7 @@ class Master:
                 self._watch.event("restart", text=line)
                 _print_line(f"{line}; all starts again, attempt {self._attempt} of {self._job.max_restarts + 1}")
                 self._end_processes()
-                if isinstance(loss, _ClusterDied):
+                if self._backend.fault():  # perhaps seen first in the workers that died of it
                     self._backend.stop()
 
     @contextlib.contextmanager
@@ -225,7 +221,7 @@ class Master:
                 break
             time.sleep(0.05)
         if fault := self._backend.fault():
-            raise _ClusterDied(fault)
+            raise WorkerDied(fault)
         if self._ending:
             return
         fatal = [host for host in lost if not host.expendable]

@@ -22,13 +22,21 @@ def claim_shared(folder: Path) -> None:
     (owners / f"{os.getpid()}.json").write_text(json.dumps(owner), encoding="utf-8")
 
 
+def leave_shared(folder: Path) -> None:
+    """This process uses the folder no longer; the last one of its machine removes it."""
+    (folder / "owners" / f"{os.getpid()}.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if not any(map(_may_live, _owners(folder))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep_shared(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the folders on this machine whose owners are all gone; returns what was removed."""
     removed = []
     for folder in root.glob("troupe-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            owners = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "owners").glob("*.json")]
-            if owners and not any(_may_live(owner) for owner in owners):
+            owners = _owners(folder)
+            if owners and not any(map(_may_live, owners)):
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
     return removed
@@ -46,6 +54,10 @@ def process_start(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+def _owners(folder: Path) -> list[dict[str, str | int]]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "owners").glob("*.json")]
 
 
 def _may_live(owner: dict[str, str | int]) -> bool:

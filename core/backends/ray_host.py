@@ -21,7 +21,7 @@ from core.errors import with_note
 from core.host import Host, HostReport, HostSpec, WarningsTo
 from core.members import Member, Transport
 from core.roles import Role
-from core.shared_memory import claim_shared, sweep_shared
+from core.shared_memory import claim_shared, leave_shared, sweep_shared
 
 
 class RayHost(Host):
@@ -63,7 +63,8 @@ class RayHost(Host):
         return True
 
     def _end(self) -> None:
-        self._tidy()
+        # Others of the run may live on this machine: the master may have given up this process alone.
+        leave_shared(self._spec.shared_dir)
         os._exit(1)
 
     def job_memory(self) -> int:

@@ -18,7 +18,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.inline import copied
-from core.shared_memory import machine_id, process_start, sweep_shared
+from core.shared_memory import claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from tests.messages import says
 
 HERE = Path(__file__).parent
@@ -293,3 +293,17 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
         for number, owner in enumerate(owners):
             (folder / f"{number}.json").write_text(json.dumps(owner))
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
+
+
+@pytest.mark.parametrize("other_lives", [True, False])
+def test_the_last_process_of_a_machine_removes_the_shared_folder_and_no_other(
+    tmp_path: Path, other_lives: bool
+) -> None:
+    folder = tmp_path / "troupe-run"
+    claim_shared(folder)
+    (folder / "weights").touch()
+    other = {"machine": machine_id(), "pid": 1, "started": process_start(1) if other_lives else "never"}
+    (folder / "owners" / "1.json").write_text(json.dumps(other))
+    leave_shared(folder)
+    assert (folder / "weights").exists() is other_lives
+    leave_shared(folder)  # it may have gone already
