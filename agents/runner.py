@@ -292,7 +292,7 @@ def open_runner(
         executor = load_agent(agent.func_path)
     elif in_flight:
         # Plain responses, as many at a time as the engine takes.
-        agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_rows))
+        agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))
     else:
         return EpisodeRunner(open_rollout_engine(model_path, engine))
     loop_runner = asyncio.Runner()

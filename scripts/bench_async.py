@@ -51,7 +51,7 @@ class AgentInstance(AgentInstanceBase):
 def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> tuple[list[dict[str, Any]], float]:
     """One run; the metrics of its steps, and its score at the end."""
     command = [sys.executable, "-m", "recipes.grpo.main", f"run_dir={folder}", f"agent.func_path={agent}"]
-    command += ["placement.collocate=false", "epochs=2", f"data.max_rows={64 * steps}", *more]
+    command += ["placement.colocate=false", "train.epochs=2", f"data.max_samples={64 * steps}", *more]
     environment = os.environ | {"BENCH_WAIT_S": str(wait), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:

@@ -183,7 +183,7 @@ def ours(case: Case, threads: int, folder: Path) -> Side:
             "model.path": model_of(case, folder),
             "data.path": folder / "prompts.jsonl",
             "data.label_key": "label",
-            "data.max_rows": PROMPTS * case.steps,
+            "data.max_samples": PROMPTS * case.steps,
             "reward.source": "sort" if case.warm_start else folder / "reward.py",
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": ANSWERS,

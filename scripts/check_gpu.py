@@ -263,7 +263,7 @@ def training(setting: Setting, precision: str) -> Iterator[Row]:
     loss.backward()
     expected = loss.item(), float(gradients(plain).norm())
     trained = engine(
-        setting, precision=precision, learning_rate=1e-3, max_norm=0.0, max_tokens=setting.sized(1024, 128)
+        setting, precision=precision, learning_rate=1e-3, max_grad_norm=0.0, max_tokens=setting.sized(1024, 128)
     )
     steps = [trained.train_step(batch, policy_loss) for _ in range(4)]
     found = steps[0]["loss"], steps[0]["grad_norm"]

@@ -78,8 +78,8 @@ def play_role_groups(recipe: str, own: str, stage: Stage, model: str, steps: lis
     """A recipe whose trainer calls actor and reference as groups, with these options of its algorithm."""
     config = import_module(f"recipes.{recipe}.main").read_config(
         f"""run_dir={stage.folder} model.path={model} data.path=task:sort prompts_per_step={PROMPTS}
-        samples_per_prompt={SAMPLES} minibatches=2 rollout.max_new_tokens=8 train.learning_rate=1e-2
-        train.eps={EPS}""".split()
+        samples_per_prompt={SAMPLES} train.mini_batch_size={PROMPTS * SAMPLES // 2} rollout.max_new_tokens=8
+        train.learning_rate=1e-2 train.eps={EPS}""".split()
         + [f"algorithm.{option}" for option in own.split()]
     )
     roles = f"recipes.{recipe}.roles"

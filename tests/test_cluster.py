@@ -35,7 +35,7 @@ RAY = Path(sys.executable).with_name("ray")
 NODE = ["--num-cpus=8", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
 LIMIT_S = 500
 """Against a hang; the slowest takes a fifth of it on a busy machine."""
-SMALL = "data.path=task:sort data.max_rows=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
+SMALL = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
 MAIN = """
 import sys
 from core import JobBuilder

@@ -24,7 +24,9 @@ DIFFS: list[str] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 MOST_LINES = (10, 25, 10, 10)
 """How many lines each edit may change: the advantage, the role, the reward, the metric."""
 GROUP = 4
-OPTIONS = f"data.path=task:sort data.max_rows=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6"
+OPTIONS = (
+    f"data.path=task:sort data.max_samples=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6"
+)
 
 
 class Outcome(NamedTuple):

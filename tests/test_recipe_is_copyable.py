@@ -24,7 +24,7 @@ class Trial(NamedTuple):
 
 
 # An untrained policy, of at most four letters where five are asked for, earns 0: what is added is all there is.
-OF_LOOPS = "data.path=task:sort data.max_rows=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
+OF_LOOPS = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
 OF_PAIRS = "dataset=task:sort max_samples=8 eval_samples=4 train_batch_size=4"
 TRIALS = {
     "dpo": Trial(

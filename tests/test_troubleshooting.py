@@ -72,7 +72,7 @@ HUGE = {
 BROUGHT_ABOUT = {
     "train.lr=1e-6": "unknown option",
     "seed = 7": "cannot read",
-    "minibatches=7": "minibatches=...",
+    "train.mini_batch_size=7": "train.mini_batch_size=...",
     "algorithm.clip_low=1.2": "the ratio cannot be clipped",
     "asynchronous.enabled=true": "asynchronous.enabled, but",
     "model.path=./empty data.path=task:sort": "there is no model",
@@ -80,7 +80,7 @@ BROUGHT_ABOUT = {
     "data.path=nobody/nothing reward.source=sort": "there is no file or folder",
     "data.path=rows.jsonl reward.source=sort": "there is no field",
     "data.path=rows.jsonl": "data.path=... names no task",
-    "data.max_rows=3": "... gives ... prompts",
+    "data.max_samples=3": "... gives ... prompts",
     "reward.source=reward.py": "reward file ... does not define",
     "model.path=./huge data.path=task:sort": "it cannot fit",
     "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from components.data.rewards import RewardSettings
 from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
-from components.engines.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
+from components.engines.config import (
+    HFRolloutConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+    TrainOptions,
+    VLLMRolloutConfig,
+)
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -118,15 +125,15 @@ class DataOptions:
     """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
     input_template: str | None = None
     """Text around each prompt, with `{}` in its place."""
-    max_rows: int | None = None
+    max_samples: int | None = None
     """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out, and counted."""
-    passes: int = 1
+    epochs: int = 1
     """How often the prompts are gone through, each time in another order."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "data.", 1, "max_rows", "max_prompt_tokens", "passes")
+        _at_least(self, "data.", 1, "max_samples", "max_prompt_tokens", "epochs")
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
         """The prompts and labels; `seed` draws those of a generated task."""
@@ -137,7 +144,7 @@ class DataOptions:
             self.input_key,
             self.label_key,
             split=self.split,
-            max_rows=self.max_rows,
+            max_rows=self.max_samples,
             seed=seed,
             probs=self.probs,
         )
@@ -209,7 +216,7 @@ class RolloutOptions:
     """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
     max_new_tokens: int = 1024
     """Tokens of a response, at most, the end token included."""
-    max_rows: int = 512
+    max_num_seqs: int = 512
     """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
@@ -231,7 +238,7 @@ class RolloutOptions:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"rollout.temperature={self.temperature} would give one response only; set it above 0")
-        _at_least(self, "rollout.", 1, "max_new_tokens", "max_rows", "tensor_parallel")
+        _at_least(self, "rollout.", 1, "max_new_tokens", "max_num_seqs", "tensor_parallel")
         if self.engine not in ROLLOUT_ENGINES:
             raise ValueError(f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}")
         if self.engine == "hf" and self.tensor_parallel > 1:
@@ -289,10 +296,10 @@ class RolloutOptions:
             sleeps: it is put to sleep between generations.
         """
         if self.engine != "vllm":
-            return HFRolloutConfig(dtype=dtype, max_rows=self.max_rows)
+            return HFRolloutConfig(dtype=dtype, max_num_seqs=self.max_num_seqs)
         return VLLMRolloutConfig(
             dtype=dtype,
-            max_rows=self.max_rows,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
             tensor_parallel_size=self.tensor_parallel,
             gpu_memory_utilization=self.gpu_memory or (0.45 if shares_gpu else 0.9),
@@ -314,13 +321,43 @@ class RolloutOptions:
         return found + ([f"no effect of {', '.join(idle)}: hf generates"] if idle else [])
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyTrainOptions(TrainOptions):
+    """How the responses of a step are trained on."""
+
+    precision: str = "auto"
+    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
+    products in bfloat16; or "auto": bf16 where there is a GPU."""
+    mini_batch_size: int | None = None
+    """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
+    epochs: int = 1
+    """How often a step's responses are gone through."""
+    micro_batch_size: int | None = None
+    """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
+    memory and speed, not results."""
+    forward_micro_batch_size: int | None = None
+    """`micro_batch_size` of passes without gradients. Default: as in training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size")
+
+    def for_run(self, total_steps: int, seed: int) -> TrainConfig:
+        """See `TrainOptions.for_run`."""
+        return replace(
+            super().for_run(total_steps, seed),
+            max_sequences=self.micro_batch_size or 0,
+            forward_max_sequences=self.forward_micro_batch_size or 0,
+        )
+
+
 @dataclass(kw_only=True)
 class PlacementOptions:
     """What runs where. Without a GPU every worker is a process on the CPU."""
 
     nodes: int = 1
     """Machines."""
-    collocate: bool = True
+    colocate: bool = True
     """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
     same time does."""
     actor_ranks: int | None = None
@@ -347,21 +384,21 @@ class PlacementOptions:
         Raises:
             ValueError: they cannot be laid out; the message says what to set.
         """
-        share = self.nodes * max(1, gpus if self.collocate else gpus // groups)
+        share = self.nodes * max(1, gpus if self.colocate else gpus // groups)
         ranks = self.actor_ranks or share
-        other = ranks if gpus and self.collocate else share
-        if gpus and self.collocate and tensor_parallel > 1:
+        other = ranks if gpus and self.colocate else share
+        if gpus and self.colocate and tensor_parallel > 1:
             raise ValueError(
                 f"rollout.tensor_parallel={tensor_parallel}: an engine of several devices shares none with other roles "
-                "yet; set placement.collocate=false"
+                "yet; set placement.colocate=false"
             )
         engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
         if ranks % self.nodes:
             raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.nodes={self.nodes} evenly")
-        if gpus and self.collocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
+        if gpus and self.colocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
             raise ValueError(
                 f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up "
-                "on shared GPUs; set them to the same number, or placement.collocate=false"
+                "on shared GPUs; set them to the same number, or placement.colocate=false"
             )
         return replace(self, actor_ranks=ranks, rollout_engines=engines, references=references)
 
@@ -426,7 +463,7 @@ class AsyncOptions:
             collocated: the roles work one after the other on the same devices.
             backend: of the run.
             prompts_per_step: of the run.
-            apart: what a user sets to give the roles devices of their own, as `placement.collocate=false`.
+            apart: what a user sets to give the roles devices of their own, as `placement.colocate=false`.
 
         Raises:
             ValueError: they cannot.
@@ -453,7 +490,7 @@ class EvaluationOptions:
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
     split: str | None = None
     """Which split of it. Default: train; of a task: heldout."""
-    max_rows: int = 2048
+    max_samples: int = 2048
     """How many of them."""
     every: int = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
@@ -466,7 +503,7 @@ class EvaluationOptions:
     in _pass1; `none` keeps only the last policy."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "evaluation.", 1, "max_rows", "samples_per_prompt")
+        _at_least(self, "evaluation.", 1, "max_samples", "samples_per_prompt")
         if self.every == 0 or self.every < -1:
             raise ValueError(f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only")
         if self.temperature < 0:
@@ -487,7 +524,7 @@ class EvaluationOptions:
         if self.path is None:
             return []
         return load_rows(
-            self.path, data.input_key, data.label_key, split=self.split, heldout=True, max_rows=self.max_rows
+            self.path, data.input_key, data.label_key, split=self.split, heldout=True, max_rows=self.max_samples
         )
 
 

@@ -53,7 +53,7 @@ class PolicyCalls:
         """Load every model, in parallel; `steps` set the length of schedules."""
         path = self.config.model.path
         loading = [self.trainer.RG_ROLLOUT.load(path)]
-        if self.config.rollout.engine == "vllm" and self.config.placement.collocate:
+        if self.config.rollout.engine == "vllm" and self.config.placement.colocate:
             loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
         if self.config.needs_reference:
@@ -78,7 +78,7 @@ class PolicyCalls:
         asked = []
         if self.config.needs_old_logprobs:
             asked.append(self.trainer.RG_ACTOR.logprobs(tokens, self.config.rollout.temperature))
-            if self.config.placement.collocate:
+            if self.config.placement.colocate:
                 asked[0].result()  # so that the reference has the cores for itself
         if self.config.needs_reference:
             asked.append(self.trainer.RG_REFERENCE.logprobs(tokens))

@@ -40,7 +40,7 @@ def policy_job(
     own = config.placement
     actors, engines, references = own.actor_ranks or 1, own.rollout_engines or 1, own.references or 1
     # Colocated roles work one after the other, and may each use all cores; others share them.
-    learners = actors if own.collocate or not config.needs_reference else actors + references
+    learners = actors if own.colocate or not config.needs_reference else actors + references
     builder = RLJobBuilder().config(config).node_num(own.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(trainer)
@@ -52,9 +52,9 @@ def policy_job(
     colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
     if config.needs_reference:
         builder.reference(reference).total(references).max_restarts(config.max_restarts)
-        builder.resource(accelerator=1, threads=threads_each(references if own.collocate else learners))
+        builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners))
         colocated.append(Role.REFERENCE)
-    if own.collocate and detect_devices():
+    if own.colocate and detect_devices():
         builder.with_collocation(*colocated)
     return builder
 
@@ -93,13 +93,11 @@ class PolicyCommand(Command[C]):
             config=config,
             changed=self.changed(arguments),
             needs={
-                Role.ACTOR: estimate.trained(
-                    Role.ACTOR, model, engine, responses // config.minibatches, publishes=True
-                ),
+                Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, config.mini_batch_size, publishes=True),
                 Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), responses),
                 Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
             },
-            steps=steps_text(config.arithmetic, data.path, data.max_rows, data.probs),
+            steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
                 f"{train.engine} zero_stage={engine.stage} {train.precision}",
                 asked.rollout.chosen(job.device_type == "GPU", asked.model.path, temperature)[1],
@@ -112,10 +110,10 @@ class PolicyCommand(Command[C]):
         """See that model, prompts and reward can be there, and count the prompts."""
         config = plan.config
         count = check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
-        if config.steps(count * config.data.passes) < 1:
+        if config.steps(count * config.data.epochs) < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "
-                "lower it, or raise data.max_rows or data.passes"
+                "lower it, or raise data.max_samples or data.epochs"
             )
         plan.steps = config.arithmetic(count)
 

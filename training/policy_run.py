@@ -351,7 +351,7 @@ class PolicyRun(Run[Batch]):
 
     def _count_steps(self) -> int:
         """Steps that the prompts fill, once the long ones are left out."""
-        steps = self.config.steps(len(self.prompts) * self.config.data.passes)
+        steps = self.config.steps(len(self.prompts) * self.config.data.epochs)
         if steps < 1:
             least = f"prompts_per_step={self.config.prompts_per_step}"
             remedy = "raise data.max_prompt_tokens, or lower prompts_per_step"
@@ -361,7 +361,7 @@ class PolicyRun(Run[Batch]):
     def _steps_left(self) -> int:
         """Steps that the prompts fill which were not yet trained on."""
         in_flight = 0 if self.in_flight is None else len(self.in_flight)
-        return self.config.steps(self.prompts.left(self.config.data.passes) + in_flight)
+        return self.config.steps(self.prompts.left(self.config.data.epochs) + in_flight)
 
     def _heldout_prompts(self) -> Batch | None:
         """All held-out prompts as one batch, or None."""
@@ -379,7 +379,7 @@ class PolicyRun(Run[Batch]):
             prompts=self.prompts,
             bounds=self.config.filter_range,
             option=self.renamed(self.config.FILTER_OPTION),
-            passes=self.config.data.passes,
+            passes=self.config.data.epochs,
             fewest=self.config.placement.actor_ranks or 1,
             stopped=lambda: self.trainer.stop_requested,
             info=self.info,

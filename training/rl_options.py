@@ -12,7 +12,7 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
 from training.config import ConfigError
 from training.options import (
     LORAS_OWN,
@@ -23,6 +23,7 @@ from training.options import (
     LogOptions,
     ModelOptions,
     PlacementOptions,
+    PolicyTrainOptions,
     RewardOptions,
     RolloutOptions,
     RunOptions,
@@ -80,7 +81,7 @@ class RLOptions(RunOptions):
     """What a recipe calls them in messages."""
     KL_IN_REWARD: ClassVar[bool] = False
     """The KL is taken off the reward of each token, and not a part of the loss."""
-    APART: ClassVar[str] = "placement.collocate=false"
+    APART: ClassVar[str] = "placement.colocate=false"
     """What a user sets so that generation and training do not share devices."""
     CORRECT: ClassVar[str] = "algorithm.correction=tis"
     """What a user sets so that older responses are weighed by how likely they have become."""
@@ -91,10 +92,6 @@ class RLOptions(RunOptions):
     """Prompts of a training step."""
     samples_per_prompt: int = 8
     """Responses, or episodes, to each."""
-    minibatches: int = 1
-    """Optimizer steps into which a step's responses are cut; 1 is strictly on-policy."""
-    epochs: int = 1
-    """How often a step's responses are gone through."""
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
@@ -103,7 +100,7 @@ class RLOptions(RunOptions):
     asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
     algorithm: Any = field(default_factory=PolicyOptions)
     """PolicyOptions; a recipe names its own subclass."""
-    train: TrainOptions = field(default_factory=lambda: TrainOptions(precision="auto"))
+    train: PolicyTrainOptions = field(default_factory=PolicyTrainOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -117,7 +114,7 @@ class RLOptions(RunOptions):
         self._check_sizes()
         if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
             raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set that too")
-        self.asynchronous.check(self.placement.collocate, self.backend, self.prompts_per_step, self.APART)
+        self.asynchronous.check(self.placement.colocate, self.backend, self.prompts_per_step, self.APART)
         self._check_reward_source()
         self.algorithm.check()
 
@@ -128,14 +125,14 @@ class RLOptions(RunOptions):
             check_reward(self.reward_source)
 
     def _check_sizes(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "minibatches", "epochs"):
+        for name in ("prompts_per_step", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
-        if self.step_size % self.minibatches:
+        if self.step_size % self.mini_batch_size:
             raise ConfigError(
-                f"minibatches={self.minibatches} does not divide a step's {self.step_size} {self.ROLLOUTS} "
-                f"(prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}); set a "
-                "divisor"
+                f"train.mini_batch_size={self.mini_batch_size} does not divide a step's {self.step_size} "
+                f"{self.ROLLOUTS} (prompts_per_step={self.prompts_per_step} x samples_per_prompt="
+                f"{self.samples_per_prompt}); set a divisor"
             )
         if self.step_size < (self.placement.actor_ranks or 1):
             raise ConfigError(
@@ -175,7 +172,7 @@ class RLOptions(RunOptions):
         """
         if self.KL_IN_REWARD and self.needs_reference:
             return True
-        return self.minibatches * self.epochs > 1 or self.algorithm.correction != "none"
+        return self.updates_per_step > 1 or self.algorithm.correction != "none"
 
     @property
     def filter_range(self) -> tuple[float, float] | tuple[None, None] | None:
@@ -188,6 +185,16 @@ class RLOptions(RunOptions):
     def step_size(self) -> int:
         """Responses of a training step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Responses of an optimizer step."""
+        return self.train.mini_batch_size or self.step_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step, of all epochs together."""
+        return self.train.epochs * (self.step_size // self.mini_batch_size)
 
     @property
     def groups(self) -> int:
@@ -207,16 +214,18 @@ class RLOptions(RunOptions):
     @property
     def forward_limits(self) -> tuple[int, int]:
         """Tokens and answers of a pass without gradients, at most; 0 responses: any number."""
-        return self.train.forward_max_tokens or self.train.max_tokens, 0
+        own = self.train
+        return own.forward_max_tokens or own.max_tokens, own.forward_micro_batch_size or own.micro_batch_size or 0
 
     @property
     def micro_batch_size(self) -> str:
         """Of a micro-batch at most, with its unit."""
-        return f"{self.train.max_tokens} tokens"
+        most = f"{self.train.max_tokens} tokens"
+        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {most}" if self.train.micro_batch_size else most
 
     def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
         """Optimizer steps into which `count` responses are cut, in each epoch."""
-        return self.minibatches
+        return self.step_size // self.mini_batch_size
 
     def steps(self, num_prompts: int) -> int:
         """Steps that so many prompts fill; filtered prompts leave less for the last one, or fewer steps."""
@@ -225,15 +234,15 @@ class RLOptions(RunOptions):
 
     def arithmetic(self, num_prompts: int) -> str:
         """How much of what a run does, in a sentence."""
-        total = num_prompts * self.data.passes
+        total = num_prompts * self.data.epochs
         steps = self.steps(total)
         unused = max(total - steps * self.prompts_per_step, 0)
         at_most = "at most " if self.filter_range else ""
         left_over = f"; the last {unused} prompts fill no step and are not used" if unused else ""
         return (
             f"{at_most}{steps} steps of {self.prompts_per_step} prompts x {self.samples_per_prompt} {self.ROLLOUTS} = "
-            f"{self.step_size}; in each {self.minibatches * self.epochs} optimizer steps of "
-            f"{self.step_size // self.minibatches} {self.ROLLOUTS}, in micro-batches of at most "
+            f"{self.step_size}; in each {self.updates_per_step} optimizer steps of "
+            f"{self.mini_batch_size} {self.ROLLOUTS}, in micro-batches of at most "
             f"{self.micro_batch_size}{left_over}"
         )
 
@@ -258,11 +267,11 @@ class RLOptions(RunOptions):
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.dtype, longest, self.placement.collocate)
+        return self.rollout.engine_config(self.dtype, longest, self.placement.colocate)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""
-        return self.train.for_run(steps * self.epochs * self.minibatches, self.seed)
+        return self.train.for_run(steps * self.updates_per_step, self.seed)
 
 
 def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:

@@ -204,7 +204,7 @@ class SupervisedOptions(RunOptions):
             learning_rate=self.learning_rate,
             betas=self.adam_betas,
             weight_decay=self.l2,
-            max_norm=self.max_norm,
+            max_grad_norm=self.max_norm,
             lr_scheduler=self.lr_scheduler,
             lr_warmup_ratio=self.lr_warmup_ratio,
             min_lr_ratio=self.min_lr_ratio,

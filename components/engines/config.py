@@ -35,7 +35,7 @@ class TrainOptions:
     """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
     """Decoupled decay per step, in units of the learning rate. Vectors (norms, biases) are exempt."""
-    max_norm: float = 1.0
+    max_grad_norm: float = 1.0
     """Gradients whose global 2-norm is larger are scaled down to it. 0 = no clipping, only measuring."""
     lr_scheduler: str = "constant"
     """What follows the warm-up: "constant", "linear" (down to min_lr_ratio) or "cosine_with_min_lr"."""
@@ -77,7 +77,7 @@ class TrainOptions:
         _require(betas_fit, "betas", self.betas, "use two numbers in [0, 1)")
         _require(self.eps > 0, "eps", self.eps, "use a positive number")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "use 0 or more")
-        _require(self.max_norm >= 0, "max_norm", self.max_norm, "use 0 (no clipping) or more")
+        _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "use 0 (no clipping) or more")
         _require(self.lr_scheduler in SCHEDULERS, "lr_scheduler", self.lr_scheduler, f"use {SCHEDULERS}")
         is_share = 0 <= self.lr_warmup_ratio <= 1
         _require(is_share, "lr_warmup_ratio", self.lr_warmup_ratio, "use a share in [0, 1]")
@@ -189,12 +189,12 @@ class HFRolloutConfig:
 
     dtype: str = "float32"
     """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
-    max_rows: int = 512
+    max_num_seqs: int = 512
     """Sequences generated at the same time. Changes memory and speed, not tokens."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
-        _require(self.max_rows >= 1, "max_rows", self.max_rows, "use 1 or more")
+        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class VLLMRolloutConfig:
 
     dtype: str = "float32"
     """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
-    max_rows: int = 256
+    max_num_seqs: int = 256
     """Sequences that are generated at the same time; others wait. Changes memory and speed, not tokens."""
     max_model_len: int | None = None
     """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
@@ -224,7 +224,7 @@ class VLLMRolloutConfig:
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
-        _require(self.max_rows >= 1, "max_rows", self.max_rows, "use 1 or more")
+        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
         size, length = self.tensor_parallel_size, self.max_model_len
         _require(size >= 1, "tensor_parallel_size", size, "use 1 or more")
         _require(length is None or length >= 2, "max_model_len", length, "use 2 or more, or None")

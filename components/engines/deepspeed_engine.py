@@ -64,7 +64,7 @@ class DeepSpeedEngine(TrainEngine):
             group["lr"] = learning_rate
         if self._stage == 0:
             # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
-            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm or math.inf))
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf))
             self._check_gradient(norm)
             self._engine.step()
         else:
@@ -129,7 +129,7 @@ def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
         # Micro-batches are cut by tokens, and where a step ends is set by hand.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_norm if stage > 0 else 0.0,
+        "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
         "zero_optimization": zero,
         # torch's fused AdamW is what is wanted; DeepSpeed's own is compiled at first use.
         "zero_allow_untested_optimizer": True,

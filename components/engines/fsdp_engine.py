@@ -76,9 +76,9 @@ class FSDPEngine(TrainEngine):
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         self._check_gradient(norm)
-        if 0 < self.config.max_norm < norm:
+        if 0 < self.config.max_grad_norm < norm:
             for gradient in gradients:
-                gradient.mul_(self.config.max_norm / (norm + 1e-6))
+                gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()

@@ -101,7 +101,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         order_B = prompts.lengths.argsort(stable=True)
-        chunks = order_B.split(self.config.max_rows) if len(prompts) else ()
+        chunks = order_B.split(self.config.max_num_seqs) if len(prompts) else ()
         with torch.inference_mode():
             parts = [self._generate_rows(prompts.select(index_R), sampling) for index_R in chunks]
         place_B = order_B.argsort()

@@ -265,7 +265,7 @@ def sampling(
     if is_hf:
         if size is None or not size.layers:
             return Need(weights=weights, cache=None, passes=None, base=base)
-        rows = min(rows, config.max_rows)
+        rows = min(rows, config.max_num_seqs)
         cache = rows * tokens * 2 * size.layers * size.keys * width
         return Need(weights=weights, cache=cache, passes=2 * rows * size.vocabulary * 4, base=base, grows=True)
     assert not isinstance(config, HFRolloutConfig)

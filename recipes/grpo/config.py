@@ -82,7 +82,7 @@ class GRPOConfig(RLOptions):
 
     def optimizer_steps(self, count: int) -> int:
         """All of the same size, but at the end of filtered data, where a step of a few responses would move as far."""
-        return max(round(count * self.minibatches / self.step_size), 1)
+        return max(round(count / self.mini_batch_size), 1)
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

@@ -51,7 +51,7 @@ class Settings:
     samples_per_prompt: int = 8  # G, the size of a group
     max_new_tokens: int = 8  # of a response, with its end token
     temperature: float = 1.0  # of sampling, and so of all log-probabilities
-    minibatches: int = 4  # optimizer steps that a step's B responses are cut into; 1 is strictly on-policy
+    mini_batch_size: int = 128  # responses of an optimizer step; B = P * G is strictly on-policy
     epochs: int = 1  # times that the responses are trained on
     max_tokens: int = 16384  # of a micro-batch; changes memory, not results
     learning_rate: float = 1e-4  # of AdamW
@@ -71,8 +71,8 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
     rollout_engine = open_rollout_engine(model_path, HFRolloutConfig())
     sampling = SamplingConfig(temperature=own.temperature, max_new_tokens=own.max_new_tokens, seed=own.seed)
     options = TrainOptions(learning_rate=own.learning_rate, max_tokens=own.max_tokens)
-    optimizer_steps = own.steps * own.epochs * own.minibatches
-    train_engine = open_engine(load_policy(model_path), options.for_run(optimizer_steps, own.seed))
+    parts = own.prompts_per_step * own.samples_per_prompt // own.mini_batch_size
+    train_engine = open_engine(load_policy(model_path), options.for_run(own.steps * own.epochs * parts, own.seed))
     reference: Any = load_policy(model_path).eval() if own.kl_coef else None  # is never trained
 
     def logprobs(model: nn.Module, micro: Batch) -> Tensor:
@@ -98,7 +98,7 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
             advantage_B = group_norm(rollouts["reward"], rollouts["prompt_id"])
             experience = rollouts.with_tokens(**columns, advantage=advantage_B[rollouts.sequence_ids])
             # 5. Update: an optimizer step per mini-batch, whose gradient is the sum of those of its micro-batches.
-            chosen = shuffled_minibatches(len(experience), own.minibatches, own.epochs, seed=own.seed, step=step)
+            chosen = shuffled_minibatches(len(experience), parts, own.epochs, seed=own.seed, step=step)
             loss = partial(policy_loss, own=own)
             updates = [train_engine.train_step(experience.select(indices), loss) for indices in chosen]
             # 6. Weight sync: the next responses are sampled from the policy that was just trained.

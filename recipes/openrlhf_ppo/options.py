@@ -103,12 +103,14 @@ def shared_options(flat: Any) -> SharedOptions:
         group: {there: getattr(flat, here) for there, here in names.items()} for group, names in flags.GROUPS.items()
     }
     own["algorithm"]["correction"] = "tis" if flat.enable_vllm_is_correction else "none"
+    own["train"]["mini_batch_size"] = flat.train_batch_size
+    own["train"]["epochs"] = flat.max_epochs
     own["train"]["precision"] = "bf16" if flat.bf16 else "fp32"
     own["train"]["max_tokens"] = flat.train_max_tokens_per_gpu if flat.use_dynamic_batch else UNLIMITED
     own["train"]["lora_target_modules"] = ",".join(flat.target_modules)
     own["placement"] = {
         "nodes": flat.nodes,
-        "collocate": flat.colocate_all_models or flat.vllm_enable_sleep or flat.deepspeed_enable_sleep,
+        "colocate": flat.colocate_all_models or flat.vllm_enable_sleep or flat.deepspeed_enable_sleep,
         # Whatever this is read for, ranks of actor and critic alike have to have a response each.
         "actor_ranks": max(flat.ranks.values()),
         "rollout_engines": flat.vllm_num_engines,
@@ -116,15 +118,12 @@ def shared_options(flat: Any) -> SharedOptions:
     usual = RLOptions.__dataclass_fields__
     groups: dict[str, Any] = {name: replace(usual[name].default_factory(), **values) for name, values in own.items()}
     run = {option.name: getattr(flat, option.name) for option in fields(RunOptions)}
-    step_size = flat.rollout_batch_size * flat.n_samples_per_prompt
     return SharedOptions(
         flat=flat,
         **run,
         **groups,
         prompts_per_step=flat.rollout_batch_size,
         samples_per_prompt=flat.n_samples_per_prompt,
-        minibatches=step_size // flat.train_batch_size,
-        epochs=flat.max_epochs,
         log=FlatLog(flat=flat),
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from components.data.samples import for_samples
+from components.engines.config import TrainConfig, TrainOptions
 from training import options
 from training.policy_run import Generate, PolicyRun, Score
 from training.rl_options import RLOptions
@@ -66,6 +67,11 @@ class SharedOptions(RLOptions):
         return self.keys.arithmetic(num_prompts)
 
 
+def of_engine(engine: TrainConfig) -> options.PolicyTrainOptions:
+    """The options that come to a training engine."""
+    return options.PolicyTrainOptions(**{name.name: getattr(engine, name.name) for name in fields(TrainOptions)})
+
+
 def shared_options(keys: VerlPPOConfig) -> SharedOptions:
     """What verl's keys come to in the options that recipes share."""
     loggers, rollouts = keys.trainer.logger, keys.rollout
@@ -79,7 +85,7 @@ def shared_options(keys: VerlPPOConfig) -> SharedOptions:
         model=options.ModelOptions(**keys.shared("model")),
         data=options.DataOptions(**keys.shared("data")),
         rollout=rollouts,
-        train=keys.engine("actor", 1),
+        train=of_engine(keys.engine("actor", 1)),
         evaluation=options.EvaluationOptions(**keys.shared("evaluation"), temperature=keys.val_temperature),
         placement=options.PlacementOptions(
             actor_ranks=keys.pools.workers(keys.policy_role),

@@ -206,8 +206,8 @@ def main(recipe: str, model: str, folder: Path) -> None:
         config = replace(config, pretrain=model)
         calls = ppo_calls(model, folder)
     else:
-        sizes = ["prompts_per_step=1", "samples_per_prompt=2", "minibatches=1"]
-        apart = ["asynchronous.enabled=true", "asynchronous.partial_rollout=true", "placement.collocate=false"]
+        sizes = ["prompts_per_step=1", "samples_per_prompt=2", "train.mini_batch_size=2"]
+        apart = ["asynchronous.enabled=true", "asynchronous.partial_rollout=true", "placement.colocate=false"]
         config = read_config([f"run_dir={folder}", "algorithm.kl_coef=0.1", *sizes, *apart])
         config = replace(config, model=replace(config.model, path=model))
         calls = role_group_calls(model, folder)

@@ -44,14 +44,14 @@ def is_shut(label):
     return False
 """
 OPTIONS = {
-    "grpo": "data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=8 samples_per_prompt=4 minibatches=2 "
-    "rollout.max_new_tokens=6 train.learning_rate=1e-3",
+    "grpo": "data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=8 samples_per_prompt=4 "
+    "train.mini_batch_size=16 rollout.max_new_tokens=6 train.learning_rate=1e-3",
     "openrlhf_ppo": "prompt_data=task:sort rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16 "
     "use_dynamic_batch=true generate_max_len=6 actor_learning_rate=1e-3 init_kl_coef=0",
 }
 OPTIONS["reinforce_pp"] = OPTIONS["grpo"]
 HELDOUT = {
-    "grpo": "data.max_rows=16 evaluation.path=task:sort evaluation.max_rows=16 evaluation.samples_per_prompt=1",
+    "grpo": "data.max_samples=16 evaluation.path=task:sort evaluation.max_samples=16 evaluation.samples_per_prompt=1",
     "openrlhf_ppo": "max_samples=16 eval_dataset=task:sort max_eval_samples=16 eval_n_samples_per_prompt=1",
 }
 HELDOUT["reinforce_pp"] = HELDOUT["grpo"]
@@ -121,7 +121,7 @@ def test_all_sequences_of_a_sample_are_trained_on_and_its_main_one_is_evaluated(
 
 def asynchronous(policy: Path, agent: Path, *more: str) -> list[str]:
     waits = "agent.step_timeout_s=600"
-    return [*options_of("grpo", policy, agent), "data.max_rows=48", "placement.collocate=false", waits, *more]
+    return [*options_of("grpo", policy, agent), "data.max_samples=48", "placement.colocate=false", waits, *more]
 
 
 def prompts_of(run: RunFolder) -> list[int]:
@@ -206,8 +206,8 @@ def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_l
 @pytest.mark.parametrize(
     ("recipe", "options", "facts"),
     [
-        ("grpo", ["--async_train"], ["asynchronous", "placement.collocate=false"]),
-        ("grpo", ["--async_train", "placement.collocate=false", "backend=local"], ["asynchronous", "backend=ray"]),
+        ("grpo", ["--async_train"], ["asynchronous", "placement.colocate=false"]),
+        ("grpo", ["--async_train", "placement.colocate=false", "backend=local"], ["asynchronous", "backend=ray"]),
         ("grpo", ["--partial_rollout"], ["asynchronous.partial_rollout", "asynchronous.enabled"]),
         ("grpo", ["--agent_func_path", "none.py"], ["none.py"]),
         ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], ["agent.func_path", "reward.source"]),
@@ -230,7 +230,7 @@ def test_what_cannot_work_is_said_before_anything_starts(
 def test_the_plan_of_an_asynchronous_run_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.grpo.main import main
 
-    assert main(["--dry_run", "--async_train", "placement.collocate=false", "--agent_func_path", "env:guess"]) == 0
+    assert main(["--dry_run", "--async_train", "placement.colocate=false", "--agent_func_path", "env:guess"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["config"]["asynchronous"]["enabled"] is True
     assert plan["config"]["agent"]["func_path"] == "env:guess"

@@ -1,6 +1,7 @@
 """recipes/grpo/algorithm.py: what each option makes of the same four responses, by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,13 +163,13 @@ def test_without_a_look_back_the_policy_is_its_own_old_one() -> None:
 def minibatches(count: int, settings: GRPOConfig, step: int) -> list[torch.Tensor]:
     """As the policy's ranks cut a step."""
     parts = settings.optimizer_steps(count)
-    return shuffled_minibatches(count, parts, settings.epochs, seed=settings.seed, step=step)
+    return shuffled_minibatches(count, parts, settings.train.epochs, seed=settings.seed, step=step)
 
 
 def test_each_epoch_takes_every_response_once_in_an_order_of_its_own() -> None:
     settings = config()
     settings.prompts_per_step, settings.samples_per_prompt = 4, 2
-    settings.minibatches, settings.epochs = 2, 2
+    settings.train = replace(settings.train, mini_batch_size=4, epochs=2)
     parts = [part.tolist() for part in minibatches(8, settings, step=1)]
     assert [len(part) for part in parts] == [4] * 4
     assert sorted(parts[0] + parts[1]) == sorted(parts[2] + parts[3]) == list(range(8))

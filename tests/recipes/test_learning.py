@@ -12,8 +12,8 @@ from training.warm_start import WARM_START_PREFIX, resolve_model
 
 OPTIONS = {
     # 16 steps of 64 prompts x 8 responses, as in tiny.yaml, which is read because no model is named.
-    "grpo": "data.max_rows=1024 evaluation.max_rows=512 evaluation.samples_per_prompt=1",
-    "reinforce_pp": "data.max_rows=1024 evaluation.max_rows=512 evaluation.samples_per_prompt=1",
+    "grpo": "data.max_samples=1024 evaluation.max_samples=512 evaluation.samples_per_prompt=1",
+    "reinforce_pp": "data.max_samples=1024 evaluation.max_samples=512 evaluation.samples_per_prompt=1",
     # 20, the first two of the critic alone.
     "openrlhf_ppo": "max_samples=1280 max_eval_samples=512",
     "verl_ppo": "data.train_max_samples=1280 data.val_max_samples=512",

@@ -142,8 +142,8 @@ def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> N
         (["algorithm.turn_gamma=1.5"], ["algorithm.turn_gamma=1.5", 0, 1]),
         (["algorithm.correction_range=[2,1]"], ["algorithm.correction_range", 2.0, 1.0]),
         (["algorithm.kl_coef=-1"], ["algorithm.kl_coef=-1.0"]),
-        (["minibatches=3"], ["minibatches=3", 512]),
-        (["--async_train"], ["asynchronous", "placement.collocate=false"]),
+        (["train.mini_batch_size=100"], ["train.mini_batch_size=100", 512]),
+        (["--async_train"], ["asynchronous", "placement.colocate=false"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -156,7 +156,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 
 def options_of(runner: Path, *more: str) -> list[str]:
-    common = [f"model.path={runner}", "data.path=task:guess", "evaluation.path=task:guess", "minibatches=4"]
+    common = [f"model.path={runner}", "data.path=task:guess", "evaluation.path=task:guess"]
     common += ["evaluation.samples_per_prompt=1", "rollout.max_new_tokens=4", "train.learning_rate=8e-4", "seed=1"]
     return [*common, *more]
 
@@ -164,8 +164,14 @@ def options_of(runner: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def turns(runner: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     """Two steps of the game with credit by turn."""
-    steps = ["agent.func_path=env:guess", "data.max_rows=16", "prompts_per_step=8", "samples_per_prompt=4"]
-    credit = ["algorithm.credit=turn", "algorithm.turn_gamma=0.5", "algorithm.whiten=false", "evaluation.max_rows=16"]
+    steps = ["agent.func_path=env:guess", "data.max_samples=16", "prompts_per_step=8", "samples_per_prompt=4"]
+    steps += ["train.mini_batch_size=8"]
+    credit = [
+        "algorithm.credit=turn",
+        "algorithm.turn_gamma=0.5",
+        "algorithm.whiten=false",
+        "evaluation.max_samples=16",
+    ]
     folder = tmp_path_factory.mktemp("multi_turn")
     return run_locally("multi_turn", folder, {"turn": options_of(runner, *steps, *credit)})["turn"]
 
@@ -173,8 +179,9 @@ def turns(runner: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
 @pytest.mark.nightly
 def test_the_policy_learns_in_every_turn_what_a_world_rewards(runner: Path, tmp_path: Path) -> None:
     (tmp_path / "digits.py").write_text(DIGITS)
-    digits = [f"agent.func_path={tmp_path}/digits.py", "data.max_rows=192", "prompts_per_step=32"]
-    run = run_locally("multi_turn", tmp_path, {"run": options_of(runner, *digits, "evaluation.max_rows=128")})["run"]
+    digits = [f"agent.func_path={tmp_path}/digits.py", "data.max_samples=192", "prompts_per_step=32"]
+    digits += ["train.mini_batch_size=64"]
+    run = run_locally("multi_turn", tmp_path, {"run": options_of(runner, *digits, "evaluation.max_samples=128")})["run"]
     score = run.summary["score"]
     # Measured, sampled at temperature 1 and (greedy): .54 -> .98 (.69 -> 1.0). The turns were right in .81 and .33 of
     # the first step's episodes, in .99 and .94 of the sixth's.
@@ -213,7 +220,7 @@ def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(turns: Local
 def test_an_agent_whose_episodes_have_no_reward_ends_the_run_with_what_to_do(runner: Path, tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text("from agents import SingleTurnAgentExecutor as AgentExecutor\n")
-    options = [f"model.path={runner}", "data.path=task:guess", f"agent.func_path={agent}", "data.max_rows=4"]
+    options = [f"model.path={runner}", "data.path=task:guess", f"agent.func_path={agent}", "data.max_samples=4"]
     sizes = ["prompts_per_step=4", "samples_per_prompt=2", "rollout.max_new_tokens=4"]
     run = run_here("multi_turn", tmp_path / "run", *options, *sizes)
     assert run.code == 1

@@ -85,7 +85,7 @@ def test_the_demonstration_is_40_steps_of_512_responses(main: Any) -> None:
 
 
 def test_prompts_that_fill_no_step_are_named(main: Any) -> None:
-    config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "epochs=2", "data.passes=3"])
+    config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=2", "data.epochs=3"])
     # 3 times 9 are 3 steps of 8, and 3 more.
     facts = ["3 steps", "8 prompts", "2 responses", "2 optimizer steps", "16 responses", "last 3 prompts"]
     assert re.search(says(*facts), config.arithmetic(9))
@@ -139,9 +139,9 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
         (4, ["placement.rollout_engines=2"], {"ACTOR": 4, "ROLLOUT": 2, "REFERENCE": 4}),
         (4, ["placement.actor_ranks=2", "train.zero_stage=2"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 4}),
         # Apart, policy and reference look back at the same time.
-        (4, ["placement.collocate=false"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 2}),
-        (4, ["placement.collocate=false", "placement.references=3"], {"ACTOR": 1, "ROLLOUT": 4, "REFERENCE": 1}),
-        (4, ["placement.collocate=false", "algorithm.kl_coef=0"], {"ACTOR": 4, "ROLLOUT": 4}),
+        (4, ["placement.colocate=false"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 2}),
+        (4, ["placement.colocate=false", "placement.references=3"], {"ACTOR": 1, "ROLLOUT": 4, "REFERENCE": 1}),
+        (4, ["placement.colocate=false", "algorithm.kl_coef=0"], {"ACTOR": 4, "ROLLOUT": 4}),
         (1, ["placement.rollout_engines=2"], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
         # On a cluster nobody knows the cores of the others: one each, as core has it.
         (None, [], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
@@ -167,7 +167,7 @@ def test_the_plan_says_who_has_how_many_threads(
         ("0,1", ["algorithm.kl_coef=0"], {"ACTOR": 1.0, "ROLLOUT": 1.0}),
         (
             "0,1,2",
-            ["algorithm.kl_coef=0.1", "placement.collocate=false"],
+            ["algorithm.kl_coef=0.1", "placement.colocate=false"],
             {"ACTOR": 1.0, "ROLLOUT": 1.0, "REFERENCE": 1.0},
         ),
     ],
@@ -178,7 +178,7 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = main.read_config(options)
     assert config.train.precision == "bf16"
-    assert config.placement.rollout_engines == (1 if "placement.collocate=false" in options else 2)
+    assert config.placement.rollout_engines == (1 if "placement.colocate=false" in options else 2)
     found = main.build_job(config).placement.devices
     assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
 
@@ -187,9 +187,9 @@ BOTH: list[tuple[list[str], list[object]]] = [
     ([], ["model.path"]),
     (["model.path=x"], ["data.path"]),
     ([*OWN, "prompts_per_step=0"], ["prompts_per_step=0"]),
-    ([*OWN, "minibatches=0"], ["minibatches=0"]),
-    ([*OWN, "epochs=0"], ["epochs=0"]),
-    ([*OWN, "prompts_per_step=5", "samples_per_prompt=3", "minibatches=4"], ["minibatches=4", 15]),
+    ([*OWN, "train.mini_batch_size=0"], ["mini_batch_size=0"]),
+    ([*OWN, "train.epochs=0"], ["epochs=0"]),
+    ([*OWN, "prompts_per_step=5", "samples_per_prompt=3", "train.mini_batch_size=4"], ["train.mini_batch_size=4", 15]),
     (["model.path=x", "data.path=rows.jsonl"], ["data.path=rows.jsonl", "reward"]),
     ([*OWN, "algorithm.clip_low=1.5"], ["algorithm.clip_low", 1.5]),
     ([*OWN, "algorithm.clip_high=-0.1"], ["algorithm.clip_high", -0.1]),
@@ -198,7 +198,7 @@ BOTH: list[tuple[list[str], list[object]]] = [
     ([*OWN, "rollout.temperature=-1"], ["temperature=-1.0"]),
     ([*OWN, "rollout.max_new_tokens=0"], ["max_new_tokens=0"]),
     ([*OWN, "train.learning_rate=-1"], ["learning_rate=-1.0"]),
-    ([*OWN, "data.passes=0"], ["data.passes=0"]),
+    ([*OWN, "data.epochs=0"], ["data.epochs=0"]),
     ([*OWN, "evaluation.every=0"], ["evaluation.every=0", -1]),
     ([*OWN, "checkpoint.every=0"], ["checkpoint.every=0", -1]),
     ([*OWN, "reward.workers=0"], ["reward.workers=0"]),

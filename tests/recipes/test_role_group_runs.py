@@ -25,16 +25,17 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": [sum(a < b for a, b in zip(response, response[1:])) / 4 for response in responses]}
 """
 COMMON = """
-    data.path=task:sort data.max_prompt_tokens=16 evaluation.path=task:sort evaluation.max_rows=32
-    evaluation.samples_per_prompt=1 prompts_per_step=8 samples_per_prompt=4 minibatches=2 rollout.max_new_tokens=8
+    data.path=task:sort data.max_prompt_tokens=16 evaluation.path=task:sort evaluation.max_samples=32
+    evaluation.samples_per_prompt=1 prompts_per_step=8 samples_per_prompt=4 train.mini_batch_size=16
+    rollout.max_new_tokens=8
     train.learning_rate=1e-3 train.eps=1e-5 algorithm.kl_coef=0.05
 """
 """Adam divides by the root of its second moment: with a small eps, what is only rounding in the gradient of a weight
 that does not matter would be as large a step as any."""
-TWO_STEPS = ["data.max_rows=16"]
-LONG = ["data.max_rows=62", "checkpoint.every=2", "algorithm.kl_coef=0", "algorithm.filter_range=[0.3,0.7]"]
+TWO_STEPS = ["data.max_samples=16"]
+LONG = ["data.max_samples=62", "checkpoint.every=2", "algorithm.kl_coef=0", "algorithm.filter_range=[0.3,0.7]"]
 """Seven steps of 8 prompts, and 6 more prompts; what is too easy or too hard is dropped."""
-APART = """placement.collocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
+APART = """placement.colocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
     train.zero_stage=2
 """
 
@@ -51,7 +52,7 @@ def local(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     """Runs in this process."""
     folder = tmp_path_factory.mktemp("grpo")
     common = options(policy, folder)
-    still = ["train.learning_rate=0", "minibatches=1", "algorithm.kl_coef=0"]
+    still = ["train.learning_rate=0", "train.mini_batch_size=32", "algorithm.kl_coef=0"]
     runs = {
         "plain": [*common, *TWO_STEPS],
         "cut": [*common, *TWO_STEPS, "train.max_tokens=64"],

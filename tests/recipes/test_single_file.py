@@ -27,26 +27,26 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 SIZES = {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 4, "learning_rate": 1e-3, "seed": 7}
 CASES = {
-    "two_minibatches": {"minibatches": 2},
-    "two_epochs_with_kl": {"minibatches": 1, "epochs": 2, "kl_coef": 0.1, "temperature": 0.8, "max_tokens": 96},
-    "on_policy": {"minibatches": 1},
+    "two_mini_batches": {"mini_batch_size": 16},
+    "two_epochs_with_kl": {"mini_batch_size": 32, "epochs": 2, "kl_coef": 0.1, "temperature": 0.8, "max_tokens": 96},
+    "on_policy": {"mini_batch_size": 32},
 }
 
 
 def settings_of(config: GRPOConfig) -> Settings:
     """The settings of the single file that a configuration of the recipe amounts to."""
-    assert config.data.max_rows is not None
+    assert config.data.max_samples is not None
     assert config.reward_source is not None
     return Settings(
         data=config.data.path,
         reward=config.reward_source,
-        steps=config.steps(config.data.max_rows),
+        steps=config.steps(config.data.max_samples),
         prompts_per_step=config.prompts_per_step,
         samples_per_prompt=config.samples_per_prompt,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
-        minibatches=config.minibatches,
-        epochs=config.epochs,
+        mini_batch_size=config.mini_batch_size,
+        epochs=config.train.epochs,
         max_tokens=config.train.max_tokens,
         learning_rate=config.train.learning_rate,
         clip_low=config.algorithm.clip_low,
@@ -59,17 +59,17 @@ def settings_of(config: GRPOConfig) -> Settings:
 def options_of(own: Settings) -> list[str]:
     """The options of the recipe that amount to these settings."""
     groups = {
-        "data": ("path", "max_rows"),
+        "data": ("path", "max_samples"),
         "reward": ("source",),
         "rollout": ("max_new_tokens", "temperature"),
-        "train": ("max_tokens", "learning_rate"),
+        "train": ("mini_batch_size", "epochs", "max_tokens", "learning_rate"),
         "algorithm": ("clip_low", "clip_high", "kl_coef"),
     }
     group_of = {name: f"{group}.{name}" for group, names in groups.items() for name in names}
     given = asdict(own)
     given["path"] = given.pop("data")
     given["source"] = given.pop("reward")
-    given["max_rows"] = given.pop("steps") * own.prompts_per_step
+    given["max_samples"] = given.pop("steps") * own.prompts_per_step
     return [f"{group_of.get(name, name)}={value}" for name, value in given.items()]
 
 
@@ -101,7 +101,7 @@ def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_pa
     # They say something: the responses differ in reward, and the policy has moved.
     assert all(step["grad_norm"] > 0 for step in steps)
     assert len({step["reward"] for step in steps}) > 1
-    is_on_policy = own.minibatches * own.epochs == 1
+    is_on_policy = own.mini_batch_size == 32 and own.epochs == 1
     assert all((step["approx_kl"] == 0) == is_on_policy for step in steps)
 
 
@@ -113,7 +113,7 @@ def test_its_defaults_are_the_demonstration() -> None:
 def test_the_command_line_prints_a_line_per_step(
     policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--steps", "2", "--prompts_per_step", "2", "--samples_per_prompt", "2", "--minibatches", "1"]
+    sizes = ["--steps", "2", "--prompts_per_step", "2", "--samples_per_prompt", "2", "--mini_batch_size", "4"]
     monkeypatch.setattr(sys, "argv", ["single_file.py", str(policy), *sizes, "--learning_rate", "1e-3"])
     with in_this_process():
         single_file.main()

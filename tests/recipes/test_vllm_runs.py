@@ -38,8 +38,8 @@ def test_an_engine_that_is_killed_while_it_generates_loses_no_prompt(
 
 
 def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_path: Path) -> None:
-    options = """data.path=task:sort data.max_prompt_tokens=16 data.max_rows=24 prompts_per_step=8 samples_per_prompt=4
-        minibatches=2 rollout.max_new_tokens=8 train.learning_rate=1e-2 train.packing=true
+    options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=24 prompts_per_step=8
+        samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.learning_rate=1e-2 train.packing=true
     """
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
@@ -53,9 +53,9 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
 
 @pytest.mark.nightly
 def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runner: Path, tmp_path: Path) -> None:
-    options = """data.path=task:guess data.max_rows=40 evaluation.path=task:guess evaluation.max_rows=8
+    options = """data.path=task:guess data.max_samples=40 evaluation.path=task:guess evaluation.max_samples=8
         agent.func_path=env:guess agent.max_turns=3 agent.max_tokens=64 prompts_per_step=8 samples_per_prompt=4
-        minibatches=2 rollout.max_new_tokens=4 train.learning_rate=1e-3 placement.collocate=false
+        train.mini_batch_size=16 rollout.max_new_tokens=4 train.learning_rate=1e-3 placement.colocate=false
         --async_train --partial_rollout asynchronous.in_flight_prompts=12
     """
     run = Run("multi_turn", ray_address, tmp_path / "run", f"model.path={runner}", *VLLM, *options.split()).wait()

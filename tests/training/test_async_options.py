@@ -33,13 +33,13 @@ def test_a_batch_may_be_as_old_as_the_queue_is_long_and_one_more_where_prompts_a
 
 def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_their_own() -> None:
     ahead = AsyncOptions(enabled=True)
-    ahead.check(False, "ray", 4, "placement.collocate=false")
-    with pytest.raises(ValueError, match=says("placement.collocate=false")):
-        ahead.check(True, "ray", 4, "placement.collocate=false")
+    ahead.check(False, "ray", 4, "placement.colocate=false")
+    with pytest.raises(ValueError, match=says("placement.colocate=false")):
+        ahead.check(True, "ray", 4, "placement.colocate=false")
     with pytest.raises(ValueError, match=says("backend=local", "backend=ray")):
-        ahead.check(False, "local", 4, "placement.collocate=false")
+        ahead.check(False, "local", 4, "placement.colocate=false")
     # Without a queue the roles work one after the other, as they do without the option.
-    AsyncOptions(enabled=True, queue_size=0).check(True, "local", 4, "placement.collocate=false")
+    AsyncOptions(enabled=True, queue_size=0).check(True, "local", 4, "placement.colocate=false")
 
 
 def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
@@ -54,7 +54,7 @@ def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
 def test_more_prompts_than_a_step_has_and_at_most_twice_as_many_are_under_way(count: int, fits: bool) -> None:
     own = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
     if fits:
-        own.check(False, "ray", 4, "placement.collocate=false")
+        own.check(False, "ray", 4, "placement.colocate=false")
         return
     with pytest.raises(ValueError, match=says(f"in_flight_prompts={count}", 5, 8, "4 prompts")):
-        own.check(False, "ray", 4, "placement.collocate=false")
+        own.check(False, "ray", 4, "placement.colocate=false")

@@ -177,7 +177,7 @@ def test_a_micro_batch_is_what_the_budget_and_the_step_allow() -> None:
 
 
 def test_an_hf_engines_cache_grows_with_rows_and_tokens() -> None:
-    need = sampling(SMALL, HFRolloutConfig(max_rows=8), 100, 64, None, gpu=False)
+    need = sampling(SMALL, HFRolloutConfig(max_num_seqs=8), 100, 64, None, gpu=False)
     # 8 rows x 64 tokens x keys and values x 2 layers x 5 numbers x 4 bytes; it is not sure to be taken.
     assert (need.weights, need.cache, need.certain) == (400_000, 8 * 64 * 2 * 2 * 5 * 4, 400_000)
     assert sampling(SMALL, HFRolloutConfig(dtype="bfloat16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2

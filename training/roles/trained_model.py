@@ -83,7 +83,7 @@ class TrainedModel(BaseWorkload):
         config = self.config
         count = len(experience)
         parts = config.optimizer_steps(count)
-        minibatches = shuffled_minibatches(count, parts, config.epochs, seed=config.seed, step=step)
+        minibatches = shuffled_minibatches(count, parts, config.train.epochs, seed=config.seed, step=step)
         return self.train(experience, step, minibatches, loss, prepare)
 
     def open_publisher(self, nodes: int) -> None:

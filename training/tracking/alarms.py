@@ -92,8 +92,8 @@ ALARMS = (
         watches="actor/approx_kl",
         when=f"over {MOST_KL}",
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size; "
-        "epochs, max_epochs, ppo_epochs); cut gradients at a smaller norm (train.max_norm, max_norm, grad_clip)",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (train.mini_batch_size, train_batch_size, "
+        "ppo_mini_batch_size; train.epochs, max_epochs, ppo_epochs); cut gradients at a smaller norm (train.max_grad_norm, max_norm, grad_clip)",
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
@@ -109,7 +109,8 @@ ALARMS = (
         watches="actor/clipped_share",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
         text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (minibatches, train_batch_size, ppo_mini_batch_size)",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (train.mini_batch_size, train_batch_size, "
+        "ppo_mini_batch_size)",
         sounds=_moves_far,
     ),
     Alarm(

@@ -81,7 +81,7 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
     config = options.engine_config("bfloat16", 100, shares_gpu=True, sleeps=True)
     assert config == VLLMRolloutConfig(
         dtype="bfloat16",
-        max_rows=512,
+        max_num_seqs=512,
         max_model_len=120,
         tensor_parallel_size=2,
         gpu_memory_utilization=0.45,
@@ -103,7 +103,7 @@ def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -
 
 
 def test_engines_of_two_devices_share_out_what_there_is() -> None:
-    apart = PlacementOptions(collocate=False).resolved(8, groups=2, tensor_parallel=2)
+    apart = PlacementOptions(colocate=False).resolved(8, groups=2, tensor_parallel=2)
     assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
-    with pytest.raises(ValueError, match=says("rollout.tensor_parallel=2", "collocate")):
+    with pytest.raises(ValueError, match=says("rollout.tensor_parallel=2", "colocate")):
         PlacementOptions().resolved(8, groups=2, tensor_parallel=2)

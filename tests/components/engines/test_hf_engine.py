@@ -46,7 +46,7 @@ def test_tokens_do_not_depend_on_chunk_size_or_order(tied_model: Path, engine: H
     whole = engine.generate(prompts, sampling)
     assert len({tuple(row) for row in completions(whole)}) > 12
     for max_rows in (1, 5):
-        small = HFRolloutEngine(tied_model, HFRolloutConfig(max_rows=max_rows)).generate(prompts, sampling)
+        small = HFRolloutEngine(tied_model, HFRolloutConfig(max_num_seqs=max_rows)).generate(prompts, sampling)
         assert completions(small) == completions(whole)
         torch.testing.assert_close(small["rollout_logprob"], whole["rollout_logprob"], atol=1e-5, rtol=0)
     order_B = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))

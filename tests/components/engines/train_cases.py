@@ -48,7 +48,7 @@ def config(**changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "learning_rate": LEARNING_RATE,
         "weight_decay": WEIGHT_DECAY,
-        "max_norm": MAX_NORM,
+        "max_grad_norm": MAX_NORM,
         "betas": BETAS,
         "eps": EPS,
         "lr_scheduler": "linear",
