@@ -39,7 +39,8 @@ def test_an_engine_that_is_killed_while_it_generates_loses_no_prompt(
 
 def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_path: Path) -> None:
     options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=24 prompts_per_step=8
-        samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.learning_rate=1e-2 train.packing=true
+        samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.learning_rate=1e-2
+        train.packing=true
     """
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)

@@ -93,7 +93,8 @@ ALARMS = (
         when=f"over {MOST_KL}",
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
         advice=f"{LOWER_RATE}; learn in fewer optimizer steps (train.mini_batch_size, train_batch_size, "
-        "ppo_mini_batch_size; train.epochs, max_epochs, ppo_epochs); cut gradients at a smaller norm (train.max_grad_norm, max_norm, grad_clip)",
+        "ppo_mini_batch_size; train.epochs, max_epochs, ppo_epochs); cut gradients at a smaller "
+        "norm (train.max_grad_norm, max_norm, grad_clip)",
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
