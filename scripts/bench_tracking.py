@@ -37,7 +37,8 @@ from recipes.openrlhf_ppo.data import check_inputs  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
 from recipes.openrlhf_ppo.main import build_job, read_config  # noqa: E402
 from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
-from training.config import ConfigError, given_options  # noqa: E402
+from training.config import given_options  # noqa: E402
+from training.schema import ConfigError  # noqa: E402
 from training.tracking import EventLog, Tracker  # noqa: E402
 from training.warm_start import resolve_model  # noqa: E402
 

@@ -16,7 +16,7 @@ from recipes.openrlhf_ppo import flags  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
 from recipes.verl_ppo.keys import KEYS  # noqa: E402
-from training.config import options_of  # noqa: E402 (the project may not be installed)
+from training.schema import options_of  # noqa: E402 (the project may not be installed)
 
 FROM_OPENRLHF = """\
 # From OpenRLHF

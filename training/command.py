@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from training.config import changed_options, describe_options, given_options, load_config
+from training.config import adapter_notes, changed_options, given_options, load_config, renamed
 from training.launch import open_run, run_job
 from training.options import RunOptions
 from training.plan import Plan
+from training.schema import describe_options
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -54,9 +55,9 @@ class Command(ABC, Generic[C]):
         """The configuration that the job is given; makes a demonstration's model where one is asked for."""
         return config
 
-    def renamed(self, text: str) -> str:
-        """A sentence that names options, with the names that they have in this recipe."""
-        return text
+    def renamed(self, text: str, arguments: list[str]) -> str:
+        """A sentence that names options, in the names that the user writes."""
+        return renamed(self.schema, arguments, text)
 
     def words(self, arguments: list[str]) -> list[str]:
         """The command line as `load_config` reads it, of one that is written in another way."""
@@ -91,13 +92,14 @@ class Command(ABC, Generic[C]):
             arguments = self.words(arguments)
             asked = self.read(arguments)
             plan = self.plan(asked, arguments)
+            plan.notes = [*adapter_notes(self.schema, arguments), *plan.notes]
             if plan.is_all(asked, self.given(arguments)):
                 return 0
             self.check(plan)
             config = plan.config
             run_dir = open_run(config.run_dir, config.resume, self.checkpoints(config), plan.json())
         except (ValueError, OSError) as error:
-            print(f"{self.folder.name}: {self.renamed(str(error))}", file=sys.stderr)
+            print(f"{self.folder.name}: {self.renamed(str(error), arguments)}", file=sys.stderr)
             return 2
         plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         return run_job(

@@ -3,328 +3,282 @@
 Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
 none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
 
-Two class variables of a schema serve people who come with a command line of another system: `ALIASES`, other names of
-its options, and `REFUSED`, options that it knows but does not take, each with the reason.
+A schema whose class variable ADAPTER is an `Adapter` takes another system's names too. Whatever is wrong is said at
+once.
 """
 
-import ast
+from __future__ import annotations
+
 import dataclasses
 import difflib
-import functools
-import inspect
-import itertools
-import operator
-import textwrap
-import types
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class ConfigError(ValueError):
-    """The user's configuration cannot work; the message says what to set."""
-
+from training.adapter import Adapter, Given, Target, Translation
+from training.schema import ConfigError, fields_of, without_none
 
 T = TypeVar("T")
 
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
-
-ANY = "*"
-"""See `Refused.harmless`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """An option that users bring along from elsewhere: a schema knows it by name, and does not take it."""
-
-    why: str
-    """Why not, and what to use instead."""
-    kind: Any = bool
-    """The type of its value, as if it were a field: how many words belong to it follows from it."""
-    harmless: str = ""
-    """The value that asks for what happens anyway, and is let through; ANY: all are. A switch that is off always is."""
-
-    def lets_through(self, value: Any) -> bool:
-        """Whether the value asks for nothing that is missing here."""
-        text = " ".join(value) if isinstance(value, list) else str(value)
-        off = self.kind is bool and text.lower() in ("false", "no", "off", "0")
-        if self.harmless in ("", ANY):
-            return off or self.harmless == ANY
-        return off or _as_number(text.lower()) == _as_number(self.harmless.lower())
-
-
-def where(default: T, **others: Any) -> T:
-    """The default of an option that has an effect only where others of its group have these values: True is any that
-    is set, False none, and a tuple any of its items. For `idle_options`.
-    """
-    return dataclasses.field(default=default, metadata=others)
-
-
-def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `where` says."""
-    for field in dataclasses.fields(config):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        for other, wanted in field.metadata.items():
-            found = operator.attrgetter(other)(config)
-            is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
-            if not is_wanted:
-                yield name, f"{prefix}{other}={found}"
-        if dataclasses.is_dataclass(value):
-            yield from idle_options(value, f"{name}.")
-
-
-def _as_number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path] = ()) -> T:
     """The configuration: the schema's defaults, then `files`, then each `--config FILE`, then the other arguments.
 
     Raises:
-        ConfigError: an unknown key (with the nearest one), a value of the wrong kind, a file that is not there, or
-            whatever the schema's own `__post_init__` refuses.
+        ConfigError: unknown keys (each with the nearest one), options that are refused, values of the wrong kind, and
+            whatever the schema itself refuses, all at once; or a file that is not there.
     """
-    merged = _merged(schema, arguments, files)
+    found = read_options(schema, arguments, files)
+    merged, faults = _merged(schema, found)
+    faults = [*found.faults, *faults]
+    config: Any = None
     try:
-        return typing.cast(T, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, ValueError) as error:
+        faults += _faults_of(merged) or [_first_line(error)]
+    if faults:
+        raise ConfigError(_listed([adapter_of(schema).renamed(fault, found.written) for fault in faults]))
+    return typing.cast(T, config)
 
 
 def changed_options(schema: type, arguments: Sequence[str], files: Sequence[Path] = ()) -> dict[str, Any]:
     """What `load_config` would set to something else than the schema's default, by dotted name: as it is written,
     before the schema makes anything of it.
     """
-    found, usual = _merged(schema, arguments, files), OmegaConf.structured(schema)
-    values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in _fields(schema)}
+    found, _ = _merged(schema, read_options(schema, arguments, files))
+    usual = OmegaConf.structured(schema)
+    values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in fields_of(schema)}
     return {key: _plain(value) for key, (value, default) in values.items() if value != default}
-
-
-def _merged(schema: type, arguments: Sequence[str], files: Sequence[Path]) -> Any:
-    pairs = parse_arguments(schema, arguments)
-    paths = [*files, *(Path(value) for key, value in pairs if key == "config")]
-    merged = OmegaConf.structured(schema)
-    known = _fields(schema)
-    for path in paths:
-        merged = _merge(merged, _file_pairs(schema, path), known, str(path))
-    return _merge(merged, [pair for pair in pairs if pair[0] != "config"], known, "the command line")
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
     """The options that a user has named: on the command line, or in a `--config FILE`."""
-    pairs = parse_arguments(schema, arguments)
-    files = [_file_pairs(schema, Path(value)) for key, value in pairs if key == "config"]
-    return {key for found in (pairs, *files) for key, _ in found}
+    return {option.name for option in read_options(schema, arguments).options}
+
+
+def adapter_notes(schema: type, arguments: Sequence[str]) -> list[str]:
+    """What is to be said of options that a user has named and that have no effect here."""
+    return read_options(schema, arguments).notes
+
+
+def renamed(schema: type, arguments: Sequence[str], text: str) -> str:
+    """A sentence about options, in the names that the user of this command line writes."""
+    return adapter_of(schema).renamed(text, read_options(schema, arguments).written)
+
+
+def adapter_of(schema: Any) -> Adapter:
+    """The schema's adapter; one without names where it has none."""
+    if hasattr(schema, "ADAPTER"):
+        return schema.ADAPTER
+    names = getattr(schema, "ALIASES", {})
+    return Adapter(
+        options={there: Target(here) for there, here in names.items()}, refused=getattr(schema, "REFUSED", {})
+    )
 
 
 def refused_options(schema: Any, arguments: Sequence[str]) -> set[str]:
-    """What a user has named, there or there, of the options that the schema refuses: those that were let through."""
-    pairs = _written(schema, arguments)
-    files = [_leaves(_read_yaml(Path(value)), _known(schema)) for key, value in pairs if key == "config"]
-    return {key for found in (pairs, *files) for key, _ in found if key in schema.REFUSED}
+    """What a user has named of the options that the schema refuses: those that were let through."""
+    words, _ = _read_arguments(schema, arguments)
+    files = [option for word in words if word.name == "config" for option in _read_file(schema, Path(word.value))]
+    return {option.name for option in (*words, *files) if option.name in schema.REFUSED}
 
 
-class Option(NamedTuple):
-    """One option of a schema, as people are told about it."""
+def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = ()) -> Translation:
+    """What files and command line say, in the names of the schema, in this order; `--config FILE` before the rest.
 
-    name: str
-    kind: str
-    default: Any
-    meaning: str
-
-
-def options_of(schema: type) -> list[Option]:
-    """Every option with its type, default and meaning, in the order of the schema."""
-    return [
-        Option(key, _shown(kind), _default(schema, key), _meanings(owner).get(field.name, ""))
-        for key, kind, field, owner in _walk(schema)
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    words, faults = _read_arguments(schema, arguments)
+    paths = [*files, *(Path(option.value) for option in words if option.name == "config")]
+    given = [option for path in paths for option in _read_file(schema, path)]
+    found = adapter_of(schema).translate([*given, *(option for option in words if option.name != "config")])
+    fields = fields_of(schema)
+    unknown = [option for option in found.options if not _is_known(option.name, fields)]
+    found.options = [option for option in found.options if option not in unknown]
+    names = [*fields, *sorted(adapter_of(schema).names())]
+    faults += [
+        f"{_of_source(option)}unknown option {option.name!r}{_nearest(option.name, names)}" for option in unknown
     ]
-
-
-def describe_options(schema: type) -> str:
-    """The text of `--help`."""
-    lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
-    for option in options_of(schema):
-        lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
-        lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def _shown(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
-
-
-def _default(schema: type, key: str) -> Any:
-    first, *rest = key.split(".")
-    field: Any = next(field for field in dataclasses.fields(schema) if field.name == first)
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    # A group may be given other defaults than its class has.
-    return functools.reduce(getattr, rest, value)
-
-
-@functools.cache
-def _meanings(schema: type) -> dict[str, str]:
-    """The string under each field of a dataclass, which Python itself does not keep."""
-    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
-    found = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
-    definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    for pair in itertools.pairwise(definition.body):
-        match pair:
-            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                found[name] = " ".join(text.split())
+    found.faults = [*faults, *found.faults]
     return found
 
 
-def parse_arguments(schema: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
-    """(dotted key, value) of each argument, in order; values are still text, or lists of texts.
-
-    Raises:
-        ConfigError: an argument is no option, has too few values, or is one that the schema refuses; all of these last
-            are named at once.
-    """
-    return _translated(schema, _written(schema, arguments))
+# --- the command line and files
 
 
-def _written(schema: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
-    """The same under the names that the user has written, with what is refused."""
-    known = _known(schema) | {"config": str}
-    pairs: list[tuple[str, Any]] = []
+def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given], list[str]]:
+    """Each option with its value, still text or a list of texts, under the name that the user has written."""
+    fields = fields_of(schema) | {"config": str}
+    found: list[Given] = []
+    faults: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if not equals and not word.startswith("--"):
-            raise ConfigError(f"cannot read {word!r} on the command line; write key=value or --key value")
-        if _holder(key, known) is None and not _is_group(key, known):
-            raise ConfigError(f"unknown option {word.split('=')[0]!r}{_nearest(key, known)}")
-        pairs.append((key, value if equals else _take_values(word, known.get(key, str), rest)))
-    return pairs
+            faults.append(f"cannot read {word!r} on the command line; write key=value or --key value")
+            continue
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
+        if equals:
+            found.append(Given(key, value))
+            continue
+        try:
+            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest)))
+        except ConfigError as error:
+            faults.append(str(error))
+    return found, faults
 
 
-def _known(schema: Any) -> dict[str, Any]:
-    """Every name that can be written, with the type of its value: fields, their other names, and what is refused."""
-    fields = _fields(schema)
-    aliases = {name: fields[field] for name, field in getattr(schema, "ALIASES", {}).items()}
-    return fields | aliases | {name: refused.kind for name, refused in getattr(schema, "REFUSED", {}).items()}
-
-
-def _translated(schema: Any, pairs: Iterable[tuple[str, Any]], where: str = "") -> list[tuple[str, Any]]:
-    """The same under the fields' own names, without what is refused."""
-    aliases: Mapping[str, str] = getattr(schema, "ALIASES", {})
-    refused: Mapping[str, Refused] = getattr(schema, "REFUSED", {})
-    known = _known(schema)
-    faults, found = [], []
-    for key, value in pairs:
-        name = _holder(key, known) or key
-        if name not in refused:
-            found.append((aliases.get(name, name) + key.removeprefix(name), value))
-        elif not refused[name].lets_through(value):
-            faults.append(f"{name}: {refused[name].why}")
-    if faults:
-        raise ConfigError(f"{where}not available here: {'; '.join(dict.fromkeys(faults))}")
-    return found
-
-
-def _holder(key: str, known: Mapping[str, Any]) -> str | None:
-    """The name that a key is, or of whose mapping it names an entry."""
-    if key in known:
-        return key
-    mappings = (name for name, kind in known.items() if get_origin(_without_none(kind)) is dict)
-    return next((name for name in mappings if key.startswith(f"{name}.")), None)
+def _kind_of(schema: Any, key: str, fields: Mapping[str, Any]) -> Any:
+    """The type of the value of a name; None: there is no such name."""
+    kind = adapter_of(schema).kind_of(key, fields)
+    return fields.get(key) if kind is None else kind
 
 
 def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
-    kind = _without_none(kind)
-    if kind is bool:
-        return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
+    kind = without_none(kind)
     following = 0
     while following < len(rest) and not rest[following].startswith("--"):
         following += 1
+    if kind is bool:
+        return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
+    if kind is None:  # nobody knows how many belong to it
+        following -= sum("=" in later for later in rest[:following])
+        return [rest.pop(0) for _ in range(following)]
     if get_origin(kind) is list:
         return [rest.pop(0) for _ in range(following)]
     wanted = len(get_args(kind)) if get_origin(kind) is tuple else 1
     if following < wanted:
+        del rest[:following]
         raise ConfigError(f"{word} takes {wanted} value{'s' if wanted > 1 else ''}, but {following} follow")
     values = [rest.pop(0) for _ in range(wanted)]
     return values if get_origin(kind) is tuple else values[0]
 
 
-def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """(dotted key, type, field, its class) of every field that holds a value, depth first."""
-    hints = get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        kind = _without_none(hints[field.name])
-        if dataclasses.is_dataclass(kind):
-            yield from _walk(kind, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name], field, schema
-
-
-def _fields(schema: Any) -> dict[str, Any]:
-    """The type of every field that holds a value, by dotted key."""
-    return {key: kind for key, kind, _, _ in _walk(schema)}
-
-
-def _without_none(kind: Any) -> Any:
-    if get_origin(kind) in (types.UnionType, typing.Union):
-        kinds = [k for k in get_args(kind) if k is not type(None)]
-        return kinds[0] if len(kinds) == 1 else kind
-    return kind
-
-
-def _is_group(key: str, known: Mapping[str, Any]) -> bool:
-    return any(other.startswith(f"{key}.") for other in known)
-
-
-def _nearest(key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    found = near or last[:1]
-    return f"; did you mean {found[0]!r}?" if found else f"; the options are {', '.join(sorted(known))}"
-
-
-def _merge(base: Any, pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], source: str) -> Any:
-    given: dict[str, Any] = {}
-    for key, value in pairs:
-        if _holder(key, known) is None and not _is_group(key, known):
-            raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, known)}")
-        try:
-            _put(given, key, _typed(value, _without_none(known.get(key))))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{source}: {key}={value} is no YAML: {_first_line(error)}") from error
+def _read_file(schema: Any, path: Path) -> list[Given]:
+    """Everything in a configuration file."""
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
     try:
-        return OmegaConf.merge(base, OmegaConf.create(given))
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+        loaded = OmegaConf.load(path)
+        content = OmegaConf.to_container(loaded)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a list, not keys and values")
+    fields = fields_of(schema)
+    leaves = _leaves(typing.cast(dict[str, Any], content), lambda name: _kind_of(schema, name, fields) is not None)
+    return [Given(name, _resolved(loaded, name, value), str(path)) for name, value in leaves]
 
 
-def _leaves(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of a field."""
-    found: list[tuple[str, Any]] = []
+def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of an option."""
     for key, value in given.items():
         name = f"{prefix}{key}"
-        is_group = isinstance(value, Mapping) and value and name not in known
-        found += _leaves(value, known, f"{name}.") if is_group else [(name, value)]
-    return found
+        if isinstance(value, Mapping) and value and not is_option(name):
+            yield from _leaves(value, is_option, f"{name}.")
+        else:
+            yield name, value
+
+
+def _resolved(loaded: Any, name: str, value: Any) -> Any:
+    """The value of a leaf whose `${...}` is about the same file; otherwise as it is, for the whole configuration."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    try:
+        return _plain(OmegaConf.select(loaded, name))
+    except OmegaConfBaseException:
+        return value
+
+
+# --- values, and what the schema makes of them
+
+
+def _merged(schema: type, found: Translation) -> tuple[Any, list[str]]:
+    """The schema with all values put in, and what is wrong with those that cannot be."""
+    merged = OmegaConf.structured(schema)
+    try:
+        return _with_values(schema, merged, found.options), []
+    except (yaml.YAMLError, OmegaConfBaseException):
+        pass  # one by one, to see which
+    faults: list[str] = []
+    for option in found.options:
+        try:
+            merged = _with_values(schema, merged, [option])
+        except yaml.YAMLError as error:
+            faults.append(f"{option}={option.value} is no YAML: {_first_line(error)}")
+        except OmegaConfBaseException as error:
+            faults.append(f"{option}: {_first_line(error)}")
+    return merged, faults
+
+
+def _with_values(schema: type, merged: Any, options: Iterable[Given]) -> Any:
+    fields = fields_of(schema)
+    given: dict[str, Any] = {}
+    for option in options:
+        _put(given, option.name, _typed(option.value, without_none(fields.get(option.name))))
+    return OmegaConf.merge(merged, OmegaConf.create(given))
+
+
+def _faults_of(merged: Any) -> list[str]:
+    """All that the schema has against a configuration, of its groups and of the whole."""
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    for key in merged:
+        try:
+            node = merged[key]
+            is_group = OmegaConf.is_config(node) and dataclasses.is_dataclass(OmegaConf.get_type(node))
+            values[key] = OmegaConf.to_object(node) if is_group else _plain(node)
+        except OmegaConfBaseException as error:
+            faults.append(f"{key}: {_first_line(error)}")
+        except ValueError as error:
+            node = merged[key]
+            faults += [_with_group(key, node, text) for text in getattr(error, "faults", (str(error),))]
+            values[key] = _unchecked(node)
+    if len(values) < len(merged):
+        return faults
+    whole: Any = _unchecked(merged, values)
+    try:
+        own = list(whole.faults()) if hasattr(whole, "faults") else _raised(OmegaConf.get_type(merged), values)
+    except (TypeError, ValueError, ArithmeticError):  # a check that rests on a group which is at fault itself
+        own = []
+    return [*faults, *own]
+
+
+def _with_group(key: str, node: Any, text: str) -> str:
+    """A fault of a group, which may name its options without the group."""
+    names = {field.name for field in dataclasses.fields(typing.cast(Any, OmegaConf.get_type(node)))}
+    return f"{key}.{text}" if re.split(r"[^a-z_]", text)[0] in names else text
+
+
+def _unchecked(node: Any, values: Mapping[str, Any] | None = None) -> Any:
+    """The dataclass of a node without its checks."""
+    made: Any = object.__new__(typing.cast(type, OmegaConf.get_type(node)))
+    for key in node:
+        object.__setattr__(made, key, _plain(node[key]) if values is None else values[key])
+    return made
+
+
+def _raised(schema: Any, values: Mapping[str, Any]) -> list[str]:
+    """What a dataclass says as it is made, that has no `faults`."""
+    try:
+        schema(**values)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _typed(value: Any, kind: Any) -> Any:
@@ -341,21 +295,34 @@ def _put(target: dict[str, Any], key: str, value: Any) -> None:
     target[last] = value
 
 
-def _file_pairs(schema: type, path: Path) -> list[tuple[str, Any]]:
-    """(dotted key, value) of everything in a configuration file."""
-    return _translated(schema, _leaves(_read_yaml(path), _known(schema)), f"{path}: ")
+# --- messages
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a list, not keys and values")
-    return typing.cast(dict[str, Any], content)
+def _is_known(key: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a key is an option, an entry of one that is a mapping, or a group."""
+    if key in fields or any(name.startswith(f"{key}.") for name in fields):
+        return True
+    mappings = (name for name, kind in fields.items() if get_origin(without_none(kind)) is dict)
+    return any(key.startswith(f"{name}.") for name in mappings)
+
+
+def _nearest(key: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    last = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    found = last[:1] or near
+    return f"; did you mean {found[0]!r}?" if found else f"; the options are {', '.join(sorted(names))}"
+
+
+def _of_source(option: Given) -> str:
+    return f"{option.source}: " if option.source else ""
+
+
+def _listed(faults: Iterable[str]) -> str:
+    """One fault as a line, several as a list."""
+    found = list(dict.fromkeys(faults))
+    if len(found) == 1:
+        return found[0]
+    return "\n".join([f"{len(found)} things are in the way:", *(f"  - {fault}" for fault in found)])
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from components.engines.config import (
     TrainOptions,
     VLLMRolloutConfig,
 )
+from training.schema import Options, refuse
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def recipe_of(schema: type) -> str:
 
 
 @dataclass(kw_only=True)
-class RunOptions:
+class RunOptions(Options):
     """What every run has, whatever it trains."""
 
     run_dir: str = ""
@@ -79,11 +80,16 @@ class RunOptions:
     def __post_init__(self) -> None:
         if not self.run_dir:
             self.run_dir = new_run_dir(recipe_of(type(self)))
-        _at_least(self, "", 0, "seed", "max_restarts")
+        super().__post_init__()
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        yield from at_least(self, "", 0, "seed", "max_restarts")
 
 
 @dataclass(kw_only=True)
-class ModelOptions:
+class ModelOptions(Options):
     """The policy that the run starts from."""
 
     path: str = ""
@@ -97,6 +103,7 @@ class ModelOptions:
     """Token that fills short rows, for a tokenizer that names none; its end token will do."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.path = str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -107,7 +114,7 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
-class DataOptions:
+class DataOptions(Options):
     """The prompts to train on."""
 
     path: str = ""
@@ -132,8 +139,9 @@ class DataOptions:
     epochs: int = 1
     """How often the prompts are gone through, each time in another order."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, "data.", 1, "max_samples", "max_prompt_tokens", "epochs")
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from at_least(self, "data.", 1, "max_samples", "max_prompt_tokens", "epochs")
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
         """The prompts and labels; `seed` draws those of a generated task."""
@@ -167,7 +175,7 @@ class DataOptions:
 
 
 @dataclass(kw_only=True)
-class RewardOptions:
+class RewardOptions(Options):
     """What a response is worth."""
 
     source: str | None = None
@@ -186,11 +194,12 @@ class RewardOptions:
     url_batch_size: int = 64
     """Responses per request to a reward server."""
 
-    def __post_init__(self) -> None:
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
         try:
             self.settings()
         except ValueError as error:
-            raise ValueError(f"reward.{error}") from error
+            yield f"reward.{error}"
 
     def settings(self) -> RewardSettings:
         """How reward code and reward servers are used."""
@@ -204,7 +213,7 @@ class RewardOptions:
 
 
 @dataclass(kw_only=True)
-class RolloutOptions:
+class RolloutOptions(Options):
     """How responses are sampled."""
 
     temperature: float = 1.0
@@ -235,22 +244,23 @@ class RolloutOptions:
     """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
     engines. Costs about a step's time."""
 
-    def __post_init__(self) -> None:
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
         if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature} would give one response only; set it above 0")
-        _at_least(self, "rollout.", 1, "max_new_tokens", "max_num_seqs", "tensor_parallel")
+            yield f"rollout.temperature={self.temperature} would give one response only; set it above 0"
+        yield from at_least(self, "rollout.", 1, "max_new_tokens", "max_num_seqs", "tensor_parallel")
         if self.engine not in ROLLOUT_ENGINES:
-            raise ValueError(f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}")
+            yield f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}"
         if self.engine == "hf" and self.tensor_parallel > 1:
-            raise ValueError(f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out")
+            yield f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out"
         if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
-            raise ValueError(f"rollout.gpu_memory={self.gpu_memory}; set a share above 0, at most 1")
+            yield f"rollout.gpu_memory={self.gpu_memory}; set a share above 0, at most 1"
         if not self.cpu_cache_gb > 0:
-            raise ValueError(f"rollout.cpu_cache_gb={self.cpu_cache_gb}; set it above 0")
+            yield f"rollout.cpu_cache_gb={self.cpu_cache_gb}; set it above 0"
         try:
-            self.sampling(0, 0)
+            SamplingConfig(top_p=self.top_p, top_k=self.top_k)
         except ValueError as error:
-            raise ValueError(f"rollout.{error}") from error
+            yield f"rollout.{error}"
 
     def chosen(self, gpus: int, model_path: str, *temperatures: float) -> tuple[RolloutOptions, str]:
         """With the engine filled in that the machine and the model suggest; and a line that says which, and why.
@@ -340,7 +350,7 @@ class PolicyTrainOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size")
+        refuse(at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size"))
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """See `TrainOptions.for_run`."""
@@ -352,7 +362,7 @@ class PolicyTrainOptions(TrainOptions):
 
 
 @dataclass(kw_only=True)
-class PlacementOptions:
+class PlacementOptions(Options):
     """What runs where. Without a GPU every worker is a process on the CPU."""
 
     nodes: int = 1
@@ -367,11 +377,9 @@ class PlacementOptions:
     references: int | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
 
-    def __post_init__(self) -> None:
-        for name in ("nodes", "actor_ranks", "rollout_engines", "references"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"placement.{name}={value}; set it to at least 1, or leave it out")
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from at_least(self, "placement.", 1, "nodes", "actor_ranks", "rollout_engines", "references")
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
         """With every number filled in that was left to the machine.
@@ -404,7 +412,7 @@ class PlacementOptions:
 
 
 @dataclass(kw_only=True)
-class AsyncOptions:
+class AsyncOptions(Options):
     """Whether responses are generated while the policy trains on earlier ones, with weights that are a little older."""
 
     enabled: bool = False
@@ -417,18 +425,19 @@ class AsyncOptions:
     """Prompts that are answered at the same time, more than a step's and at most twice as many: the slowest ones come
     in the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, "asynchronous.", 0, "queue_size")
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from at_least(self, "asynchronous.", 0, "queue_size")
         for name in ("partial_rollout", "in_flight_prompts"):
             if getattr(self, name) and not self.enabled:
-                raise ValueError(f"asynchronous.{name} without asynchronous.enabled; set that to true as well")
+                yield f"asynchronous.{name} without asynchronous.enabled; set that to true as well"
         if self.partial_rollout and not self.queue_size:
-            raise ValueError(
+            yield (
                 "asynchronous.partial_rollout with asynchronous.queue_size=0: nothing is generated while weights "
                 "change; set queue_size=1"
             )
         if self.in_flight_prompts is not None and not self.partial_rollout:
-            raise ValueError("asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well")
+            yield "asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well"
 
     def notes(self, given: Collection[str], correct: str, corrects: bool) -> list[str]:
         """What a user should know of before the run starts.
@@ -456,34 +465,31 @@ class AsyncOptions:
         """So many versions may the weights that drew a token be behind those that train on it."""
         return self.ahead + (self.in_flight_prompts is not None)
 
-    def check(self, collocated: bool, backend: str, prompts_per_step: int, apart: str) -> None:
-        """See that generation and training can continue at the same time.
+    def faults_beside(self, colocated: bool, backend: str, prompts_per_step: int, apart: str) -> Iterator[str]:
+        """Why generation and training cannot continue at the same time.
 
         Args:
-            collocated: the roles work one after the other on the same devices.
+            colocated: the roles work one after the other on the same devices.
             backend: of the run.
             prompts_per_step: of the run.
             apart: what a user sets to give the roles devices of their own, as `placement.colocate=false`.
-
-        Raises:
-            ValueError: they cannot.
         """
-        if self.ahead and collocated:
-            raise ValueError(
+        if self.ahead and colocated:
+            yield (
                 "asynchronous.enabled, but the roles work one after the other on the same devices, and cannot work at "
                 f"the same time; set {apart}"
             )
         if self.ahead and backend == "local":
-            raise ValueError("asynchronous.enabled, but backend=local runs one role at a time; set backend=ray")
+            yield "asynchronous.enabled, but backend=local runs one role at a time; set backend=ray"
         if self.in_flight_prompts and not prompts_per_step < self.in_flight_prompts <= 2 * prompts_per_step:
-            raise ValueError(
+            yield (
                 f"asynchronous.in_flight_prompts={self.in_flight_prompts}; set {prompts_per_step + 1} to "
                 f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, at most twice as many"
             )
 
 
 @dataclass(kw_only=True)
-class EvaluationOptions:
+class EvaluationOptions(Options):
     """How good the policy is on prompts that it is not trained on."""
 
     path: str | None = None
@@ -502,16 +508,15 @@ class EvaluationOptions:
     """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
     in _pass1; `none` keeps only the last policy."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, "evaluation.", 1, "max_samples", "samples_per_prompt")
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from at_least(self, "evaluation.", 1, "max_samples", "samples_per_prompt")
         if self.every == 0 or self.every < -1:
-            raise ValueError(f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only")
+            yield f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only"
         if self.temperature < 0:
-            raise ValueError(f"evaluation.temperature={self.temperature}; set it to 0 or more")
+            yield f"evaluation.temperature={self.temperature}; set it to 0 or more"
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError(
-                "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
-            )
+            yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to evaluate after this step."""
@@ -529,7 +534,7 @@ class EvaluationOptions:
 
 
 @dataclass(kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Options):
     """When the state of the training is written, and how much of it is kept."""
 
     every: int = -1
@@ -543,12 +548,13 @@ class CheckpointOptions:
     export_path: str | None = None
     """A second place for the trained policy; it is always in the checkpoints."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, "checkpoint.", 1, "keep")
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from at_least(self, "checkpoint.", 1, "keep")
         if self.every == 0 or self.every < -1:
-            raise ValueError(f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only")
+            yield f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only"
         if self.max_gb is not None and not self.max_gb > 0:
-            raise ValueError(f"checkpoint.max_gb={self.max_gb}; set a number of GB above 0, or leave it out")
+            yield f"checkpoint.max_gb={self.max_gb}; set a number of GB above 0, or leave it out"
 
     def folder(self, run_dir: str) -> Path:
         """Where the step folders are."""
@@ -561,7 +567,7 @@ class CheckpointOptions:
 
 
 @dataclass(kw_only=True)
-class LogOptions:
+class LogOptions(Options):
     """Who reads along. The files of the run folder are always written."""
 
     wandb: bool = False
@@ -698,8 +704,9 @@ def read_prompts(
     return source
 
 
-def _at_least(options: object, prefix: str, least: int, *names: str) -> None:
+def at_least(options: object, prefix: str, least: int, *names: str) -> Iterator[str]:
+    """What is wrong with options that are less than they may be."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < least:
-            raise ValueError(f"{prefix}{name}={value}; set it to at least {least}")
+            yield f"{prefix}{name}={value}; set it to at least {least}"

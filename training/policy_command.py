@@ -10,11 +10,11 @@ from typing import TypeVar
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
-from training.config import ConfigError
 from training.launch import STOP_GRACE_S, threads_each
 from training.options import check_prompts, resolved
 from training.plan import Estimate, Plan, steps_text
 from training.rl_options import RLOptions
+from training.schema import ConfigError
 from training.warm_start import resolve_model
 
 C = TypeVar("C", bound=RLOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,7 +13,6 @@ from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
-from training.config import ConfigError
 from training.options import (
     LORAS_OWN,
     AsyncOptions,
@@ -27,11 +26,13 @@ from training.options import (
     RewardOptions,
     RolloutOptions,
     RunOptions,
+    at_least,
 )
+from training.schema import ConfigError, Options
 
 
 @dataclass(kw_only=True)
-class PolicyOptions:
+class PolicyOptions(Options):
     """How far one step may move the policy; a recipe adds what makes its algorithm."""
 
     clip_low: float = 0.2
@@ -47,22 +48,18 @@ class PolicyOptions:
     """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
     where a step has several optimizer steps."""
 
-    def check(self) -> None:
-        """See that the numbers are in their ranges; a recipe's own checks come after these.
-
-        Raises:
-            ConfigError: one is not.
-        """
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
-            raise ConfigError(
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
+            yield (
                 f"the ratio cannot be clipped to 1 - {self.clip_low} and 1 + {self.clip_high}; set algorithm.clip_low "
                 "from 0 to 1, and algorithm.clip_high to 0 or more"
             )
         if not 0 <= self.kl_coef < math.inf:
-            raise ConfigError(f"algorithm.kl_coef={self.kl_coef}; set it to 0 or more")
+            yield f"algorithm.kl_coef={self.kl_coef}; set it to 0 or more"
         low, high = self.correction_range
         if not 0 <= low < high:
-            raise ConfigError(f"algorithm.correction_range={low} {high}; set two ratios, the lower first")
+            yield f"algorithm.correction_range={low} {high}; set two ratios, the lower first"
 
 
 @dataclass(kw_only=True)
@@ -106,36 +103,43 @@ class RLOptions(RunOptions):
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
         for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
             if not value:
-                raise ConfigError(f"{name} is empty; set {name}=..., or run without options for the demonstration")
-        self._check_sizes()
+                yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
+        yield from self._faults_of_sizes()
         if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
-            raise ConfigError("evaluation.every or evaluation.best_metric without evaluation.path; set that too")
-        self.asynchronous.check(self.placement.colocate, self.backend, self.prompts_per_step, self.APART)
-        self._check_reward_source()
-        self.algorithm.check()
+            yield "evaluation.every or evaluation.best_metric without evaluation.path; set that too"
+        yield from self.asynchronous.faults_beside(
+            self.placement.colocate, self.backend, self.prompts_per_step, self.APART
+        )
+        if self.data.path:
+            yield from self._faults_of_reward()
 
-    def _check_reward_source(self) -> None:
-        if self.reward_source is None:
-            check_agent(str(self.agent.func_path))
-        else:
-            check_reward(self.reward_source)
+    def _faults_of_reward(self) -> Iterator[str]:
+        try:
+            if self.reward_source is None:
+                check_agent(str(self.agent.func_path))
+            else:
+                check_reward(self.reward_source)
+        except ValueError as error:
+            yield str(error)
 
-    def _check_sizes(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; set it to at least 1")
+    def _faults_of_sizes(self) -> Iterator[str]:
+        counts = ("prompts_per_step", "samples_per_prompt")
+        yield from at_least(self, "", 1, *counts)
+        if min(getattr(self, name) for name in counts) < 1:
+            return
         if self.step_size % self.mini_batch_size:
-            raise ConfigError(
+            yield (
                 f"train.mini_batch_size={self.mini_batch_size} does not divide a step's {self.step_size} "
                 f"{self.ROLLOUTS} (prompts_per_step={self.prompts_per_step} x samples_per_prompt="
                 f"{self.samples_per_prompt}); set a divisor"
             )
         if self.step_size < (self.placement.actor_ranks or 1):
-            raise ConfigError(
+            yield (
                 f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
                 f"{self.placement.actor_ranks}; raise prompts_per_step, or lower the other"
             )

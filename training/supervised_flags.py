@@ -6,7 +6,7 @@ Its names of 0.9 are ours. Nothing here needs torch.
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import Refused
+from training.adapter import Refused
 
 _GROUPS = {
     "data": "dataset input_template max_len max_samples tokenizer_chat_template",

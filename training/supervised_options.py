@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from components.engines.config import TrainConfig
 from training import supervised_flags
-from training.config import ConfigError
 from training.options import RunOptions
+from training.schema import ConfigError
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:

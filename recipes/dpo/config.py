@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from components.engines.config import TrainConfig
-from training.config import ConfigError
 from training.options import new_run_dir
+from training.schema import ConfigError
 from training.supervised_flags import refused
 from training.supervised_options import PairOptions
 

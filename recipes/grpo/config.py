@@ -3,11 +3,10 @@
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from training.config import ConfigError
 from training.rl_options import PolicyOptions, RLOptions, without_effect
 
 
@@ -45,35 +44,29 @@ class GRPOConfig(RLOptions):
 
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
         own = self.algorithm
         if self.samples_per_prompt < 2:
-            raise ConfigError(
-                f"samples_per_prompt={self.samples_per_prompt}: GRPO compares responses to one prompt; set 2 or more"
-            )
+            yield f"samples_per_prompt={self.samples_per_prompt}: GRPO compares responses to one prompt; set 2 or more"
         if own.filter_range and self.asynchronous.partial_rollout:
-            raise ConfigError(
+            yield (
                 "algorithm.filter_range replaces prompts of a step, and asynchronous.partial_rollout carries some to "
                 "the next; unset one of them"
             )
         if own.filter_range and not own.filter_range[0] < own.filter_range[1]:
-            raise ConfigError(f"algorithm.filter_range={own.filter_range}; set two scores, the lower first")
-        self._check_overlong()
-
-    def _check_overlong(self) -> None:
-        own, longest = self.algorithm, self.rollout.max_new_tokens
+            yield f"algorithm.filter_range={own.filter_range}; set two scores, the lower first"
+        longest = self.rollout.max_new_tokens
         if own.overlong_buffer is not None and self.agent.func_path:
-            raise ConfigError(
+            yield (
                 "algorithm.overlong_buffer is about one response, and agent.func_path runs episodes of several; unset "
                 "one of them"
             )
         if not own.overlong_penalty >= 0:
-            raise ConfigError(f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more")
+            yield f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more"
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
-            raise ConfigError(
-                f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
-            )
+            yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
 
     @property
     def filter_range(self) -> tuple[float, float] | None:

@@ -3,11 +3,10 @@
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from training.config import ConfigError
 from training.rl_options import PolicyOptions, RLOptions, without_effect
 
 
@@ -44,11 +43,11 @@ class AlgorithmOptions(PolicyOptions):
         """Whether advantages are whitened."""
         return self.estimator.startswith("reinforce") if self.whiten is None else self.whiten
 
-    def check(self) -> None:
-        """See that the numbers are in their ranges."""
-        super().check()
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
         if not 0 <= self.turn_gamma <= 1:
-            raise ConfigError(f"algorithm.turn_gamma={self.turn_gamma}; set a discount from 0 to 1")
+            yield f"algorithm.turn_gamma={self.turn_gamma}; set a discount from 0 to 1"
 
 
 @dataclass(kw_only=True)
@@ -60,12 +59,14 @@ class MultiTurnConfig(RLOptions):
 
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
-    def __post_init__(self) -> None:
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
         if not self.agent.func_path:
-            raise ConfigError("agent.func_path is empty; set it, or run without options for the demonstration")
-        super().__post_init__()
+            yield "agent.func_path is empty; set it, or run without options for the demonstration"
+            return
+        yield from super().faults()
         if self.algorithm.estimator != "reinforce" and self.samples_per_prompt < 2:
-            raise ConfigError(
+            yield (
                 f"algorithm.estimator={self.algorithm.estimator} compares the episodes of one prompt, but "
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )

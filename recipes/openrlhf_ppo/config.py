@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from training.config import ConfigError
 from training.options import RunOptions, new_run_dir
 from training.rl_options import without_effect
+from training.schema import ConfigError
 
 from . import flags
 from .options import renamed, shared_options

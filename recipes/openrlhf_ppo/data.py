@@ -7,8 +7,8 @@ from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
-from training.config import ConfigError
 from training.options import ModelOptions, check_prompts
+from training.schema import ConfigError
 from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from training.config import Refused
+from training.adapter import Refused
 
 _PAIR = tuple[float, float]
 _KINDS: Any = {"switch": bool, "int": int, "float": float, "text": str, "pair": _PAIR, "list": list[str]}

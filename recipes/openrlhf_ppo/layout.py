@@ -10,8 +10,8 @@ from components.engines.choice import choose_attention
 from components.engines.memory import Need, together
 from core import Job, Role
 from core.placement import detect_devices
-from training.config import ConfigError
 from training.plan import Estimate
+from training.schema import ConfigError
 
 from .config import PPOConfig
 from .options import shared_options

@@ -56,7 +56,7 @@ class PPOCommand(Command[PPOConfig]):
         config.check_given(self.given(arguments))
         return config
 
-    def renamed(self, text: str) -> str:
+    def renamed(self, text: str, arguments: list[str]) -> str:  # noqa: ARG002
         """See `Command.renamed`."""
         return renamed(text)
 

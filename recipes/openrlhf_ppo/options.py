@@ -1,6 +1,7 @@
 """The flat options of config.py as the groups of options that recipes share. Nothing here needs torch."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -40,8 +41,9 @@ class SharedOptions(RLOptions):
     flat: Any
     """The PPOConfig that these are made of."""
 
-    def _check_reward_source(self) -> None:
+    def _faults_of_reward(self) -> Iterator[str]:
         """Neither files nor scorers are looked at before a run is planned; see `check_inputs`."""
+        yield from ()
 
     @property
     def reward_source(self) -> None:

@@ -3,10 +3,10 @@
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from training.config import ConfigError
 from training.rl_options import PolicyOptions, RLOptions
 
 
@@ -29,13 +29,13 @@ class AlgorithmOptions(PolicyOptions):
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards, less their baseline, are cut to it."""
 
-    def check(self) -> None:
-        """See that the numbers are in their ranges."""
-        super().check()
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
         if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"algorithm.gamma={self.gamma}; set a discount from 0 to 1")
+            yield f"algorithm.gamma={self.gamma}; set a discount from 0 to 1"
         if not self.reward_range[0] < self.reward_range[1]:
-            raise ConfigError(f"algorithm.reward_range={self.reward_range}; set two rewards, the lower first")
+            yield f"algorithm.reward_range={self.reward_range}; set two rewards, the lower first"
 
 
 @dataclass(kw_only=True)
@@ -50,10 +50,11 @@ class ReinforceConfig(RLOptions):
     """Responses to each; algorithm.baseline compares them with each other."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
         if self.algorithm.baseline != "none" and self.samples_per_prompt < 2:
-            raise ConfigError(
+            yield (
                 f"algorithm.baseline={self.algorithm.baseline} compares the responses to one prompt, but "
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )

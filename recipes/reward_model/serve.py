@@ -27,7 +27,8 @@ from components.data.remote_reward import TOKEN, reward_token
 from components.data.text import load_tokenizer
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
-from training.config import ConfigError, describe_options, load_config
+from training.config import load_config
+from training.schema import ConfigError, describe_options
 
 try:
     import uvicorn

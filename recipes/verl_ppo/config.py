@@ -16,8 +16,11 @@ from agents.options import AgentOptions
 from components.data.text import load_tokenizer
 from components.engines.choice import ROLLOUT_ENGINES
 from components.engines.config import RolloutConfig, TrainConfig, VLLMRolloutConfig
-from training.config import ANY, ConfigError, Refused, idle_options, refused_options, where
+from training.adapter import ANY, Refused
+from training.config import refused_options
 from training.options import AsyncOptions, RolloutOptions, RunOptions, new_run_dir
+from training.schema import ConfigError, idle_options, where
+from training.schema import refuse as refuse_all
 
 from .keys import KEYS, refuse, renamed
 from .resource_pool import ResourcePoolManager
@@ -640,7 +643,7 @@ class VerlPPOConfig(RunOptions):
             for part in ("actor", "critic"):
                 self.engine(part, 1)
             apart = "actor_rollout_ref.hybrid_engine=false, and a pool of its own for rollout in trainer.role_mapping"
-            self.asynchronous.check(self.shares_devices, self.backend, self.prompts_per_step, apart)
+            refuse_all(self.asynchronous.faults_beside(self.shares_devices, self.backend, self.prompts_per_step, apart))
         except ValueError as error:
             raise ConfigError(renamed(str(error))) from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from training.config import ConfigError
+from training.schema import ConfigError
 
 KEYS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text(encoding="utf-8"))
 """Other names, keys that are not taken, and what is said of options that cannot work."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from core import Job, JobBuilder
 from core.placement import detect_devices
 from training.command import Command
-from training.config import ConfigError
 from training.launch import STOP_GRACE_S, threads_each
 from training.plan import Plan, steps_text
+from training.schema import ConfigError
 from training.warm_start import resolve_model
 
 from .config import VerlPPOConfig, idle_notes, plain_arguments

@@ -17,7 +17,7 @@ from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.reward_model.config import RewardModelConfig
 from recipes.verl_ppo import config as verl
 from recipes.verl_ppo.config import VerlPPOConfig
-from training.config import options_of
+from training.schema import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

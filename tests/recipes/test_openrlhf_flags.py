@@ -15,7 +15,7 @@ from recipes.openrlhf_ppo import flags
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
-from training.config import ConfigError, options_of
+from training.schema import ConfigError, options_of
 
 GUIDE = {
     "train_rm": """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1

@@ -184,7 +184,7 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
 
 
 BOTH: list[tuple[list[str], list[object]]] = [
-    ([], ["model.path"]),
+    (["data.path=task:sort"], ["model.path"]),
     (["model.path=x"], ["data.path"]),
     ([*OWN, "prompts_per_step=0"], ["prompts_per_step=0"]),
     ([*OWN, "train.mini_batch_size=0"], ["mini_batch_size=0"]),

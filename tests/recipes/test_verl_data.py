@@ -23,7 +23,8 @@ from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
-from training.config import ConfigError, load_config
+from training.config import load_config
+from training.schema import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
 

@@ -17,7 +17,8 @@ from recipes.verl_ppo.resource_pool import ResourcePoolManager, Role
 from recipes.verl_ppo.run import shared_options
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
-from training.config import ConfigError, given_options, load_config, options_of
+from training.config import given_options, load_config
+from training.schema import ConfigError, options_of
 
 ROOT = Path(__file__).parents[2]
 

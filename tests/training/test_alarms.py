@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from training.config import options_of
+from training.schema import options_of
 from training.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms
 
 CONFIGS = {

@@ -7,7 +7,9 @@ from typing import ClassVar, Literal
 import pytest
 
 from tests.messages import says
-from training.config import ConfigError, Refused, describe_options, load_config
+from training.adapter import Refused
+from training.config import load_config
+from training.schema import ConfigError, describe_options
 
 
 @dataclass(kw_only=True)
@@ -104,7 +106,7 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
     ("words", "facts"),
     [
         (["stepz=1"], ["stepz", "'steps'"]),
-        (["--learning_rate", "1"], ["--learning_rate", "optimizer.learning_rate"]),
+        (["--learning_rate", "1"], ["'learning_rate'", "optimizer.learning_rate"]),
         (["steps=many"], ["steps", "many"]),
         (["kind=gea"], ["kind", "gea", "gae", "rloo"]),
         (["--betas", "1"], ["--betas", 2, 1]),

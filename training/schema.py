@@ -1,0 +1,143 @@
+"""A schema of options: a dataclass, with groups that are dataclasses. What its options are, and what they mean."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot work; the message says what to set."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclasses.dataclass(kw_only=True)
+class Options:
+    """A group of options, or a whole schema: whoever makes one is told of all its faults at once."""
+
+    def __post_init__(self) -> None:
+        refuse(self.faults())
+
+    def faults(self) -> Iterator[str]:
+        """What cannot work, each with what to set. A subclass yields its own after these."""
+        yield from ()
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise what is wrong, all at once.
+
+    Raises:
+        ConfigError: there are faults.
+    """
+    if found := list(dict.fromkeys(faults)):
+        raise ConfigError(*found)
+
+
+def where(default: T, **others: Any) -> T:
+    """The default of an option that has an effect only where others of its group have these values: True is any that
+    is set, False none, and a tuple any of its items. For `idle_options`.
+    """
+    return dataclasses.field(default=default, metadata=others)
+
+
+def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `where` says."""
+    for field in dataclasses.fields(config):
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        for other, wanted in field.metadata.items():
+            found = operator.attrgetter(other)(config)
+            is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
+            if not is_wanted:
+                yield name, f"{prefix}{other}={found}"
+        if dataclasses.is_dataclass(value):
+            yield from idle_options(value, f"{name}.")
+
+
+class Option(NamedTuple):
+    """One option of a schema, as people are told about it."""
+
+    name: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+def options_of(schema: type) -> list[Option]:
+    """Every option with its type, default and meaning, in the order of the schema."""
+    return [
+        Option(key, _shown(kind), _default(schema, key), _meanings(owner).get(field.name, ""))
+        for key, kind, field, owner in _walk(schema)
+    ]
+
+
+def describe_options(schema: type) -> str:
+    """The text of `--help`."""
+    lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
+    for option in options_of(schema):
+        lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
+        lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def fields_of(schema: Any) -> dict[str, Any]:
+    """The type of every field that holds a value, by dotted name."""
+    return {key: kind for key, kind, _, _ in _walk(schema)}
+
+
+def without_none(kind: Any) -> Any:
+    """A type without its `| None`."""
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        kinds = [k for k in get_args(kind) if k is not type(None)]
+        return kinds[0] if len(kinds) == 1 else kind
+    return kind
+
+
+def _shown(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
+
+
+def _default(schema: type, key: str) -> Any:
+    first, *rest = key.split(".")
+    field: Any = next(field for field in dataclasses.fields(schema) if field.name == first)
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    # A group may be given other defaults than its class has.
+    return functools.reduce(getattr, rest, value)
+
+
+@functools.cache
+def _meanings(schema: type) -> dict[str, str]:
+    """The string under each field of a dataclass, which Python itself does not keep."""
+    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
+    definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    for pair in itertools.pairwise(definition.body):
+        match pair:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+    """(dotted key, type, field, its class) of every field that holds a value, depth first."""
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        kind = without_none(hints[field.name])
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(kind, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name], field, schema
