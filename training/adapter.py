@@ -118,6 +118,11 @@ class Adapter:
     compute: Compute | None = None
 
     @classmethod
+    def of_names(cls, names: Mapping[str, str]) -> Adapter:
+        """One that knows only other names of options: name there -> name here."""
+        return cls(options={there: Target(here) for there, here in names.items()})
+
+    @classmethod
     def load(cls, path: Path, *sections: str, compute: Compute | None = None) -> Adapter:
         """Read a table; of one with sections these, of which a later one's names win."""
         table = yaml.safe_load(path.read_text(encoding="utf-8"))

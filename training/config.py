@@ -76,12 +76,10 @@ def renamed(schema: type, arguments: Sequence[str], text: str) -> str:
 
 def adapter_of(schema: Any) -> Adapter:
     """The schema's adapter; one without names where it has none."""
-    if hasattr(schema, "ADAPTER"):
-        return schema.ADAPTER
-    names = getattr(schema, "ALIASES", {})
-    return Adapter(
-        options={there: Target(here) for there, here in names.items()}, refused=getattr(schema, "REFUSED", {})
-    )
+    if hasattr(schema, "REFUSED"):
+        names = {there: Target(here) for there, here in schema.ALIASES.items()}
+        return Adapter(options=names, refused=schema.REFUSED)
+    return getattr(schema, "ADAPTER", None) or Adapter()
 
 
 def refused_options(schema: Any, arguments: Sequence[str]) -> set[str]:
@@ -100,7 +98,8 @@ def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = 
     words, faults = _read_arguments(schema, arguments)
     paths = [*files, *(Path(option.value) for option in words if option.name == "config")]
     given = [option for path in paths for option in _read_file(schema, path)]
-    found = adapter_of(schema).translate([*given, *(option for option in words if option.name != "config")])
+    given, unresolved = _resolved(schema, [*given, *(option for option in words if option.name != "config")])
+    found = adapter_of(schema).translate(given)
     fields = fields_of(schema)
     unknown = [option for option in found.options if not _is_known(option.name, fields)]
     found.options = [option for option in found.options if option not in unknown]
@@ -108,7 +107,7 @@ def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = 
     faults += [
         f"{_of_source(option)}unknown option {option.name!r}{_nearest(option.name, names)}" for option in unknown
     ]
-    found.faults = [*faults, *found.faults]
+    found.faults = [*faults, *unresolved, *found.faults]
     return found
 
 
@@ -169,15 +168,14 @@ def _read_file(schema: Any, path: Path) -> list[Given]:
     if not path.is_file():
         raise ConfigError(f"there is no configuration file {path}")
     try:
-        loaded = OmegaConf.load(path)
-        content = OmegaConf.to_container(loaded)
+        content = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a list, not keys and values")
     fields = fields_of(schema)
     leaves = _leaves(typing.cast(dict[str, Any], content), lambda name: _kind_of(schema, name, fields) is not None)
-    return [Given(name, _resolved(loaded, name, value), str(path)) for name, value in leaves]
+    return [Given(name, value, str(path)) for name, value in leaves]
 
 
 def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -190,14 +188,32 @@ def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Itera
             yield name, value
 
 
-def _resolved(loaded: Any, name: str, value: Any) -> Any:
-    """The value of a leaf whose `${...}` is about the same file; otherwise as it is, for the whole configuration."""
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    try:
-        return _plain(OmegaConf.select(loaded, name))
-    except OmegaConfBaseException:
-        return value
+def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[str]]:
+    """With each `${name}` replaced by what is said of that name, here or by the schema; and what cannot be."""
+    if not any("${" in str(option.value) for option in given):
+        return list(given), []
+    tree = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(schema)))
+    for option in given:
+        _put(tree, option.name, option.value)
+    whole = OmegaConf.create(tree)
+    found: list[Given] = []
+    faults: list[str] = []
+    for option in given:
+        if "${" not in str(option.value):
+            found.append(option)
+            continue
+        try:
+            value = OmegaConf.select(whole, option.name)
+            found.append(
+                Given(
+                    option.name,
+                    OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value,
+                    option.source,
+                )
+            )
+        except OmegaConfBaseException as error:
+            faults.append(f"{option}={option.value}: {_first_line(error)}")
+    return found, faults
 
 
 # --- values, and what the schema makes of them
@@ -291,8 +307,11 @@ def _typed(value: Any, kind: Any) -> Any:
 def _put(target: dict[str, Any], key: str, value: Any) -> None:
     *groups, last = key.split(".")
     for group in groups:
-        target = target.setdefault(group, {})
-    target[last] = value
+        if not isinstance(target.get(group), dict):
+            target[group] = {}
+        target = target[group]
+    old = target.get(last)
+    target[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
 
 
 # --- messages

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -101,16 +101,31 @@ class ModelOptions(Options):
     """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
     pad_token: str | None = None
     """Token that fills short rows, for a tokenizer that names none; its end token will do."""
+    tokenizer_path: str | None = None
+    """Folder or hub name of another tokenizer with the same vocabulary. Default: the model's own."""
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    """What the model's config.json is to say otherwise, as `{max_position_embeddings: 32768}`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.path = str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
+    def prepared(self, run_dir: Path) -> ModelOptions:
+        """With the path of a folder that engines can load: a demonstration's model is made where it is not there yet,
+        and one that is to be changed is a folder of links in the run folder.
+        """
+        from training.model_folder import model_view
+        from training.warm_start import resolve_model
+
+        path = resolve_model(self.path)
+        return replace(self, path=model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path))
+
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
         """The model's tokenizer, or that of the model at `path`, with the template and token given here."""
         from components.data.text import load_tokenizer
 
-        return load_tokenizer(path or self.path, chat_template=self.chat_template, pad_token=self.pad_token)
+        found = self.tokenizer_path or path or self.path
+        return load_tokenizer(found, chat_template=self.chat_template, pad_token=self.pad_token)
 
 
 @dataclass(kw_only=True)
@@ -367,6 +382,8 @@ class PlacementOptions(Options):
 
     nodes: int = 1
     """Machines."""
+    devices_per_node: int | None = None
+    """Devices of each machine that the run uses; without GPUs processes. Default: all of its GPUs."""
     colocate: bool = True
     """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
     same time does."""
@@ -379,7 +396,9 @@ class PlacementOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "placement.", 1, "nodes", "actor_ranks", "rollout_engines", "references")
+        yield from at_least(
+            self, "placement.", 1, "nodes", "devices_per_node", "actor_ranks", "rollout_engines", "references"
+        )
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
         """With every number filled in that was left to the machine.
@@ -392,7 +411,8 @@ class PlacementOptions(Options):
         Raises:
             ValueError: they cannot be laid out; the message says what to set.
         """
-        share = self.nodes * max(1, gpus if self.colocate else gpus // groups)
+        devices = self.devices_per_node or gpus
+        share = self.nodes * max(1, devices if self.colocate else devices // groups)
         ranks = self.actor_ranks or share
         other = ranks if gpus and self.colocate else share
         if gpus and self.colocate and tensor_parallel > 1:
@@ -578,14 +598,26 @@ class LogOptions(Options):
     """Name of the run there. Default: that of the run folder."""
     wandb_group: str | None = None
     """Runs of one group are shown together."""
+    wandb_org: str | None = None
+    """W&B user or team that owns the project. Default: the key's."""
+    wandb_key: str | None = None
+    """The API key; it switches W&B on. Default: WANDB_API_KEY, or what `wandb login` has kept."""
     tensorboard: bool = False
     """Write TensorBoard's files to run_dir/tensorboard."""
+    tensorboard_dir: str | None = None
+    """Write them to a folder in this one instead."""
 
     def sinks(self) -> dict[str, Any]:
         """What `Tracker` is told of it."""
-        names = {"project": self.wandb_project, "run_name": self.wandb_name, "group": self.wandb_group}
-        wandb = WandbConfig(**names) if self.wandb else None
-        return {"wandb": wandb, "tensorboard": "true" if self.tensorboard else None}
+        wandb = WandbConfig(
+            key=self.wandb_key,
+            project=self.wandb_project,
+            run_name=self.wandb_name,
+            group=self.wandb_group,
+            org=self.wandb_org,
+        )
+        tensorboard = self.tensorboard_dir or ("true" if self.tensorboard else None)
+        return {"wandb": wandb if self.wandb or self.wandb_key else None, "tensorboard": tensorboard}
 
 
 def resolved(config: C, gpus: int) -> C:

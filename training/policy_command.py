@@ -15,7 +15,6 @@ from training.options import check_prompts, resolved
 from training.plan import Estimate, Plan, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError
-from training.warm_start import resolve_model
 
 C = TypeVar("C", bound=RLOptions)
 
@@ -123,4 +122,4 @@ class PolicyCommand(Command[C]):
 
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""
-        return replace(config, model=replace(config.model, path=resolve_model(config.model.path)))
+        return replace(config, model=config.model.prepared(Path(config.run_dir)))

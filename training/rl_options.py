@@ -13,6 +13,7 @@ from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
 from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
+from training.adapter import Adapter
 from training.options import (
     LORAS_OWN,
     AsyncOptions,
@@ -66,14 +67,16 @@ class PolicyOptions(Options):
 class RLOptions(RunOptions):
     """The groups of options of a recipe that trains a policy on its own rollouts."""
 
-    ALIASES: ClassVar = {
-        "rollout_engine": "rollout.engine",
-        "verify_weight_sync": "rollout.verify_weight_sync",
-        "agent_func_path": "agent.func_path",
-        "async_train": "asynchronous.enabled",
-        "async_queue_size": "asynchronous.queue_size",
-        "partial_rollout": "asynchronous.partial_rollout",
-    }
+    ADAPTER: ClassVar[Adapter] = Adapter.of_names(
+        {
+            "rollout_engine": "rollout.engine",
+            "verify_weight_sync": "rollout.verify_weight_sync",
+            "agent_func_path": "agent.func_path",
+            "async_train": "asynchronous.enabled",
+            "async_queue_size": "asynchronous.queue_size",
+            "partial_rollout": "asynchronous.partial_rollout",
+        }
+    )
     ROLLOUTS: ClassVar[str] = "responses"
     """What a recipe calls them in messages."""
     KL_IN_REWARD: ClassVar[bool] = False

@@ -206,11 +206,11 @@ def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_l
 @pytest.mark.parametrize(
     ("recipe", "options", "facts"),
     [
-        ("grpo", ["--async_train"], ["asynchronous", "placement.colocate=false"]),
-        ("grpo", ["--async_train", "placement.colocate=false", "backend=local"], ["asynchronous", "backend=ray"]),
-        ("grpo", ["--partial_rollout"], ["asynchronous.partial_rollout", "asynchronous.enabled"]),
+        ("grpo", ["--async_train"], ["async_train", "placement.colocate=false"]),
+        ("grpo", ["--async_train", "placement.colocate=false", "backend=local"], ["async_train", "backend=ray"]),
+        ("grpo", ["--partial_rollout"], ["partial_rollout", "async_train"]),
         ("grpo", ["--agent_func_path", "none.py"], ["none.py"]),
-        ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], ["agent.func_path", "reward.source"]),
+        ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], ["agent_func_path", "reward.source"]),
         ("openrlhf_ppo", ["--async_train", "--colocate_all_models"], ["async_train", "colocate_all_models"]),
         ("openrlhf_ppo", ["--agent_func_path", "env:guess"], ["agent_func_path", "remote_rm_url", "scorer"]),
         ("openrlhf_ppo", ["--agent_max_turns", "0"], ["agent_max_turns", 0]),

@@ -143,7 +143,7 @@ def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> N
         (["algorithm.correction_range=[2,1]"], ["algorithm.correction_range", 2.0, 1.0]),
         (["algorithm.kl_coef=-1"], ["algorithm.kl_coef=-1.0"]),
         (["train.mini_batch_size=100"], ["train.mini_batch_size=100", 512]),
-        (["--async_train"], ["asynchronous", "placement.colocate=false"]),
+        (["--async_train"], ["async_train", "placement.colocate=false"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
