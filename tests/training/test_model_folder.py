@@ -1,0 +1,55 @@
+"""A model with another tokenizer or other settings: engines load it from a folder of links."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from components.data.tasks import get_task
+from components.data.tiny_model import task_tokenizer, tiny_model
+from tests.messages import says
+from training.model_folder import model_view
+from training.options import ModelOptions
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = task_tokenizer(get_task("sort"))
+    tiny_model(tokenizer, 1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_changes_is_itself(model: Path, tmp_path: Path) -> None:
+    assert model_view(str(model), tmp_path / "view", {}) == str(model)
+    assert not (tmp_path / "view").exists()
+
+
+def test_settings_are_those_that_are_given_and_weights_are_the_models_own(model: Path, tmp_path: Path) -> None:
+    options = ModelOptions(path=str(model), config_overrides={"max_position_embeddings": 4096})
+    before = json.loads((model / "config.json").read_text())
+    for _ in range(2):  # a run that resumes makes it again
+        prepared = options.prepared(tmp_path)
+    config = AutoConfig.from_pretrained(prepared.path)
+    assert config.max_position_embeddings == 4096
+    assert config.hidden_size == before["hidden_size"]
+    assert json.loads((model / "config.json").read_text()) == before
+    own, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, prepared.path))
+    assert all(bool((own[name] == other[name]).all()) for name in own)
+
+
+def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = ModelOptions(path=str(model), tokenizer_path=f"{tmp_path}/tokenizer")
+    prepared = options.prepared(tmp_path)
+    for found in (options.tokenizer(), prepared.tokenizer(), AutoTokenizer.from_pretrained(prepared.path)):
+        assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says("model.config_overrides", "max_positions", str(model))):
+        model_view(str(model), tmp_path / "view", {"max_positions": 1})
