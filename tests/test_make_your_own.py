@@ -25,7 +25,8 @@ MOST_LINES = (10, 25, 10, 10)
 """How many lines each edit may change: the advantage, the role, the reward, the metric."""
 GROUP = 4
 OPTIONS = (
-    f"data.path=task:sort data.max_samples=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6"
+    f"data.path=task:sort data.max_samples=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6 "
+    f"train.mini_batch_size={4 * GROUP}"
 )
 
 

@@ -182,7 +182,7 @@ class Adapter:
         other = {name: own for name, own in written.items() if own != name}
         if not other:
             return text
-        usual = {target.name: name for name, target in reversed(self.options.items())}
+        usual = {target.name: name for name, target in reversed(list(self.options.items()))}
         names = usual | other
         return re.sub(r"(?<![\w.])[a-z_]+(\.[a-z_]+)*", lambda found: names.get(found[0], found[0]), text)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,8 +124,10 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if not equals and not word.startswith("--"):
-            faults.append(f"cannot read {word!r} on the command line; write key=value or --key value")
+        if not name or not (equals or word.startswith("--")):
+            words = [word, *itertools.takewhile(lambda later: not re.match(r"--|[\w.+]+=", later), rest)]
+            del rest[: len(words) - 1]
+            faults.append(f"cannot read {' '.join(words)!r} on the command line; write key=value or --key value")
             continue
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if equals:

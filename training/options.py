@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from components.data.rewards import RewardSettings
 from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
@@ -25,15 +24,13 @@ from components.engines.config import (
     TrainOptions,
     VLLMRolloutConfig,
 )
-from training.schema import Options, refuse
+from training.schema import Options, at_least, refuse
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.data.prompts import PromptSource
-
-C = TypeVar("C", bound="RunOptions")
 
 VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "prefix_caching")
 """Options of RolloutOptions that only vLLM knows."""
@@ -618,127 +615,3 @@ class LogOptions(Options):
         )
         tensorboard = self.tensorboard_dir or ("true" if self.tensorboard else None)
         return {"wandb": wandb if self.wandb or self.wandb_key else None, "tensorboard": tensorboard}
-
-
-def resolved(config: C, gpus: int) -> C:
-    """A configuration of these groups with everything filled in that was left to the machine: precision, who samples,
-    and how many workers a role has.
-
-    Args:
-        config: with the groups model, rollout, train, evaluation and placement, and the number of `groups` that hold
-            the policy.
-        gpus: of each machine.
-
-    Raises:
-        ValueError: it asks for what the machine does not have.
-    """
-    own: Any = config
-    rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
-    placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
-    precision = own.train.precision
-    train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
-    return replace(own, rollout=rollout, placement=placement, train=train)
-
-
-def check_model(path: str, option: str = "model.path") -> None:
-    """See that the model that an option names can be there, before anything starts.
-
-    Raises:
-        ValueError: it cannot; the message says what to set.
-    """
-    from components.data.tasks import get_task
-    from components.hub import find_model
-    from training.warm_start import WARM_START_PREFIX
-
-    try:
-        if path.startswith(WARM_START_PREFIX):
-            get_task(path.removeprefix(WARM_START_PREFIX))
-        else:
-            find_model(path)
-    except ValueError as error:
-        raise ValueError(f"{option}={path}: {error}") from error
-
-
-def check_prompts(
-    model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
-) -> int:
-    """See that model, prompts and reward can be there and fit together, before anything starts.
-
-    Args:
-        model: of the policy; one that is still to be made is not looked at.
-        data: of the prompts.
-        evaluation: of the held-out prompts.
-        reward: what `open_reward` is to open; None: the environment of an agent rewards.
-        seed: of the run.
-
-    Returns:
-        How many rows there are to train on, the too long ones included.
-
-    Raises:
-        ValueError: they cannot, or do not; the message says what to set.
-    """
-    from components.data.rewards import check_reward
-
-    check_model(model.path)
-    if reward is not None:
-        check_reward(reward)
-    rows = check_rows(data, evaluation, reward, seed)
-    check_template(model, data, rows, seed)
-    return len(rows)
-
-
-def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int) -> list[dict[str, Any]]:
-    """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
-
-    Raises:
-        ValueError: there are none, or it cannot; the message says what to set.
-    """
-    from components.data.rewards import reward_parts
-    from components.data.scorers import get_scorer, scorer_names
-
-    rows, heldout = data.rows(seed), evaluation.rows(data)
-    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
-    for scorer in parts.intersection(scorer_names()):
-        # A label that the scorer cannot read is a wrong label_key; one row shows it.
-        for row in (rows[0], *heldout[:1]):
-            get_scorer(scorer)("", str(row["label"]))
-    return rows
-
-
-def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
-    """See that template and tokenizer fit together; a model that is still to be made is not looked at.
-
-    Raises:
-        ValueError: they do not.
-    """
-    from training.warm_start import WARM_START_PREFIX
-
-    if not model.path.startswith(WARM_START_PREFIX):
-        # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
-        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], model.tokenizer(), seed)
-
-
-def read_prompts(
-    data: DataOptions,
-    rows: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    *,
-    heldout: bool = False,
-    option: str = "data.max_prompt_tokens",
-    info: Callable[[str], None],
-) -> PromptSource:
-    """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
-    source = data.source(rows, tokenizer, seed, shuffle=not heldout)
-    if source.too_long:
-        what = "held-out prompts" if heldout else "prompts"
-        info(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
-    return source
-
-
-def at_least(options: object, prefix: str, least: int, *names: str) -> Iterator[str]:
-    """What is wrong with options that are less than they may be."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            yield f"{prefix}{name}={value}; set it to at least {least}"

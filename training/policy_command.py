@@ -10,8 +10,8 @@ from typing import TypeVar
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
+from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
-from training.options import check_prompts, resolved
 from training.plan import Estimate, Plan, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError

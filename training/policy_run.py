@@ -16,7 +16,7 @@ from components.engines.config import EVALUATION_STEP, SamplingConfig
 from training.checkpoint import Checkpoints
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
-from training.options import read_prompts
+from training.inputs import read_prompts
 from training.partial_rollouts import GroupsInFlight
 from training.policy_calls import PolicyCalls
 from training.rollout_queue import SampleStream, Stateful

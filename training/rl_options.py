@@ -27,9 +27,8 @@ from training.options import (
     RewardOptions,
     RolloutOptions,
     RunOptions,
-    at_least,
 )
-from training.schema import ConfigError, Options
+from training.schema import ConfigError, Options, at_least
 
 
 @dataclass(kw_only=True)

@@ -47,6 +47,14 @@ def refuse(faults: Iterable[str]) -> None:
         raise ConfigError(*found)
 
 
+def at_least(options: object, prefix: str, least: int, *names: str) -> Iterator[str]:
+    """What is wrong with options that are less than they may be."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            yield f"{prefix}{name}={value}; set it to at least {least}"
+
+
 def where(default: T, **others: Any) -> T:
     """The default of an option that has an effect only where others of its group have these values: True is any that
     is set, False none, and a tuple any of its items. For `idle_options`.

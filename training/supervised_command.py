@@ -15,8 +15,8 @@ from components.engines.memory import micro_batch_tokens, model_size, training
 from core import Job, JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
+from training.inputs import check_model
 from training.launch import STOP_GRACE_S
-from training.options import check_model
 from training.plan import Plan, steps_text
 from training.supervised_options import PairOptions, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model

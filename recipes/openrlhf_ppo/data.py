@@ -7,7 +7,8 @@ from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
-from training.options import ModelOptions, check_prompts
+from training.inputs import check_prompts
+from training.options import ModelOptions
 from training.schema import ConfigError
 from training.warm_start import WARM_START_PREFIX
 

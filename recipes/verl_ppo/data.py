@@ -10,7 +10,7 @@ from components.data.prompts import PromptSource
 from components.data.text import load_tokenizer, same_vocabulary
 from components.data.verl_rows import load_verl_rows
 from components.hub import find_model
-from training.options import check_model
+from training.inputs import check_model
 from training.schema import ConfigError
 from training.warm_start import WARM_START_PREFIX
 

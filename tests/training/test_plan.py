@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.engines.config import HFRolloutConfig, TrainConfig, TrainOptions, VLLMRolloutConfig
+from components.engines.config import HFRolloutConfig, TrainConfig, VLLMRolloutConfig
 from components.engines.memory import (
     PROCESS_BYTES,
     ModelSize,
@@ -24,7 +24,7 @@ from components.engines.memory import (
 from core import JobBuilder
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
-from training.options import DataOptions, ModelOptions, PlacementOptions
+from training.options import DataOptions, ModelOptions, PlacementOptions, PolicyTrainOptions
 from training.plan import Capacity, Plan, amount, gpu_bytes, steps_text
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
@@ -252,7 +252,7 @@ def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
     assert "2 x (weights 10 GB, gradients 10 GB, optimizer 20 GB)" in str(error.value)
     assert options_in(error) == ["train.zero_stage=3", "train.lora_rank=16", "train.adam_offload=true"]
     plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
-    plan.config = replace(plan.config, train=TrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
+    plan.config = replace(plan.config, train=PolicyTrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
     with pytest.raises(ValueError, match=says("2 x (", "60 GB")) as error:
         plan.check()
     assert options_in(error) == ["train.adam_offload=false", "train.ema_beta=null"]

@@ -1,0 +1,135 @@
+"""What a run starts from: what is left to the machine is filled in; models, data and rewards are looked at before any
+process starts. Nothing here needs torch before a model of the user's own has to be read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.data.prompts import PromptSource
+
+C = TypeVar("C", bound=RunOptions)
+
+
+def resolved(config: C, gpus: int) -> C:
+    """A configuration of these groups with everything filled in that was left to the machine: precision, who samples,
+    and how many workers a role has.
+
+    Args:
+        config: with the groups model, rollout, train, evaluation and placement, and the number of `groups` that hold
+            the policy.
+        gpus: of each machine.
+
+    Raises:
+        ValueError: it asks for what the machine does not have.
+    """
+    own: Any = config
+    rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
+    placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
+    precision = own.train.precision
+    train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
+    return replace(own, rollout=rollout, placement=placement, train=train)
+
+
+def check_model(path: str, option: str = "model.path") -> None:
+    """See that the model that an option names can be there, before anything starts.
+
+    Raises:
+        ValueError: it cannot; the message says what to set.
+    """
+    from components.data.tasks import get_task
+    from components.hub import find_model
+    from training.warm_start import WARM_START_PREFIX
+
+    try:
+        if path.startswith(WARM_START_PREFIX):
+            get_task(path.removeprefix(WARM_START_PREFIX))
+        else:
+            find_model(path)
+    except ValueError as error:
+        raise ValueError(f"{option}={path}: {error}") from error
+
+
+def check_prompts(
+    model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
+) -> int:
+    """See that model, prompts and reward can be there and fit together, before anything starts.
+
+    Args:
+        model: of the policy; one that is still to be made is not looked at.
+        data: of the prompts.
+        evaluation: of the held-out prompts.
+        reward: what `open_reward` is to open; None: the environment of an agent rewards.
+        seed: of the run.
+
+    Returns:
+        How many rows there are to train on, the too long ones included.
+
+    Raises:
+        ValueError: they cannot, or do not; the message says what to set.
+    """
+    from components.data.rewards import check_reward
+
+    check_model(model.path)
+    if reward is not None:
+        check_reward(reward)
+    rows = check_rows(data, evaluation, reward, seed)
+    check_template(model, data, rows, seed)
+    return len(rows)
+
+
+def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int) -> list[dict[str, Any]]:
+    """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
+
+    Raises:
+        ValueError: there are none, or it cannot; the message says what to set.
+    """
+    from components.data.rewards import reward_parts
+    from components.data.scorers import get_scorer, scorer_names
+
+    rows, heldout = data.rows(seed), evaluation.rows(data)
+    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
+    for scorer in parts.intersection(scorer_names()):
+        # A label that the scorer cannot read is a wrong label_key; one row shows it.
+        for row in (rows[0], *heldout[:1]):
+            get_scorer(scorer)("", str(row["label"]))
+    return rows
+
+
+def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
+    """See that template and tokenizer fit together; a model that is still to be made is not looked at.
+
+    Raises:
+        ValueError: they do not.
+    """
+    from training.warm_start import WARM_START_PREFIX
+
+    if not model.path.startswith(WARM_START_PREFIX):
+        # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
+        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], model.tokenizer(), seed)
+
+
+def read_prompts(
+    data: DataOptions,
+    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    heldout: bool = False,
+    option: str = "data.max_prompt_tokens",
+    info: Callable[[str], None],
+) -> PromptSource:
+    """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
+    source = data.source(rows, tokenizer, seed, shuffle=not heldout)
+    if source.too_long:
+        what = "held-out prompts" if heldout else "prompts"
+        info(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
+    return source
