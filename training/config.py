@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,10 +40,13 @@ def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path]
     """
     found = read_options(schema, arguments, files)
     merged, faults = _merged(schema, found)
-    faults = [*found.faults, *faults]
+    odd = [
+        f"{name}={value}; set a finite number" for name, value in _numbers(_plain(merged)) if not math.isfinite(value)
+    ]
+    faults = [*found.faults, *faults, *odd]
     config: Any = None
     try:
-        config = OmegaConf.to_object(merged)
+        config = None if odd else OmegaConf.to_object(merged)
     except (OmegaConfBaseException, ValueError) as error:
         faults += _faults_of(merged) or [_first_line(error)]
     if faults:
@@ -72,7 +76,11 @@ def adapter_notes(schema: type, arguments: Sequence[str]) -> list[str]:
 
 def renamed(schema: type, arguments: Sequence[str], text: str) -> str:
     """A sentence about options, in the names that the user of this command line writes."""
-    return adapter_of(schema).renamed(text, read_options(schema, arguments).written)
+    try:
+        written = read_options(schema, arguments).written
+    except ConfigError:  # the sentence is about a file that cannot be read
+        return text
+    return adapter_of(schema).renamed(text, written)
 
 
 def adapter_of(schema: Any) -> Adapter:
@@ -225,12 +233,13 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
 def _merged(schema: type, found: Translation) -> tuple[Any, list[str]]:
     """The schema with all values put in, and what is wrong with those that cannot be."""
     merged = OmegaConf.structured(schema)
+    faults = [f"{option}=??? is no value; set one" for option in found.options if option.value == "???"]
+    options = [option for option in found.options if option.value != "???"]
     try:
-        return _with_values(schema, merged, found.options), []
+        return _with_values(schema, merged, options), faults
     except (yaml.YAMLError, OmegaConfBaseException):
         pass  # one by one, to see which
-    faults: list[str] = []
-    for option in found.options:
+    for option in options:
         try:
             merged = _with_values(schema, merged, [option])
         except yaml.YAMLError as error:
@@ -246,6 +255,15 @@ def _with_values(schema: type, merged: Any, options: Iterable[Given]) -> Any:
     for option in options:
         _put(given, option.name, _typed(option.value, without_none(fields.get(option.name))))
     return OmegaConf.merge(merged, OmegaConf.create(given))
+
+
+def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, value) of every number in a tree."""
+    if isinstance(tree, float):
+        yield prefix, tree
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _faults_of(merged: Any) -> list[str]:

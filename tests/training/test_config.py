@@ -114,6 +114,10 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
         (["word"], ["word", "key=value"]),
         (["steps=-1"], ["steps=-1", "steps=0"]),
         (["config=/no/such.yaml"], ["/no/such.yaml"]),
+        (["steps=???"], ["steps=???"]),
+        (["betas=[0.9, 0.99"], ["betas", "YAML"]),
+        (["betas=[0.9, .nan]"], ["betas.1=nan", "finite"]),
+        (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_write(words: list[str], facts: list[object]) -> None:
