@@ -261,7 +261,7 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """(dotted name, value) of every number in a tree."""
     if isinstance(tree, float):
         yield prefix, tree
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
     for key, value in items:
         yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
 
