@@ -20,6 +20,8 @@ from core.workload import BaseWorkload
 
 DLJobBuilder = JobBuilder
 """DLRover's name."""
+RLRoleType = Role
+"""DLRover's name."""
 
 __all__ = [
     "BaseTrainer",
@@ -39,6 +41,7 @@ __all__ = [
     "MemoryEvent",
     "Observer",
     "RLJobBuilder",
+    "RLRoleType",
     "Resource",
     "ResultLost",
     "Role",

@@ -91,8 +91,8 @@ class Job(JobSpec):
         """
         if backend not in get_args(BackendName):
             raise JobError(f"backend={backend!r}; set one of {', '.join(get_args(BackendName))}")
-        wide = [f"{role} has {spec.total}" for role, spec in self.roles.items() if spec.kind == "train"]
-        wide = [text for text in wide if not text.endswith(" has 1")]
+        ranks = {role: spec.total for role, spec in self.roles.items() if spec.kind == "train"}
+        wide = [f"{role} has {count}" for role, count in ranks.items() if count > 1]
         if backend == "local" and wide:
             raise JobError(
                 f"backend=local runs one rank of each train role, but {', '.join(wide)}; set one, or backend=ray"

@@ -2,16 +2,24 @@
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from core.errors import JobError
 from core.plan import BundlePlan, HostPlan, Placement, Resource, RoleSpec
 
+assumed_devices: ContextVar[int | None] = ContextVar("assumed_devices", default=None)
+"""GPUs of the machines that a job is planned for, where that is not this one."""
+
 
 def detect_devices() -> int:
-    """How many NVIDIA GPUs this machine shows, without importing anything heavy."""
+    """How many NVIDIA GPUs this machine shows, or the assumed one, without importing anything heavy."""
+    assumed = assumed_devices.get()
+    if assumed is not None:
+        return assumed
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -36,6 +44,7 @@ def plan(
     bundles: list[BundlePlan] = []
     bundle_of: dict[tuple[str, int], int] = {}
     share: dict[str, float] = {}
+    asked: defaultdict[str, list[float]] = defaultdict(list)
     for name, spec in roles.items():
         group = collocations[group_of[name]] if name in group_of else [name]
         if name != group[0]:
@@ -49,10 +58,13 @@ def plan(
             for role in group:
                 bundle_of |= {(role, rank): len(bundles) for rank in range(first, first + per_bundle)}
             machine = (widest.name, first // widest.nproc_per_node) if widest.nnodes > 1 else None
-            bundles.append(_bundle([roles[role] for role in group], share, per_bundle, machine))
+            each = sum(share[role] for role in group) * per_bundle
+            total = _total([roles[role] for role in group], per_bundle)
+            bundles.append(BundlePlan(accelerator=round(each, 4), machine=machine, **total))
+            asked[" + ".join(group)].append(each)
     hosts = _hosts(roles, bundle_of, share)
     if device_type == "GPU":
-        _check_capacity(bundles, nodes, devices)
+        _check_capacity(asked, nodes, devices)
     return Placement(
         processes={name: spec.total for name, spec in roles.items()},
         devices={name: round(share[name] * spec.total, 4) for name, spec in roles.items()},
@@ -61,23 +73,13 @@ def plan(
     )
 
 
-def _bundle(
-    specs: Sequence[RoleSpec], share: Mapping[str, float], workers: int, machine: tuple[str, int] | None
-) -> BundlePlan:
-    return BundlePlan(
-        cpu=sum(spec.resource.cpu for spec in specs) * workers,
-        accelerator=round(sum(share[spec.name] for spec in specs) * workers, 4),
-        memory=sum(spec.resource.memory for spec in specs) * workers,
-        custom={kind: amount * workers for kind, amount in _custom(specs).items()},
-        machine=machine,
-    )
-
-
-def _custom(specs: Sequence[RoleSpec]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for spec in specs:
-        total.update(spec.resource.custom)
-    return dict(total)
+def _total(specs: Sequence[RoleSpec], workers: int = 1) -> dict[str, Any]:
+    """What so many workers of each of these roles are given together."""
+    resources = [spec.resource for spec in specs for _ in range(workers)]
+    custom: Counter[str] = Counter()
+    for resource in resources:
+        custom.update(resource.custom)
+    return {"cpu": sum(r.cpu for r in resources), "memory": sum(r.memory for r in resources), "custom": custom}
 
 
 def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Sequence[str]]) -> None:
@@ -117,11 +119,9 @@ def _hosts(
                 HostPlan(
                     workers=[(role, rank) for role in members],
                     bundle=bundles.pop(),
-                    cpu=sum(roles[role].resource.cpu for role in members),
                     threads=_threads([roles[role].resource for role in members]),
                     accelerator=round(sum(share[role] for role in members), 4),
-                    memory=sum(roles[role].resource.memory for role in members),
-                    custom=_custom([roles[role] for role in members]),
+                    **_total([roles[role] for role in members]),
                     env={key: value for role in members for key, value in roles[role].env.items()},
                 )
             )
@@ -132,14 +132,18 @@ def _threads(resources: Sequence[Resource]) -> int:
     return max(resource.threads for resource in resources) or max(1, int(sum(r.cpu for r in resources)))
 
 
-def _check_capacity(bundles: Sequence[BundlePlan], nodes: int, devices: int) -> None:
-    widest = max(bundle.accelerator for bundle in bundles)
-    if widest > devices:
-        raise JobError(f"one node has {devices} devices, but a role wants {widest:g} on one node; lower nproc_per_node")
+def _check_capacity(asked: Mapping[str, Sequence[float]], nodes: int, devices: int) -> None:
+    for owner, bundles in asked.items():
+        if max(bundles) > devices:
+            raise JobError(
+                f"{owner} asks for {max(bundles):g} devices on one node, and a node has {devices}; lower that"
+            )
     # Shares such as 1/3 were rounded down, so three of them may sum to a little less than one device.
-    needed = math.ceil(sum(bundle.accelerator for bundle in bundles) - 1e-3)
+    totals = {owner: sum(bundles) for owner, bundles in asked.items()}
+    needed = math.ceil(sum(totals.values()) - 1e-3)
     if needed > nodes * devices:
+        listed = ", ".join(f"{owner} {total:.4g}" for owner, total in totals.items() if total)
         raise JobError(
-            f"the roles need {needed} devices, but {nodes} node(s) of {devices} have {nodes * devices}; "
+            f"the roles ask for {needed} devices ({listed}), but {nodes} node(s) of {devices} have {nodes * devices}; "
             "lower the counts, collocate roles, or set node_num and device_per_node"
         )

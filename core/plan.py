@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from core.members import Kind
@@ -127,9 +128,9 @@ class JobSpec(BaseModel):
 
     @field_serializer("config")
     def _plain_config(self, config: Any) -> Any:
-        return (
-            dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
-        )
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            return dataclasses.asdict(config)
+        return OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
 
 
 class JobResult(BaseModel):

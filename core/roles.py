@@ -26,6 +26,11 @@ class Role(str):
         return super().__new__(cls, upper)
 
     @property
+    def name(self) -> str:
+        """The name as plain text: DLRover's and verl's roles are enums, and their users write `Role.ACTOR.name`."""
+        return str(self)
+
+    @property
     def group_name(self) -> str:
         """The trainer's attribute for this role: `RG_ACTOR`."""
         return f"RG_{self}"

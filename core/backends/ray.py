@@ -304,7 +304,9 @@ def _missing(placement: Placement, cpus: int) -> str:
         wanted.update({"GPU": bundle.accelerator, **bundle.custom})
     for kind, needed in wanted.items():
         if needed > has.get(kind, 0) + 1e-6:
-            return f"the job needs {needed:g} {kind}, but the cluster has {has.get(kind, 0):g} in all"
+            roles = ", ".join(f"{role} {count:g}" for role, count in placement.devices.items() if count)
+            of = f" ({roles})" if kind == "GPU" else ""
+            return f"the job needs {needed:g} {kind}{of}, but the cluster has {has.get(kind, 0):g} in all"
     return ""
 
 

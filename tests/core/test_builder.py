@@ -1,11 +1,15 @@
 """What a job's description may say, and what is refused before anything starts."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
+from omegaconf import OmegaConf
 
-from core import Job, JobBuilder, JobError, RLJobBuilder
+import core
+from core import DLJobBuilder, Job, JobBuilder, JobError, RLJobBuilder, RLRoleType
+from core.placement import assumed_devices
 from tests.messages import says
 
 
@@ -85,8 +89,35 @@ def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(2)
     builder.actor("workers.Echo").nproc_per_node(2).resource(accelerator=1)
     builder.rollout("workers.Echo").total(2).resource(accelerator=1)
-    with pytest.raises(JobError, match=says("4 devices", "1 node", 2)):
+    with pytest.raises(JobError, match=says("4 devices", "ACTOR 2", "ROLLOUT 2", "1 node", 2)):
         builder.build()
+
+
+def test_more_devices_on_one_node_than_it_has_are_refused_by_the_name_of_the_role() -> None:
+    builder = RLJobBuilder().device_type("GPU").device_per_node(4).node_num(4)
+    builder.actor("workers.Echo").nproc_per_node(4).resource(accelerator=1)
+    builder.rollout("workers.Echo").total(1).resource(accelerator=8)
+    with pytest.raises(JobError, match=says("ROLLOUT", "8 devices on one node", 4)):
+        builder.build()
+
+
+def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
+    def job() -> Job:
+        builder = RLJobBuilder()
+        builder.actor("workers.Echo").nproc_per_node(3).resource(accelerator=1)
+        return builder.build()
+
+    token = assumed_devices.set(3)
+    try:
+        found = job()
+        assert (found.device_type, found.device_per_node, found.placement.devices) == ("GPU", 3, {"ACTOR": 3})
+        assumed_devices.set(0)
+        assert job().device_type == "CPU"
+        assumed_devices.set(2)
+        with pytest.raises(JobError, match=says("ACTOR", "3 devices", 2)):
+            job()
+    finally:
+        assumed_devices.reset(token)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +211,70 @@ def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
 def test_a_name_of_dlrovers_builder_that_is_gone_says_what_to_use(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=says("RLJobBuilder", name, instead)):
         getattr(rl_job(), name)
+
+
+def test_the_submitter_of_the_guide_for_openrlhf_builds_and_prints_its_job() -> None:
+    # As multi_role_openrlhf.md shows it, but for the classes.
+    args = Namespace(lr=1e-6, actor_num_nodes=1, actor_num_gpus_per_node=2, vllm_num_engines=2, ref_num_nodes=1)
+    builder = RLJobBuilder().config(OmegaConf.create(vars(args)))
+    builder.trainer("workers.Script").resource(cpu=4)
+    (
+        builder.actor("workers.Echo")
+        .resource(accelerator=1)
+        .nnodes(args.actor_num_nodes)
+        .nproc_per_node(args.actor_num_gpus_per_node)
+    )
+    builder.rollout("workers.Echo").resource(accelerator=1).total(args.vllm_num_engines)
+    (
+        builder.role(RLRoleType.REFERENCE.name)
+        .train("workers.Echo")
+        .resource(accelerator=0.4)
+        .nnodes(args.ref_num_nodes)
+        .nproc_per_node(1)
+    )
+    job = builder.build()
+    printed = json.loads(job.model_dump_json(indent=2))
+    assert printed["config"] == vars(args)
+    assert list(printed["roles"]) == ["TRAINER", "ACTOR", "ROLLOUT", "REFERENCE"]
+
+
+def test_the_submitter_of_the_guide_for_verl_builds_its_job() -> None:
+    # As multi_role_verl.md shows it, but for the classes, from a configuration that Hydra has read.
+    config = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 2}, "gpus": "${trainer.n_gpus_per_node}"})
+    nodes, gpus = config.trainer.nnodes, config.gpus
+    builder = (
+        DLJobBuilder()
+        .global_env({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
+        .node_num(nodes)
+        .device_per_node(gpus)
+        .config(config)
+    )
+    for role in ("actor_rollout", "critic", "rm", "ref"):
+        builder.role(role).train("workers.Echo").total(gpus)
+    builder.role("trainer").run("workers.Script").resource(cpu=4)
+    builder.with_collocation_all("trainer")
+    job = builder.build()
+    assert job.collocations == [["ACTOR_ROLLOUT", "CRITIC", "RM", "REF"]]
+    assert json.loads(job.model_dump_json())["config"] == OmegaConf.to_container(config)
+    OmegaConf.resolve(config)
+    assert json.loads(job.model_dump_json())["config"]["gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("ResourceDesc", "resource("),
+        ("ElasticWorkloadDesc", "train("),
+        ("SimpleWorkloadDesc", "run("),
+        ("DLConfig", "JobBuilder"),
+        ("PrimeMaster", "job.submit("),
+        ("notify_job_end", "fit()"),
+        ("MyWorkerGroup", "WorkerGroup("),
+    ],
+)
+def test_a_name_of_the_guides_that_core_does_not_have_says_what_to_use(name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=says(name, instead)):
+        getattr(core, name)
 
 
 def test_the_guides_ways_to_change_a_job_work() -> None:
