@@ -10,7 +10,6 @@ once.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 import re
@@ -24,7 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.adapter import Adapter, Given, Target, Translation
-from training.schema import ConfigError, fields_of, without_none
+from training.schema import ConfigError, fields_of, options_of, recipe_of, without_none
+from training.synonyms import answer
 
 T = TypeVar("T")
 
@@ -110,12 +110,13 @@ def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = 
     given, unresolved = _resolved(schema, [*given, *(option for option in words if option.name != "config")])
     found = adapter_of(schema).translate(given)
     fields = fields_of(schema)
-    unknown = [option for option in found.options if not _is_known(option.name, fields)]
+    unknown = [option for option in found.options if not _is_known(option, fields)]
     found.options = [option for option in found.options if option not in unknown]
-    names = [*fields, *sorted(adapter_of(schema).names())]
-    faults += [
-        f"{_of_source(option)}unknown option {option.name!r}{_nearest(option.name, names)}" for option in unknown
-    ]
+    if unknown:
+        meanings = {option.name: option.meaning for option in options_of(schema)}
+        for option in unknown:
+            told = answer(option.name, meanings, recipe_of(schema), adapter_of(schema).names())
+            faults.append(f"{_of_source(option)}unknown option {option.name!r}{told}")
     found.faults = [*faults, *unresolved, *found.faults]
     return found
 
@@ -338,19 +339,13 @@ def _put(target: dict[str, Any], key: str, value: Any) -> None:
 # --- messages
 
 
-def _is_known(key: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a key is an option, an entry of one that is a mapping, or a group."""
-    if key in fields or any(name.startswith(f"{key}.") for name in fields):
+def _is_known(given: Given, fields: Mapping[str, Any]) -> bool:
+    """Whether this is an option, an entry of one that is a mapping, or a whole group."""
+    key, is_whole = given.name, given.value is None or isinstance(given.value, Mapping)
+    if key in fields or (is_whole and any(name.startswith(f"{key}.") for name in fields)):
         return True
     mappings = (name for name, kind in fields.items() if get_origin(without_none(kind)) is dict)
     return any(key.startswith(f"{name}.") for name in mappings)
-
-
-def _nearest(key: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    last = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    found = last[:1] or near
-    return f"; did you mean {found[0]!r}?" if found else f"; the options are {', '.join(sorted(names))}"
 
 
 def _of_source(option: Given) -> str:

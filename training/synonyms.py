@@ -1,0 +1,144 @@
+"""Names of options that people bring along, and what to use here: synonyms.yaml, as answers to unknown options."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import yaml
+
+_FEW = 20
+"""So many options are listed in a message."""
+_ALIKE = {"critic": "train", "evaluation": "rollout"}
+"""Groups with options of the same names as those of another."""
+_TYPO = 0.85
+"""How alike a name is to one of the table that is taken for it, as difflib has it."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do where there is no option, or where a name alone does not say which one is meant."""
+
+    names: Sequence[str]
+    say: str
+    where: str
+    """Only in schemas with this option; empty: in all."""
+
+
+@dataclass(frozen=True)
+class Synonyms:
+    """The whole table."""
+
+    options: Mapping[str, Sequence[str]]
+    """Names elsewhere, by option."""
+    advice: Sequence[Advice]
+    recipes: Mapping[str, Sequence[str]]
+    """The recipes that have an option, or the options of a group (`critic.*`)."""
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """All names that it has something to say of."""
+        found = [name for names in self.options.values() for name in names]
+        return list(dict.fromkeys(found + [name for advice in self.advice for name in advice.names]))
+
+    def meant_by(self, name: str) -> list[str]:
+        """The options that go by this name elsewhere, the likeliest first."""
+        return [option for option, names in self.options.items() if name in names]
+
+    def elsewhere(self, option: str) -> tuple[str, Sequence[str]]:
+        """An option which not all recipes have, or its group, and those that have it; empty: not known."""
+        return next(((name, had) for name, had in self.recipes.items() if fnmatchcase(option, name)), ("", ()))
+
+
+@functools.cache
+def synonyms() -> Synonyms:
+    """What synonyms.yaml says."""
+    table = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
+    advice = [Advice(each["names"].split(), each["say"], each.get("where", "")) for each in table["advice"]]
+    recipes = {name: had_by.split() for names, had_by in table["recipes"].items() for name in names.split()}
+    return Synonyms({option: names.split() for option, names in table["options"].items()}, advice, recipes)
+
+
+def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collection[str] = ()) -> str:
+    """What follows `unknown option ...`: what to use instead.
+
+    Args:
+        unknown: as it was written, `rollout.n` or `num_generations`.
+        options: what the recipe has, with the meaning of each.
+        recipe: its name.
+        others: more names that it takes, of another system.
+    """
+    written = unknown.lower()
+    *longer, last = _shorter(written)
+    for name in longer:
+        if told := _of_table(name, written, options):
+            return told
+    has_group = any(option.startswith(f"{written.partition('.')[0]}.") for option in options)
+    if not has_group and (told := _of_other_recipes([written], recipe)):
+        return told
+    if told := _of_table(last, written, options):
+        return told
+    for name in (*longer, last):
+        namesakes = [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
+        if told := _of_other_recipes([written, *synonyms().meant_by(name), *namesakes], recipe):
+            return told
+    for name in difflib.get_close_matches(last, synonyms().names, n=1, cutoff=_TYPO):
+        if told := _of_table(name, written, options):
+            return told
+    return _nearest(written, options, others)
+
+
+def _shorter(name: str) -> Iterator[str]:
+    """`a.b.c`, `b.c` and `c`."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
+    """What the table says of a name; empty: nothing that helps here."""
+    for advice in synonyms().advice:
+        if name in advice.names and (not advice.where or advice.where in options):
+            return f": {advice.say}"
+    meant = [option for option in synonyms().meant_by(name) if option in options]
+    namesakes = [option for option in options if option.rpartition(".")[2] == name]
+    # `critic.lr` is not the learning rate of the policy.
+    group = written.partition(".")[0]
+    as_there = f"{_ALIKE.get(group, group)}."
+    of_group = [f"{group}.{option.removeprefix(as_there)}" for option in meant if option.startswith(as_there)]
+    if found := [*(option for option in of_group if option in options), *meant]:
+        return f": here it is {found[0]!r}{_meaning(options[found[0]])}"
+    if len(namesakes) == 1:
+        return f": here it is {namesakes[0]!r}{_meaning(options[namesakes[0]])}"
+    return f"; did you mean {' or '.join(map(repr, namesakes))}?" if namesakes else ""
+
+
+def _of_other_recipes(meant: Sequence[str], recipe: str) -> str:
+    for option in meant:
+        name, had_by = synonyms().elsewhere(option)
+        if had_by and recipe not in had_by:
+            kind = "are options" if "*" in name else "is an option"
+            return f": {name} {kind} of {', '.join(had_by)}; {recipe} has none"
+    return ""
+
+
+def _nearest(written: str, options: Collection[str], others: Collection[str]) -> str:
+    names = [*options, *others]
+    near = difflib.get_close_matches(written, names, n=1, cutoff=0.6)
+    if not near:  # without the groups
+        ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+        last = written.rpartition(".")[2]
+        near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; the options are {', '.join(sorted(names))}" if len(names) <= _FEW else "; --help shows all options"
+
+
+def _meaning(text: str) -> str:
+    """The first sentence of what an option means, after its name."""
+    first = text.partition(". ")[0].rstrip(".")
+    return f" ({first if first[1:2].isupper() else first[:1].lower() + first[1:]})" if first else ""
