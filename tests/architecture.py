@@ -56,7 +56,7 @@ RECIPE_LINES = {
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Still above what they are to be: core 2,700, training 5,500, openrlhf_ppo and verl_ppo 950
 each."""
-TABLES = {"flags.yaml", "keys.yaml", "names.yaml"}
+TABLES = {"flags.yaml", "keys.yaml", "names.yaml", "synonyms.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
 CLOSURE_LINES = {"recipes/grpo": 17340}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -11,11 +12,15 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from training.config import adapter_notes, changed_options, given_options, load_config, renamed
 from training.launch import open_run, run_job
+from training.machines import assuming
 from training.options import RunOptions
 from training.plan import Plan
 from training.schema import describe_options
 
 C = TypeVar("C", bound=RunOptions)
+
+_OF_CORE = {"node_num": "placement.nodes", "device_per_node": "placement.devices_per_node"}
+"""Names in messages of core, which users of a recipe know otherwise."""
 
 
 class Command(ABC, Generic[C]):
@@ -91,15 +96,17 @@ class Command(ABC, Generic[C]):
         try:
             arguments = self.words(arguments)
             asked = self.read(arguments)
-            plan = self.plan(asked, arguments)
-            plan.notes = [*adapter_notes(self.schema, arguments), *plan.notes]
-            if plan.is_all(asked, self.given(arguments)):
-                return 0
-            self.check(plan)
+            with assuming(asked.machines):
+                plan = self.plan(asked, arguments)
+                plan.notes = [*adapter_notes(self.schema, arguments), *plan.notes]
+                if plan.is_all(asked, self.given(arguments)):
+                    return 0
+                self.check(plan)
             config = plan.config
             run_dir = open_run(config.run_dir, config.resume, self.checkpoints(config), plan.json())
         except (ValueError, OSError) as error:
-            print(f"{self.folder.name}: {self.renamed(str(error), arguments)}", file=sys.stderr)
+            text = re.sub(r"\w+", lambda word: _OF_CORE.get(word[0], word[0]), str(error))
+            print(f"{self.folder.name}: {self.renamed(text, arguments)}", file=sys.stderr)
             return 2
         plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         return run_job(

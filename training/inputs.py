@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from components.engines.choice import choose_attention
 from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ C = TypeVar("C", bound=RunOptions)
 
 
 def resolved(config: C, gpus: int) -> C:
-    """A configuration of these groups with everything filled in that was left to the machine: precision, who samples,
-    and how many workers a role has.
+    """A configuration of these groups with everything filled in that was left to the machine: precision, attention,
+    who samples, and how many workers a role has.
 
     Args:
         config: with the groups model, rollout, train, evaluation and placement, and the number of `groups` that hold
@@ -36,7 +37,8 @@ def resolved(config: C, gpus: int) -> C:
     placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
     precision = own.train.precision
     train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
-    return replace(own, rollout=rollout, placement=placement, train=train)
+    model = replace(own.model, attn_implementation=choose_attention(own.model.attn_implementation, gpus))
+    return replace(own, model=model, rollout=rollout, placement=placement, train=train)
 
 
 def check_model(path: str, option: str = "model.path") -> None:

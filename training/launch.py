@@ -17,6 +17,7 @@ from typing import Any
 from core import Job
 from core.backends import BackendName
 from training.checkpoint import check_resume
+from training.machines import cores_here
 from training.programs import start_program
 from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
@@ -35,13 +36,13 @@ def threads_each(workers: int) -> int:
     """Threads for each of so many processes that work at the same time on the cores of this machine.
 
     Those that work one after the other may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the
-    number of cores. 0, which leaves the choice to core, where the processes run on the machines of a cluster.
+    number of cores. 0, which leaves the choice to core, where the processes run on other machines.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    cores = cores_here()
+    if cores is None:
         return 0
     given = os.environ.get("OMP_NUM_THREADS", "")
-    cores = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
-    return max(1, cores // workers)
+    return max(1, (int(given) if given.isdecimal() else cores) // workers)
 
 
 def printed(config: Any, named: Collection[str]) -> str:
@@ -49,7 +50,7 @@ def printed(config: Any, named: Collection[str]) -> str:
     run unless it is among the options that were named.
     """
     options = dict(redact(config))
-    for name in ("print_config", "dry_run", *(() if "run_dir" in named else ("run_dir",))):
+    for name in ("print_config", "dry_run", "assume_devices", *(() if "run_dir" in named else ("run_dir",))):
         options.pop(name, None)
     return config_text(options)
 

@@ -6,7 +6,6 @@ group (`data.`, `evaluation.`) is that of the recipes.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Collection, Iterator
@@ -24,7 +23,8 @@ from components.engines.config import (
     TrainOptions,
     VLLMRolloutConfig,
 )
-from training.schema import Options, at_least, refuse
+from training.machines import Machines
+from training.schema import Options, at_least, recipe_of, refuse
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -43,11 +43,6 @@ def new_run_dir(recipe: str) -> str:
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def recipe_of(schema: type) -> str:
-    """The name of the recipe that a schema is of: that of the folder of its file."""
-    return Path(inspect.getfile(schema)).parent.name
-
-
 @dataclass(kw_only=True)
 class RunOptions(Options):
     """What every run has, whatever it trains."""
@@ -58,6 +53,9 @@ class RunOptions(Options):
     """Fixes the order of the prompts and the samples."""
     dry_run: bool = False
     """Print what would run where, as JSON, and start nothing."""
+    assume_devices: str | None = None
+    """With dry_run: plan for other machines than this one, written as GPUs of each x machines, 8x2, or with the memory
+    of a GPU, 8x2x80GB."""
     print_config: bool = False
     """Print the whole configuration as YAML, and start nothing."""
     resume: str = "auto"
@@ -79,10 +77,22 @@ class RunOptions(Options):
             self.run_dir = new_run_dir(recipe_of(type(self)))
         super().__post_init__()
 
+    @property
+    def machines(self) -> Machines | None:
+        """What the run is planned for, where that is not this machine."""
+        return Machines.parse(self.assume_devices) if self.assume_devices else None
+
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
         yield from at_least(self, "", 0, "seed", "max_restarts")
+        if self.assume_devices is not None:
+            try:
+                Machines.parse(self.assume_devices)
+            except ValueError as error:
+                yield str(error)
+            if not (self.dry_run or self.print_config):
+                yield f"assume_devices={self.assume_devices} is for a plan alone; set dry_run as well, or leave it out"
 
 
 @dataclass(kw_only=True)
@@ -378,12 +388,14 @@ class PlacementOptions(Options):
     """What runs where. Without a GPU every worker is a process on the CPU."""
 
     nodes: int = 1
-    """Machines."""
+    """Machines that the run uses."""
     devices_per_node: int | None = None
     """Devices of each machine that the run uses; without GPUs processes. Default: all of its GPUs."""
     colocate: bool = True
     """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
     same time does."""
+    actor_nodes: int | None = None
+    """Machines over which the ranks of the policy are spread, where the other roles are on the rest. Default: all."""
     actor_ranks: int | None = None
     """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
     rollout_engines: int | None = None
@@ -393,9 +405,8 @@ class PlacementOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(
-            self, "placement.", 1, "nodes", "devices_per_node", "actor_ranks", "rollout_engines", "references"
-        )
+        counts = ("nodes", "devices_per_node", "actor_nodes", "actor_ranks", "rollout_engines", "references")
+        yield from at_least(self, "placement.", 1, *counts)
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
         """With every number filled in that was left to the machine.
@@ -408,24 +419,44 @@ class PlacementOptions(Options):
         Raises:
             ValueError: they cannot be laid out; the message says what to set.
         """
-        devices = self.devices_per_node or gpus
-        share = self.nodes * max(1, devices if self.colocate else devices // groups)
-        ranks = self.actor_ranks or share
-        other = ranks if gpus and self.colocate else share
+        spread = self.actor_nodes or self.nodes
+        if spread > self.nodes or (self.colocate and spread < self.nodes):
+            raise ValueError(
+                f"placement.actor_nodes={spread} of placement.nodes={self.nodes}: roles that share GPUs are on all "
+                "nodes, others on the rest; lower it, with placement.colocate=false, or leave it out"
+            )
+        if gpus and (self.devices_per_node or 0) > gpus:
+            raise ValueError(
+                f"placement.devices_per_node={self.devices_per_node}, but a machine has {gpus} GPUs; lower it"
+            )
+        ranks, other = self._shares(self.devices_per_node or gpus, groups)
+        other = ranks if gpus and self.colocate else other
         if gpus and self.colocate and tensor_parallel > 1:
             raise ValueError(
                 f"rollout.tensor_parallel={tensor_parallel}: an engine of several devices shares none with other roles "
                 "yet; set placement.colocate=false"
             )
         engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
-        if ranks % self.nodes:
-            raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.nodes={self.nodes} evenly")
+        if ranks % spread:
+            name = "actor_nodes" if self.actor_nodes else "nodes"
+            raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.{name}={spread} evenly")
         if gpus and self.colocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
             raise ValueError(
                 f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up "
                 "on shared GPUs; set them to the same number, or placement.colocate=false"
             )
-        return replace(self, actor_ranks=ranks, rollout_engines=engines, references=references)
+        return replace(self, actor_nodes=spread, actor_ranks=ranks, rollout_engines=engines, references=references)
+
+    def _shares(self, each: int, groups: int) -> tuple[int, int]:
+        """Ranks of the policy, and devices of each other role, with so many devices on each machine."""
+        if self.colocate:
+            every = self.nodes * max(1, each)
+            return self.actor_ranks or every, every
+        if self.actor_nodes in (None, self.nodes):
+            every = self.nodes * max(1, each // groups)
+            return self.actor_ranks or every, every
+        ranks = self.actor_ranks or self.actor_nodes * max(1, each)
+        return ranks, max(1, (self.nodes * each - ranks) // (groups - 1))
 
 
 @dataclass(kw_only=True)

@@ -10,16 +10,20 @@ import json
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
+from components.engines.choice import attention_note
 from components.engines.config import RolloutConfig, TrainConfig
 from components.engines.memory import PROCESS_BYTES, Need, frozen, micro_batch_tokens, model_size, sampling, training
 from core import Job
+from core.placement import detect_devices
 from training.launch import printed
+from training.machines import assumed, is_here, node_lines, nodes_of, ranges
 from training.tracking import redact
 from training.tracking.environment import output_of
 from training.tracking.plain import flat
@@ -27,7 +31,7 @@ from training.tracking.plain import flat
 WIDTH = 100
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host")
 _HEADS = {"gradients": "grads", "optimizer": "optim"}
-_NOT_OF_THE_RUN = ("run_dir", "dry_run", "print_config")
+_NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config")
 _ON_GPU = {"zero_stage": 3, "adam_offload": True, "offload_policy": True}
 _ON_HOST = (
     *("adam_offload", "param_offload", "optimizer_offload", "offload_policy"),
@@ -51,10 +55,12 @@ class Capacity:
 
     @classmethod
     def here(cls, gpus: object, nodes: int = 1) -> Capacity:
-        """Of this machine, or what its control group allows, and of each of its GPUs. On a cluster the machine at hand
-        says nothing about the others.
+        """Of this machine, or what its control group allows, and of each of its GPUs. It says nothing about the others
+        of a cluster, and of machines that are assumed only what was said is known.
         """
-        if nodes > 1 or os.environ.get("RAY_ADDRESS"):
+        if machines := assumed():
+            return cls(device=machines.device_bytes if gpus else None)
+        if nodes > 1 or not is_here():
             return cls()
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -86,6 +92,8 @@ class Place:
     """Of all together at the same time, in any case."""
     most: int
     there: int | None
+    processes: Mapping[str, int] | None = None
+    """Of each role on a machine; None: it is a GPU."""
 
 
 @dataclass(kw_only=True)
@@ -112,6 +120,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.job.check_backend(self.config.backend)
+        self.nodes = nodes_of(self.job)
         self.there = self.capacity or Capacity.here(self.job.device_type == "GPU", self.job.node_num)
         options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
         self.changed = redact(options)
@@ -128,7 +137,10 @@ class Plan:
         ]
         places = [{"place": p.name, "least": p.least, "most": p.most, "there": p.there} for p in self._places()]
         return json.dumps(
-            own | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps}, indent=2
+            own
+            | {"assumed": str(assumed() or "") or None, "nodes": node_lines(self.job, self.nodes)}
+            | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps},
+            indent=2,
         )
 
     def is_all(self, asked: Any, given: Collection[str]) -> bool:
@@ -183,17 +195,20 @@ class Plan:
             shown = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer", "cache")}
             if need.grows:
                 del shown["cache"]
-            if place.name == "this machine" and self.job.placement.devices[role]:
+            if place.processes is not None and self.job.placement.devices[role]:
                 shown = {"offloaded or asleep": need.host, "moving average on the first": need.first}
             parts = ", ".join(f"{name} {amount(value)}" for name, value in shown.items() if value)
             raise ValueError(
                 f"it cannot fit: {place.name} would hold {amount(place.least)}, and has {amount(place.there)}. The "
-                f"most is {role}'s, {self._count(role)} x ({parts}); {self._remedy(place, role)}"
+                f"most is {role}'s, {(place.processes or self.job.placement.processes)[role]} x ({parts}); "
+                f"{self._remedy(place, role)}"
             )
 
     def lines(self) -> list[str]:
         """The plan for a person."""
-        found = [*self._table(), *self._sums()]
+        machines = assumed()
+        found = [f"assumed   {machines}, not this one"] if machines else []
+        found += [*self._table(), *self._nodes(), *self._sums()]
         parts = {"steps": self.steps, "with": "; ".join(self.choices), "changed": self._changed()}
         if not all(need.is_known for need in self.needs.values()):
             parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
@@ -227,6 +242,16 @@ class Plan:
             for row in table
         ]
 
+    def _nodes(self) -> list[str]:
+        """What is on which node, where there are several."""
+        if self.job.node_num == 1 and not assumed():
+            return []
+        found = list[str]()
+        for line in node_lines(self.job, self.nodes):
+            head = "" if found else "nodes"
+            found += textwrap.wrap(f"{head:<10}{line}", self._width, subsequent_indent=" " * 10)
+        return found
+
     def _sums(self) -> list[str]:
         found = []
         most = "at most" if all(need.is_known for need in self.needs.values()) else "as far as known"
@@ -248,8 +273,8 @@ class Plan:
         return " ".join(shown)
 
     def _places(self) -> list[Place]:
-        """A GPU of each group of roles that share one, and this machine."""
-        found, hosts, gpu = list[Place](), self.job.placement.hosts, self.job.device_type == "GPU"
+        """A GPU of each group of roles that share one, and each machine; those that are alike are one."""
+        found = list[Place]()
         on_gpu = [role for role in self.needs if self.job.placement.devices[role]]
         groups = [[role for role in group if role in on_gpu] for group in self.job.collocations]
         groups += [[role] for role in on_gpu if not any(role in group for group in groups)]
@@ -263,28 +288,46 @@ class Plan:
             most = least + sum(need.base for need in needs) + max(need.brief for need in needs)
             certain = {role: self.needs[role].certain for role in group}
             found.append(Place(f"a GPU of {' + '.join(group)}", certain, least, most, self.there.device))
+        machines: dict[tuple[int, int], list[int]] = {}
+        places = [self._machine(node, on_gpu) for node in range(self.job.node_num)]
+        for node, place in enumerate(places):
+            if not place.processes:
+                continue
+            machines.setdefault((place.least, place.most), []).append(node + 1)
+        for alike in machines.values():
+            name = f"node {alike[0]}" if len(alike) == 1 else f"each of nodes {ranges(alike)}"
+            name = name if self.job.node_num > 1 or assumed() else "this machine"
+            found.append(replace(places[alike[0] - 1], name=name))
+        return found
+
+    def _machine(self, node: int, on_gpu: Collection[str]) -> Place:
+        """The memory of one machine; the first has the driver."""
+        hosts = [host for host in self.job.placement.hosts if self.nodes[host.bundle] == node]
+        workers = [worker for host in hosts for worker in host.workers]
+        counts = Counter(role for role, _ in workers)
         # In local mode all is in one process, which is the driver's.
         bases = [max((self._base(role) for role, _ in host.workers), default=0) for host in hosts]
-        most = max(bases) if self.config.backend == "local" else PROCESS_BYTES["driver"] + sum(bases)
-        certain, turns = dict[str, int](), list[int]()
+        driver = PROCESS_BYTES["driver"] * (node == 0)
+        most = max(bases) if self.config.backend == "local" else driver + sum(bases)
+        certain, turns = dict[str, int](), [0]
         for role, need in self.needs.items():
-            here = need.host * gpu if role in on_gpu else need.certain
-            certain[role] = self._count(role) * here + need.first
-            most += certain[role] + need.published
-            turns.append(0 if role in on_gpu else self._count(role) * need.brief)
+            is_first = (role, 0) in workers
+            certain[role] = counts[role] * (need.host if role in on_gpu else need.certain) + need.first * is_first
+            most += certain[role] + need.published * is_first
+            turns.append(0 if role in on_gpu else counts[role] * need.brief)
         most += sum(turns) if self.overlaps else max(turns)
-        return [*found, Place("this machine", certain, sum(certain.values()), most, self.there.machine)]
+        return Place("", certain, sum(certain.values()), most, self.there.machine, counts)
 
     def _base(self, role: str) -> int:
         return PROCESS_BYTES["process"] if self.job.placement.devices[role] else self.needs[role].base
 
     def _remedy(self, place: Place, role: str = "") -> str:
         """What to set, of the options of this recipe; with a role, so that it takes less in any case."""
-        gpu, here = self.job.device_type == "GPU", place.name == "this machine"
+        gpu, here = self.job.device_type == "GPU", place.processes is not None
         needs = [self.needs[name] for name in ([role] if role else place.certain)]
         learns = any(need.optimizer != 0 or (need.host and not need.cache) for need in needs)
         caches = any(need.cache and not need.grows for need in needs)
-        weights = (needs[0].weights or 0) * (self._count(role) if here else 1) if role else 0
+        weights = (needs[0].weights or 0) * (place.processes or {role: 1})[role] if role else 0
         better: dict[str, object] = {} if role else dict(_CHECKPOINTING)
         lower = _BUDGETS * (not role)
         if learns and weights < (place.there or 0):
@@ -367,6 +410,12 @@ def _count_rows(name: str, most: int | None) -> int | None:
     except (OSError, ValueError):  # reading it will say why
         return None
     return None
+
+
+def attention_notes(asked: str | None) -> list[str]:
+    """What is to be said of attention that is not the one asked for."""
+    note = attention_note(asked, detect_devices())
+    return [f"model.{note}"] if note else []
 
 
 class Estimate:

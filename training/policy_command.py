@@ -12,7 +12,7 @@ from core.placement import detect_devices
 from training.command import Command
 from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
-from training.plan import Estimate, Plan, steps_text
+from training.plan import Estimate, Plan, attention_notes, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError
 
@@ -41,9 +41,13 @@ def policy_job(
     # Colocated roles work one after the other, and may each use all cores; others share them.
     learners = actors if own.colocate or not config.needs_reference else actors + references
     builder = RLJobBuilder().config(config).node_num(own.nodes)
+    gpus = detect_devices()
+    if gpus:
+        builder.device_per_node(own.devices_per_node or gpus)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(trainer)
-    builder.actor(actor).nnodes(own.nodes).nproc_per_node(actors // own.nodes)
+    spread = own.actor_nodes or own.nodes
+    builder.actor(actor).nnodes(spread).nproc_per_node(actors // spread)
     builder.resource(accelerator=1, threads=threads_each(learners))
     builder.rollout(rollout).total(engines).max_restarts(config.max_restarts)
     devices = config.rollout.tensor_parallel
@@ -53,7 +57,7 @@ def policy_job(
         builder.reference(reference).total(references).max_restarts(config.max_restarts)
         builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners))
         colocated.append(Role.REFERENCE)
-    if own.colocate and detect_devices():
+    if own.colocate and gpus:
         builder.with_collocation(*colocated)
     return builder
 
@@ -101,7 +105,7 @@ class PolicyCommand(Command[C]):
                 f"{train.engine} zero_stage={engine.stage} {train.precision}",
                 asked.rollout.chosen(job.device_type == "GPU", asked.model.path, temperature)[1],
             ],
-            notes=config.notes(self.given(arguments)),
+            notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,
         )
 

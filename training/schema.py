@@ -12,6 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -99,6 +100,11 @@ def describe_options(schema: type) -> str:
         lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
         lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def recipe_of(schema: type) -> str:
+    """The name of the recipe that a schema is of: that of the folder of its file."""
+    return Path(inspect.getfile(schema)).parent.name
 
 
 def fields_of(schema: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from core.placement import detect_devices
 from training.command import Command
 from training.inputs import check_model
 from training.launch import STOP_GRACE_S
-from training.plan import Plan, steps_text
+from training.plan import Plan, attention_notes, steps_text
 from training.supervised_options import PairOptions, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
@@ -38,7 +38,7 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role(Role.TRAINER).run(trainer)
     builder.role(role).train(model).resource(accelerator=1)
-    builder.nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
+    builder.node_num(config.num_nodes).nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
     return builder
 
 
@@ -61,6 +61,8 @@ class SupervisedCommand(Command[C]):
 
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
+        notes = attention_notes(asked.attn_implementation)
+        asked = replace(asked, attn_implementation=choose_attention(asked.attn_implementation, detect_devices()))
         job = self.build_job(asked)
         ranks, gpu, size = job.placement.processes[self.role], job.device_type == "GPU", model_size(asked.pretrain)
         engine = asked.engine(1, gpu)
@@ -75,12 +77,12 @@ class SupervisedCommand(Command[C]):
             needs={self.role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=self.role != Role.REWARD)},
             steps=steps_text(lambda count: arithmetic(asked, count, ranks), asked.dataset, asked.max_samples),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
+            notes=notes,
         )
 
     def check(self, plan: Plan) -> None:
-        """See that models, their attention, and data can be there."""
+        """See that models and data can be there."""
         config = plan.config
-        choose_attention(config.attn_implementation, detect_devices())
         for option, path in config.models.items():
             check_model(path, option)
         self.check_data(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextvars import ContextVar
 from pathlib import Path
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
@@ -13,6 +14,8 @@ LARGE_BYTES = 100_000_000
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
+is_elsewhere: ContextVar[bool] = ContextVar("is_elsewhere", default=False)
+"""What is chosen is for another machine than this one: a package that is not installed here may be there."""
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
 
@@ -31,7 +34,7 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
     """
     if asked not in ROLLOUT_ENGINES:
         raise ValueError(f"rollout engine {asked!r}; use one of {', '.join(ROLLOUT_ENGINES)}")
-    installed = importlib.util.find_spec("vllm") is not None
+    installed = _is_there("vllm")
     if asked == "hf":
         return "hf", "as asked for"
     fault = _fault(gpus, Path(model_path).expanduser(), temperatures) if installed else "vLLM is not installed"
@@ -51,20 +54,27 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
 
 
 def choose_attention(asked: str | None, gpus: int) -> str | None:
-    """The attention kernels to load models with: those asked for; of `auto` flash attention where it can run, else
-    transformers' own choice, which is None.
-
-    Raises:
-        ValueError: this machine has not what is asked for.
+    """The attention kernels to load models with: those asked for, and sdpa in place of flash attention that cannot run
+    there; of `auto` flash attention where it can run, else transformers' own choice, which is None.
     """
-    has_flash = importlib.util.find_spec("flash_attn") is not None
     if asked == "auto":
-        return "flash_attention_2" if gpus and has_flash else None
-    if asked and asked.startswith("flash_attention") and not gpus:
-        raise ValueError(f"attn_implementation={asked} needs a GPU, and this machine shows none; leave it out")
-    if asked == "flash_attention_2" and not has_flash:
-        raise ValueError(f"attn_implementation={asked} needs the package flash_attn; install it, or set sdpa")
-    return asked
+        return "flash_attention_2" if gpus and importlib.util.find_spec("flash_attn") is not None else None
+    return "sdpa" if attention_note(asked, gpus) else asked
+
+
+def attention_note(asked: str | None, gpus: int) -> str:
+    """Why sdpa is used in place of the attention that is asked for; empty where it is not."""
+    if asked is None or not asked.startswith("flash_attention"):
+        return ""
+    if not gpus:
+        return f"attn_implementation={asked} needs a GPU, and there is none: sdpa is used"
+    if asked == "flash_attention_2" and not _is_there("flash_attn"):
+        return f"attn_implementation={asked} needs the package flash_attn, which is not installed: sdpa is used"
+    return ""
+
+
+def _is_there(package: str) -> bool:
+    return is_elsewhere.get() or importlib.util.find_spec(package) is not None
 
 
 def _fault(gpus: int, model: Path, temperatures: tuple[float, ...]) -> str:

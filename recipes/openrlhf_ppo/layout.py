@@ -1,7 +1,6 @@
 """What `auto` means on this machine: how many workers each role has, in which precision, with which attention."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from components.engines.choice import choose_attention
 from components.engines.memory import Need, together
 from core import Job, Role
 from core.placement import detect_devices
+from training.machines import cores_here
 from training.plan import Estimate
 from training.schema import ConfigError
 
@@ -99,9 +99,9 @@ def _workers_per_node(config: PPOConfig, gpus: int) -> dict[str, int]:
 
 def _check_cores(ranks: Mapping[str, int]) -> None:
     # On a cluster the machine at hand says nothing; Ray refuses there what does not fit.
-    if os.environ.get("RAY_ADDRESS"):
+    cores = cores_here()
+    if cores is None:
         return
-    cores = len(os.sched_getaffinity(0))
     options = {role: f"{role}_num_gpus_per_node" for role in ranks} | {"rollout": "vllm_num_engines"}
     for role, count in ranks.items():
         if count > cores:

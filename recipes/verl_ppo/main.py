@@ -1,7 +1,6 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from core import Job, JobBuilder
 from core.placement import detect_devices
 from training.command import Command
 from training.launch import STOP_GRACE_S, threads_each
+from training.machines import cores_here
 from training.plan import Plan, steps_text
 from training.schema import ConfigError
 from training.warm_start import resolve_model
@@ -47,10 +47,10 @@ def resolved(asked: VerlPPOConfig) -> tuple[VerlPPOConfig, str]:
     trainer.n_gpus_per_node = trainer.n_gpus_per_node or max(gpus, 1)
     for shards in (own.actor.fsdp_config, config.critic.model.fsdp_config):
         shards.choose(gpus)
-    cores, pools = len(os.sched_getaffinity(0)), config.pools
+    cores, pools = cores_here(), config.pools
     most = max(pools.workers(role) // pools.nodes(role) for role in pools.mapping)
     # On a cluster the machine at hand says nothing; Ray refuses there what does not fit.
-    too_many = not gpus and most > cores and not os.environ.get("RAY_ADDRESS")
+    too_many = not gpus and cores is not None and most > cores
     refuse({"cores": too_many}, most=most, cores=cores)
     return replace(config), engine
 
