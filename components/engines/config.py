@@ -60,6 +60,8 @@ class TrainOptions:
     """Share of an adapter's inputs that is dropped in training."""
     lora_target_modules: str = "all-linear"
     """Which layers get an adapter: names or endings with commas between, or `all-linear`: every one but the head."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, of each micro-batch. No effect on other models."""
     adam_offload: bool = False
     """Keep the optimizer states in host memory (fsdp: weights and gradients too). Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
@@ -95,6 +97,8 @@ class TrainOptions:
         _require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "use a number above 0")
         _require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "use a share in [0, 1)")
         _require(bool(self.lora_target_modules.strip(", ")), "lora_target_modules", "", "name layers, or all-linear")
+        weight = self.router_aux_loss_coef
+        _require(weight >= 0, "router_aux_loss_coef", weight, "use 0 (no such loss) or more")
         if self.adam_offload and self.zero_stage == 0:
             raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
         if self.engine == "fsdp":

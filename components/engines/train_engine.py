@@ -25,6 +25,7 @@ from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState, disk_errors
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
+from components.engines.router_loss import Routers
 from components.engines.weight_average import WeightAverage
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
@@ -110,6 +111,7 @@ class TrainEngine(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(config.seed + self.rank)
         self.adapters = Adapters(model, config) if config.lora_rank else None
+        self.routers = Routers(model)
         if config.precision == "bf16_autocast":
             # Inside of what a library wraps around the model: DeepSpeed switches off what is around itself.
             autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
@@ -230,7 +232,7 @@ class TrainEngine(ABC):
             index = own[i] if i < len(own) else _shortest(minibatch, group_size)
             counts = 1.0 if i < len(own) else 0.0
             self._begin_pass(is_last=i == forwards - 1)
-            output = loss_fn(self._trained, minibatch.select(index).to(self.device), totals)
+            output = self._loss(loss_fn, minibatch.select(index).to(self.device), totals)
             # Gradients are averaged over ranks, and the loss is already divided by the total of all ranks.
             self._backward(output.loss * (self.world_size * counts))
             for name, value in {"loss": output.loss, **output.metrics}.items():
@@ -245,6 +247,19 @@ class TrainEngine(ABC):
             # Of the master weights, since small steps are lost in bfloat16.
             self.average.update(self._state().master_weights())
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._peak_memory()
+
+    def _loss(self, loss_fn: LossFunction, micro: Batch, totals: Totals) -> LossOutput:
+        """What is minimised on a micro-batch; of a mixture of experts the load-balancing loss too, by its share of the
+        step's sequences.
+        """
+        coefficient = self.config.router_aux_loss_coef
+        if not coefficient or not self.routers:
+            return loss_fn(self._trained, micro, totals)
+        with self.routers.watched() as logits:
+            output = loss_fn(self._trained, micro, totals)
+        share = self.routers.loss(logits, micro, self.config.packing) * (len(micro) / totals.sequences)
+        metrics = output.metrics | {"router_aux_loss": share.detach()}
+        return LossOutput(output.loss + coefficient * share, metrics)
 
     def _peak_memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
