@@ -7,13 +7,13 @@ does it before anything heavy starts.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from components.data.mixture import mixed, mixture_probabilities, source_names
 from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import kind_of, read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
@@ -65,10 +65,8 @@ def load_rows(
     """
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows={max_rows} leaves no data; set it to at least 1, or leave it unset")
-    names = [name.strip() for name in source.split(",")]
-    if not all(names):
-        raise ValueError(f"the data source {source!r} has an empty part; write names with one comma between two")
-    probabilities = None if probs is None else _parse_probabilities(probs, names)
+    names = source_names(source)
+    probabilities = mixture_probabilities(probs, len(names))
     parts: list[list[dict[str, Any]]] = []
     for name in names:
         if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
@@ -86,10 +84,7 @@ def load_rows(
             # More than the first max_rows of a part are never among the first max_rows of a blend.
             records = read_records(name, split=split or "train")[:max_rows]
             parts.append(_rows_of(records, name, input_key, label_key))
-    rows = [row for part in parts for row in part]
-    if probabilities is not None:
-        rows = [rows[i] for i in _interleave([len(part) for part in parts], probabilities, seed)]
-    return rows[:max_rows]
+    return mixed(parts, probabilities, seed)[:max_rows]
 
 
 class PromptSource:
@@ -353,33 +348,6 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
             }
         )
     return rows
-
-
-def _parse_probabilities(probs: str, names: list[str]) -> list[float]:
-    try:
-        values = [float(value) for value in probs.split(",")]
-    except ValueError as error:
-        raise ValueError(f"probs={probs!r} must be numbers with commas between them ({error})") from error
-    if len(values) != len(names) or not all(value > 0 for value in values) or not abs(math.fsum(values) - 1) <= 1e-6:
-        raise ValueError(
-            f"probs={probs!r} must be one positive number for each of the {len(names)} parts of the data, and 1 in "
-            f"all; found {len(values)}, {math.fsum(values):g} in all"
-        )
-    return values
-
-
-def _interleave(lengths: list[int], probabilities: list[float], seed: int) -> list[int]:
-    """Give the order of a blend, as indices into the parts laid end to end."""
-    # Only indices go through the library: values would come back with the types of its tables.
-    import datasets
-
-    ends = np.cumsum(lengths)
-    parts = [datasets.Dataset.from_dict({"i": range(end - n, end)}) for end, n in zip(ends.tolist(), lengths)]
-    total = math.fsum(probabilities)
-    blend = datasets.interleave_datasets(
-        parts, probabilities=[p / total for p in probabilities], seed=seed, stopping_strategy="all_exhausted"
-    )
-    return blend[:]["i"]
 
 
 def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:

@@ -28,7 +28,8 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
     Args:
         source: a .json, .jsonl, .parquet, .csv or .arrow file, of text also gzipped (.jsonl.gz); a folder that
             `save_to_disk` of `datasets` wrote, or one with data files whose names tell their splits; or the name of a
-            data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` take the files of one folder inside it.
+            data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` take the files of one folder inside it,
+            and `json@<folder>` is that folder.
         split: which part of a folder or a data set; a file has only "train".
 
     Raises:
@@ -39,6 +40,8 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
     if "@" in name and not path.exists():
         name, data_dir = name.rsplit("@", 1)
         path = Path(name).expanduser()
+        if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
+            path, data_dir = Path(data_dir).expanduser(), None
     if path.is_dir():
         records = _read_folder(path, data_dir, split)
     elif path.is_file():
