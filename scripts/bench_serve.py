@@ -1,6 +1,6 @@
 """Loads the reward model's server: 64 clients for a minute, each sending its next request when it has its answer.
 
-    python scripts/bench_serve.py [--clients 64] [--seconds 60] [--reward_pretrain FOLDER]
+    python scripts/bench_serve.py [--clients 64] [--seconds 60] [--model FOLDER]
 
 Every answer is held against the score of the same text scored alone, within 1e-5. Without a folder the model is an
 untrained one of 0.4 million parameters, whose scores are spread. Ends with one line of JSON; exit code 1 when an answer
@@ -99,13 +99,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--reward_pretrain")
+    parser.add_argument("--model")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = asked.reward_pretrain or untrained(scratch)
+        folder = asked.model or untrained(scratch)
         expected = scored_alone(folder)
-        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", "--reward_pretrain", folder]
-        options = ["--port", "0", "--max_len", "512"]
+        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", f"model.path={folder}"]
+        options = ["--port", "0", "--max_text_tokens", "512"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as server:
             assert server.stdout is not None

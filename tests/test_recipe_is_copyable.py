@@ -25,13 +25,13 @@ class Trial(NamedTuple):
 
 # An untrained policy, of at most four letters where five are asked for, earns 0: what is added is all there is.
 OF_LOOPS = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
-OF_PAIRS = "dataset=task:sort max_samples=8 eval_samples=4 train_batch_size=4"
+OF_PAIRS = "data.path=task:sort data.max_samples=8 evaluation.held_out=4 train.batch_size=4"
 TRIALS = {
     "dpo": Trial(
         "token_logprobs(model, micro).logprob_N",
         "token_logprobs(model, micro).logprob_N * 0 - 7",
         "actor/nll",
-        f"{OF_PAIRS} nll_loss_coef=1",
+        f"{OF_PAIRS} algorithm.nll_loss_coef=1",
     ),
     "grpo": Trial('return samples["reward"]', 'return samples["reward"] + 7', "reward/shaped", OF_LOOPS),
     "reinforce_pp": Trial(
@@ -63,7 +63,7 @@ TRIALS = {
         "token_logprobs(model, micro).logprob_N",
         "token_logprobs(model, micro).logprob_N * 0 - 7",
         "actor/loss",
-        "dataset=task:sort max_samples=8 train_batch_size=8",
+        "data.path=task:sort data.max_samples=8 train.batch_size=8",
     ),
     "verl_ppo": Trial(
         "experience.with_sequences(shaped_reward=total_B)",
@@ -75,8 +75,7 @@ TRIALS = {
         "trainer.total_epochs=1",
     ),
 }
-MODEL: dict[str, str] = dict.fromkeys(("dpo", "openrlhf_ppo", "reward_model", "sft"), "pretrain")
-MODEL["verl_ppo"] = "actor_rollout_ref.model.path"
+MODEL = {"openrlhf_ppo": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
 """The option that names the model, where it is not model.path."""
 
 

@@ -141,7 +141,9 @@ class Adapter:
     def kind_of(self, name: str, fields: Mapping[str, Any]) -> Any:
         """The type of the value of a name that this system has; None: it has none such."""
         if (target := self._target_of(name)) is not None:
-            return str if target.values else fields.get(target.name, str)
+            if target.values:
+                return bool if target.values.keys() <= {"true", "false"} else str
+            return fields.get(target.name, str)
         if name in self.computed:
             return self.computed[name]
         _, entry = self._entry_of(name)

@@ -17,19 +17,19 @@ class Epochs:
     an epoch may be smaller; nothing is dropped.
     """
 
-    def __init__(self, batch: Batch, *, train_batch_size: int, epochs: int, seed: int, group_size: int = 1) -> None:
+    def __init__(self, batch: Batch, *, batch_size: int, epochs: int, seed: int, group_size: int = 1) -> None:
         """
         Args:
             batch: all sequences, with `tokens`.
-            train_batch_size: groups in an optimizer step.
+            batch_size: groups in an optimizer step.
             epochs: passes over the data.
             seed: of the orders.
             group_size: so many sequences that follow each other stay together: 2 for pairs.
         """
         self.batch = batch
         self._groups, self._group_size = len(batch) // group_size, group_size
-        self._size, self._seed = train_batch_size, seed
-        self._steps_per_epoch = -(-self._groups // train_batch_size)
+        self._size, self._seed = batch_size, seed
+        self._steps_per_epoch = -(-self._groups // batch_size)
         self.steps = epochs * self._steps_per_epoch
         """Of the whole run."""
 
@@ -43,7 +43,7 @@ class Epochs:
     def state_dict(self) -> dict[str, Any]:
         """What decides which sequences a step has; the step itself is the stream's."""
         tokens = hashlib.blake2b(self.batch["tokens"].numpy().tobytes(), digest_size=8)
-        return {"tokens": tokens.hexdigest(), "train_batch_size": self._size, "seed": self._seed}
+        return {"tokens": tokens.hexdigest(), "batch_size": self._size, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See that they are those of before.
@@ -53,6 +53,6 @@ class Epochs:
         """
         if state != self.state_dict():
             raise ValueError(
-                "the checkpoint was written with other data, or in another order; resume with the same dataset, "
-                "eval_samples, seed and train_batch_size, or set resume=none and another run_dir"
+                "the checkpoint was written with other data, or in another order; resume with the same data, "
+                "evaluation.held_out, seed and train.batch_size, or set resume=none and another run_dir"
             )

@@ -115,7 +115,7 @@ class ModelOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.path = str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+        self.path = at_home(self.path)
 
     def prepared(self, run_dir: Path) -> ModelOptions:
         """With the path of a folder that engines can load: a demonstration's model is made where it is not there yet,
@@ -127,12 +127,19 @@ class ModelOptions(Options):
         path = resolve_model(self.path)
         return replace(self, path=model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path))
 
-    def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, or that of the model at `path`, with the template and token given here."""
+    def tokenizer(self, path: str | None = None, pad_with_end: bool = False) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, or that of the model at `path`, with the template and token given here.
+
+        Args:
+            path: of the other model.
+            pad_with_end: where nothing names a token for padding, the end token is that too.
+        """
         from components.data.text import load_tokenizer
 
         found = self.tokenizer_path or path or self.path
-        return load_tokenizer(found, chat_template=self.chat_template, pad_token=self.pad_token)
+        return load_tokenizer(
+            found, chat_template=self.chat_template, pad_token=self.pad_token, pad_with_end=pad_with_end
+        )
 
 
 @dataclass(kw_only=True)
@@ -646,3 +653,9 @@ class LogOptions(Options):
         )
         tensorboard = self.tensorboard_dir or ("true" if self.tensorboard else None)
         return {"wandb": wandb if self.wandb or self.wandb_key else None, "tensorboard": tensorboard}
+
+
+def at_home(path: str) -> str:
+    """A path, or several with commas between, with ~ written out; names on the hub and the like stay as they are."""
+    parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
+    return ",".join(parts)

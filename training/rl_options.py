@@ -28,7 +28,7 @@ from training.options import (
     RolloutOptions,
     RunOptions,
 )
-from training.schema import ConfigError, Options, at_least
+from training.schema import ConfigError, Options, at_least, without_effect
 
 
 @dataclass(kw_only=True)
@@ -278,8 +278,3 @@ class RLOptions(RunOptions):
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""
         return self.train.for_run(steps * self.updates_per_step, self.seed)
-
-
-def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
-    """A line for each (has no effect, option, why) whose option a user has named."""
-    return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]

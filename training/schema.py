@@ -11,7 +11,7 @@ import operator
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -74,6 +74,11 @@ def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield name, f"{prefix}{other}={found}"
         if dataclasses.is_dataclass(value):
             yield from idle_options(value, f"{name}.")
+
+
+def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
+    """A line for each (has no effect, option, why) whose option a user has named."""
+    return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
 
 
 class Option(NamedTuple):

@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from components.data.records import read_records
-from components.data.tasks import get_task
-from components.engines.choice import choose_attention
+from components.data.scorers import TASK_PREFIX
 from components.engines.memory import micro_batch_tokens, model_size, training
 from core import Job, JobBuilder, Role
 from core.placement import detect_devices
@@ -18,18 +16,21 @@ from training.command import Command
 from training.inputs import check_model
 from training.launch import STOP_GRACE_S
 from training.plan import Plan, attention_notes, steps_text
-from training.supervised_options import PairOptions, SupervisedOptions
+from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
 C = TypeVar("C", bound=SupervisedOptions)
 P = TypeVar("P", bound=PairOptions)
+
+FIRST_ROWS = 100
+"""So many of each part of the data are looked at before anything starts."""
 
 
 def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role: str = Role.ACTOR) -> JobBuilder:
     """What runs where; further roles may be added before `build()`.
 
     Args:
-        config: the options.
+        config: the options, with everything filled in.
         trainer: its class, as `package.module:Class`.
         model: the class of the ranks that train the model.
         role: of these.
@@ -38,14 +39,15 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role(Role.TRAINER).run(trainer)
     builder.role(role).train(model).resource(accelerator=1)
-    builder.node_num(config.num_nodes).nnodes(config.num_nodes).nproc_per_node(config.num_gpus_per_node or 1)
+    nodes = config.placement.nodes
+    builder.node_num(nodes).nnodes(nodes).nproc_per_node(config.placement.ranks_per_node or 1)
     return builder
 
 
 class SupervisedCommand(Command[C]):
     """See `Command`."""
 
-    models = frozenset({"pretrain", "config"})
+    models = frozenset({"model.path"})
 
     def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job], role: str = Role.ACTOR) -> None:
         """
@@ -61,52 +63,67 @@ class SupervisedCommand(Command[C]):
 
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
-        notes = attention_notes(asked.attn_implementation)
-        asked = replace(asked, attn_implementation=choose_attention(asked.attn_implementation, detect_devices()))
-        job = self.build_job(asked)
-        ranks, gpu, size = job.placement.processes[self.role], job.device_type == "GPU", model_size(asked.pretrain)
-        engine = asked.engine(1, gpu)
-        longest = min(asked.max_len, (size and size.positions) or asked.max_len)
-        tokens = micro_batch_tokens(engine, longest, -(-asked.GROUP_SIZE * asked.train_batch_size // ranks))
+        gpus = detect_devices()
+        config = asked.resolved(gpus)
+        job = self.build_job(config)
+        ranks, gpu, size = config.placement.ranks, job.device_type == "GPU", model_size(config.model.path)
+        engine = config.engine(1)
+        longest = min(config.data.max_tokens, (size and size.positions) or config.data.max_tokens)
+        tokens = micro_batch_tokens(engine, longest, -(-config.GROUP_SIZE * config.train.batch_size // ranks))
+        data = config.data
         return Plan(
             recipe=self.folder.name,
             job=job,
-            config=asked,
+            config=config,
             changed=self.changed(arguments),
             # The role REWARD has a head of its own.
             needs={self.role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=self.role != Role.REWARD)},
-            steps=steps_text(lambda count: arithmetic(asked, count, ranks), asked.dataset, asked.max_samples),
+            steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
-            notes=notes,
+            notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
         )
 
     def check(self, plan: Plan) -> None:
         """See that models and data can be there."""
-        config = plan.config
-        for option, path in config.models.items():
+        for option, path in plan.config.models.items():
             check_model(path, option)
-        self.check_data(config)
+        self.check_data(plan.config)
 
     def check_data(self, config: C) -> None:
-        """See that the dataset can be there; its rows are looked at when they are read.
+        """See that the first rows of each part of the data hold examples.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: they do not.
         """
-        kind, _, task = config.dataset.partition(":")
-        with naming("dataset", config.dataset):
-            if kind == "task":
-                get_task(task)
-            else:
-                read_records(config.dataset)
+        for source in config.sources:
+            self.first_rows(config, source)
+
+    def first_rows(self, config: C, source: Source) -> Rows:
+        """A few rows of a part of the data, for a look at them before anything starts.
+
+        Raises:
+            ValueError: it cannot be read; the message begins with its option.
+        """
+        with naming(source.option, source.name):
+            return config.load(source.name, source.split, FIRST_ROWS)
 
     def checkpoints(self, config: C) -> str | None:
         """See `Command.checkpoints`."""
-        return config.ckpt_path
+        return config.checkpoint.path
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""
-        return replace(config, **{option: resolve_model(path) for option, path in config.models.items()})
+        config = self.with_models(config)
+        if "model.path" not in config.models:
+            return config
+        return replace(config, model=config.model.prepared(Path(config.run_dir)))
+
+    def with_models(self, config: C) -> C:
+        """The same, without a folder of the run."""
+        for option, path in config.models.items():
+            group, _, name = option.partition(".")
+            config = replace(config, **{group: replace(getattr(config, group), **{name: resolve_model(path)})})
+        return config
 
 
 class PairCommand(SupervisedCommand[P]):
@@ -114,41 +131,39 @@ class PairCommand(SupervisedCommand[P]):
 
     def check_data(self, config: P) -> None:
         """See that the first rows hold pairs, as the tokenizer reads them, and that all models read the same tokens."""
-        kind, _, task = config.dataset.partition(":")
-        if kind == "task":
-            with naming("dataset", config.dataset):
-                get_task(task).pairs(1, config.seed)
-            if set(config.models.values()) <= {f"{WARM_START_PREFIX}{task}"} and not config.eval_dataset:
-                return  # the model is made for these very pairs, and a tokenizer takes seconds to import
-        from components.data.preferences import first_rows, read_pairs
+        # Before a model is made that is to read them.
+        rows = [(source, self.first_rows(config, source)) for source in config.sources]
+        made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
+        if made_for == {source.name for source, _ in rows}:
+            return  # the model is made for these very pairs, and a tokenizer takes seconds to import
+        from components.data.preferences import read_pairs
         from components.data.text import same_vocabulary
 
-        rows = first_rows(config.sources)  # before a model is made that is to read them
-        config = self.ready(config)
-        with naming("pretrain", config.pretrain):
-            tokenizer = config.tokenizer(config.pretrain)
+        config = self.with_models(config)
+        first = config.model.path
+        with naming("model.path", first):
+            tokenizer = config.tokenizer(first)
         for option, path in config.models.items():
             with naming(option, path):
-                if path != config.pretrain and not same_vocabulary(tokenizer, config.tokenizer(path)):
+                if path != first and not same_vocabulary(tokenizer, config.tokenizer(path)):
                     raise ValueError(
-                        f"it has another vocabulary than pretrain={config.pretrain}; set a model of the same family"
+                        f"it has another vocabulary than model.path={first}; set a model of the same family"
                     )
-        for option, (source, _) in config.sources.items():
-            with naming(option, source):
-                read_pairs(rows[option], config.pair_format(source), tokenizer)
+        for source, own in rows:
+            with naming(source.option, source.name):
+                read_pairs(own, config.pair_format(source.name), tokenizer)
 
 
-def arithmetic(config: SupervisedOptions, count: int, ranks: int) -> str:
+def arithmetic(config: SupervisedOptions, count: int) -> str:
     """The optimizer steps of so many examples, in a sentence."""
-    rows = config.EXAMPLES
-    held = 0 if isinstance(config, PairOptions) and config.eval_dataset else config.eval_samples
+    rows, train, evaluation = config.EXAMPLES, config.train, config.evaluation
+    held = 0 if evaluation.path else evaluation.held_out
     if count <= held:
-        return f"none: eval_samples={held} holds out all {count} {rows}"
-    steps = config.max_epochs * -(-(count - held) // config.train_batch_size)
+        return f"none: evaluation.held_out={held} holds out all {count} {rows}"
+    steps = train.epochs * -(-(count - held) // train.batch_size)
     return (
-        f"{steps} optimizer steps of {config.train_batch_size} {rows}: {count - held} {rows} x {config.max_epochs} "
-        f"epochs, {held} held out; in micro-batches of at most {config.max_tokens_per_gpu} tokens on each of "
-        f"{ranks} processes"
+        f"{steps} optimizer steps of {train.batch_size} {rows}: {count - held} {rows} x {train.epochs} epochs, {held} "
+        f"held out; in micro-batches of at most {train.max_tokens} tokens on each of {config.placement.ranks} processes"
     )
 
 

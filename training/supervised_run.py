@@ -73,10 +73,10 @@ class SupervisedRun(Run[Batch]):
             run_dir=config.run_dir,
             seed=config.seed,
             resume=config.resume,
-            checkpoints=Checkpoints(config.checkpoint_folder, config.max_ckpt_num),
-            checkpoint_every=config.save_steps,
-            sinks=config.sinks(),
-            export_path=config.save_path,
+            checkpoints=Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
+            checkpoint_every=config.checkpoint.every,
+            sinks=config.log.sinks(),
+            export_path=config.checkpoint.export_path,
         )
         super().__init__(trainer, settings, recipe=recipe, shown=shown)
         self.config = config
@@ -101,17 +101,15 @@ class SupervisedRun(Run[Batch]):
             minibatch: what the step was trained on.
             by_role: metrics of the step, as `actor=...`; they are logged as `actor/<name>`.
         """
-        step, every = self.step, self.config.eval_steps
+        step, every = self.step, self.config.evaluation.every
         found = {f"{role}/{name}": value for role, metrics in by_role.items() for name, value in metrics.items()}
         found |= self.count(minibatch)
         found |= self.checkpoints.metrics
         is_due = self.is_last_step or (every > 0 and step % every == 0)
         evaluated = self._evaluate() if is_due else {}
-        is_shown = bool(evaluated) or step == 1 or step % self.config.logging_steps == 0
-        self.tracker.log(step, found | evaluated, steps=self.steps, show=is_shown)
+        self.tracker.log(step, found | evaluated, steps=self.steps)
         self.note_first_step()
-        if is_shown:
-            self._note_progress()
+        self._note_progress()
         self.checkpoints.save_when_due()
 
     def finish(self) -> None:
@@ -142,8 +140,8 @@ class SupervisedRun(Run[Batch]):
         config = self.config
         epochs = Epochs(
             self.data.train,
-            train_batch_size=config.train_batch_size,
-            epochs=config.max_epochs,
+            batch_size=config.train.batch_size,
+            epochs=config.train.epochs,
             seed=config.seed,
             group_size=config.GROUP_SIZE,
         )
@@ -182,7 +180,7 @@ class SupervisedRun(Run[Batch]):
     def _sum_up(self) -> None:
         """Export the model, and say how its accuracy has changed, where that is measured."""
         if self.settings.export_path:
-            self.export(Path(self.settings.export_path))
+            self.export(Path(self.settings.export_path).expanduser())
         accuracy = {when: own["accuracy"] for when, own in self.evaluations.items() if "accuracy" in own}
         count = self._examples(self.data.heldout)
         score = accuracy | {"examples": count} if accuracy and count else None

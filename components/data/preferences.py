@@ -24,8 +24,6 @@ from components.data.text import TextEncoder, as_messages, render_conversation, 
 
 ANSWER_MARK = "\n\nAssistant:"
 """Before each response of dialogues that are one string, as in hh-rlhf."""
-FIRST_ROWS = 100
-"""So many are looked at before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +94,6 @@ def load_pairs(
     return read_records(source, split=split)[:max_rows]
 
 
-def first_rows(sources: Mapping[str, tuple[str, str]]) -> dict[str, list[dict[str, Any]]]:
-    """Read a few rows of each source, for a look at them before anything starts.
-
-    Args:
-        sources: source and split, by the option that names them.
-
-    Raises:
-        ValueError: a source cannot be read; the message begins with its option.
-    """
-    found = {}
-    for option, (source, split) in sources.items():
-        try:
-            found[option] = load_pairs(source, split=split, max_rows=FIRST_ROWS)
-        except ValueError as error:
-            raise ValueError(f"{option}={source}: {error}") from error
-    return found
-
-
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     r"""Write out the pairs of rows as text.
 
@@ -167,7 +147,7 @@ def encode_pairs(
         masks += [torch.arange(len(ids)) >= start for ids, start in both]
     if not kept:
         raise ValueError(
-            f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise max_len, or give others"
+            f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise data.max_tokens, or give others"
         )
     chosen = [pairs[number] for number in kept]
     batch = Batch.from_rows(
@@ -217,7 +197,7 @@ def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Te
     if len(held) == len(openings):
         raise ValueError(
             f"{count} of {len(openings)} pairs are to be held out, of {len(groups)} conversations, which leaves none "
-            "to train on; set eval_samples lower"
+            "to train on; set evaluation.held_out lower"
         )
     return torch.tensor(sorted(set(range(len(openings))) - set(held))), torch.tensor(sorted(held), dtype=torch.int64)
 
@@ -233,12 +213,15 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
     Raises:
         ValueError: there are too few; the message says what to set.
     """
-    ways = {"train on": (train, "give more"), "judge": (heldout, "set eval_samples higher, give a longer eval_dataset")}
+    ways = {
+        "train on": (train, "give more"),
+        "judge": (heldout, "set evaluation.held_out higher, give a longer evaluation.path"),
+    }
     for use, (batch, mend) in ways.items():
         if batch is not None and len(batch) < ranks:
             raise ValueError(
                 f"{len(batch)} responses to {use} are too few for {ranks} ranks, each of which takes one or more; "
-                f"{mend}, or set num_gpus_per_node lower"
+                f"{mend}, or set placement.ranks_per_node lower"
             )
 
 
@@ -247,7 +230,9 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
     prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
     margin = row.get("margin") if form.with_margin else 0.0
     if not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ValueError(f"its column 'margin' holds {margin!r}; give a finite number, or leave margin_loss out")
+        raise ValueError(
+            f"its column 'margin' holds {margin!r}; give a finite number, or leave algorithm.margin_loss out"
+        )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(
             f"{form.chosen_key!r} is {kind_of(chosen)} and {form.rejected_key!r} {kind_of(rejected)}; give strings in "
@@ -261,7 +246,8 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
     if prompt is None:
         if form.apply_chat_template:
             raise ValueError(
-                "apply_chat_template needs to know who says what; set prompt_key, or give lists of chat messages"
+                "data.apply_chat_template needs to know who says what; set data.prompt_key, or give lists of chat "
+                "messages"
             )
         prompt = _common_start(chosen, rejected)
         return _pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :], margin, tokenizer)
@@ -278,7 +264,7 @@ def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
     messages = isinstance(found, list) and all(isinstance(message, Mapping) for message in found)
     if not isinstance(found, str) and not (messages and found):
         has = f"found {kind_of(found)}" if name in row else f"found the columns {sorted(map(str, row))}"
-        raise ValueError(f"column {name!r} must hold text or a list of chat messages, {has}; set {option}")
+        raise ValueError(f"column {name!r} must hold text or a list of chat messages, {has}; set data.{option}")
     return found
 
 

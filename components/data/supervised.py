@@ -6,7 +6,7 @@ B sequences, N all tokens of a batch end to end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,63 @@ from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
 from components.data.records import read_records
+from components.data.tasks import get_task
 from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationFormat:
+    """Where a row has its demonstration, and how it is written out."""
+
+    prompt_key: str | None = None
+    """Column of the prompt, text or chat messages; where there is no `response_key`, of whole conversations. None:
+    `prompt` or `input`, or `messages` in rows that have these."""
+    response_key: str | None = None
+    """Column of the response, text or chat messages. None: `response` or `output`, or none beside a
+    `prompt_key`."""
+    apply_chat_template: bool = False
+    """Take prompt and response as a user's and an assistant's turn. Chat messages always go through the template."""
+    input_template: str | None = None
+    """Text with one `{}` for a prompt that does not go through the chat template."""
+    multiturn: bool = True
+    """Learn every turn of the assistant in a conversation; otherwise only the last one."""
+    plain_text: bool = False
+    """Rows are texts, in `prompt_key`, `text` or `input`, of which every token is learnt."""
+
+    def of(self, source: str) -> DemonstrationFormat:
+        """The format of a source's rows: a task's have it where they always do."""
+        if not source.startswith("task:"):
+            return self
+        return replace(self, prompt_key=None, response_key=None, plain_text=False)
+
+    def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A row as `{"messages"}`, `{"prompt", "response"}` or `{"text"}`.
+
+        Raises:
+            ValueError: a column is missing or holds something else.
+        """
+        columns = self._columns(record)
+        missing = [name for name in columns.values() if name not in record]
+        if missing:
+            raise ValueError(
+                f"there is no column {missing[0]!r}, only {sorted(map(str, record))}; set data.prompt_key and "
+                "data.response_key, or give 'messages'"
+            )
+        row = {kind: record[name] for kind, name in columns.items()}
+        _check_row(row)
+        return row
+
+    def _columns(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """What a demonstration consists of -> the column that has it."""
+        if self.plain_text:
+            return {"text": self.prompt_key or ("input" if "input" in record else "text")}
+        if self.response_key is not None:
+            return {"prompt": self.prompt_key or "prompt", "response": self.response_key}
+        if self.prompt_key is not None or "messages" in record:
+            return {"messages": self.prompt_key or "messages"}
+        if "input" in record and "prompt" not in record:
+            return {"prompt": "input", "response": "output"}
+        return {"prompt": "prompt", "response": "response"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +85,8 @@ class SupervisedData:
     """Rows in the batch, which is B."""
     dropped: dict[str, int]
     """Rows left out, counted by reason: `too_long` (above max_tokens), `nothing_to_learn` (no assistant turn)."""
+    cut: int = 0
+    """Plain texts whose end was cut away."""
 
 
 @dataclass(frozen=True)
@@ -37,57 +95,78 @@ class _Example:
     loss_mask: list[bool]
 
 
-def load_demonstrations(path: str | Path) -> list[dict[str, Any]]:
-    """Read rows of `{"prompt", "response"}` or `{"messages"}` from what `read_records` takes."""
-    rows = read_records(path)
-    for number, row in enumerate(rows):
-        _check_row(row, f"{path}, row {number}")
+def load_demonstrations(
+    source: str | Path,
+    form: DemonstrationFormat = DemonstrationFormat(),
+    *,
+    split: str = "train",
+    max_rows: int | None = None,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of
+    `task:<name>`: 10,000, or `max_rows`.
+
+    Raises:
+        ValueError: the source cannot be read, or a row has no demonstration. It names the row.
+    """
+    kind, _, task = str(source).partition(":")
+    if kind == "task":
+        return list(get_task(task).demonstrations(max_rows or 10_000, seed))
+    rows = []
+    for number, record in enumerate(read_records(source, split=split)[:max_rows]):
+        try:
+            rows.append(form.read(record))
+        except ValueError as error:
+            raise ValueError(f"{source}, row {number}: {error}") from error
     return rows
 
 
 def encode_demonstrations(
     rows: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
+    form: DemonstrationFormat = DemonstrationFormat(),
     *,
     max_tokens: int | None = None,
-    apply_chat_template: bool = False,
-    input_template: str | None = None,
 ) -> SupervisedData:
     """Tokenize demonstrations and mark what is learnt: responses, each with one end token.
 
     A row of `{"prompt", "response"}` is the prompt's text, the response and the end token. A row of
-    `{"messages"}` goes through the chat template; of every assistant turn all tokens up to and including its
-    first end token are learnt, and what follows the last learnt token is left off.
+    `{"messages"}` goes through the chat template; of every learnt turn all tokens up to and including its
+    first end token are learnt, and what follows the last learnt token is left off. A row of `{"text"}` is learnt whole,
+    without an end token.
 
     Args:
         rows: as `load_demonstrations` or a task gives them.
         tokenizer: must have an end token.
-        max_tokens: longer sequences are dropped and counted, never cut; None sets no limit.
-        apply_chat_template: send prompt and response through the template too, as a user's and an assistant's turn.
-        input_template: text with one `{}` for the prompt of rows that do not use the chat template.
+        form: how prompts and responses are written out.
+        max_tokens: longer sequences are dropped and counted, and only plain texts are cut; None sets no limit.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos); a policy trained without one never stops: set it")
     encoder = TextEncoder(tokenizer)
     dropped = {"too_long": 0, "nothing_to_learn": 0}
+    cut = 0
     kept: list[tuple[int, _Example]] = []
     for number, row in enumerate(rows):
-        _check_row(row, f"row {number}")
-        if "messages" in row:
-            example = _encode_messages(as_messages(row["messages"]), encoder, f"row {number}")
-        elif apply_chat_template:
-            response = {"role": "assistant", "content": row["response"]}
-            example = _encode_messages([*as_messages(row["prompt"]), response], encoder, f"row {number}")
-        else:
-            example = _encode_pair(row, encoder, input_template)
+        try:
+            _check_row(row)
+            example = _encode(row, encoder, form)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        is_long = max_tokens is not None and len(example.tokens) > max_tokens
+        if is_long and "text" in row:
+            example = _Example(example.tokens[:max_tokens], example.loss_mask[:max_tokens])
+            cut += 1
         if not any(example.loss_mask):
             dropped["nothing_to_learn"] += 1
-        elif max_tokens is not None and len(example.tokens) > max_tokens:
+        elif is_long and "text" not in row:
             dropped["too_long"] += 1
         else:
             kept.append((number, example))
     if not kept:
-        raise ValueError(f"none of the {len(rows)} demonstrations can be used (dropped: {dropped}); raise max_tokens")
+        raise ValueError(
+            f"none of the {len(rows)} demonstrations can be used (dropped: {dropped}); raise data.max_tokens"
+        )
     batch = Batch.from_rows(
         {
             "tokens": [example.tokens for _, example in kept],
@@ -95,7 +174,24 @@ def encode_demonstrations(
         },
         per_sequence={"row": torch.tensor([number for number, _ in kept], dtype=torch.int64)},
     )
-    return SupervisedData(batch=batch, kept=len(kept), dropped=dropped)
+    return SupervisedData(batch=batch, kept=len(kept), dropped=dropped, cut=cut)
+
+
+def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFormat) -> _Example:
+    if "text" in row:
+        tokens = encoder.encode_prompt(row["text"])
+        # Nothing says how likely the first token is.
+        return _Example(tokens, [index > 0 for index in range(len(tokens))])
+    if "messages" in row:
+        before, after = [], as_messages(row["messages"])
+    elif form.apply_chat_template or not isinstance(row["response"], str):
+        response = row["response"]
+        before = as_messages(row["prompt"])
+        after = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+    else:
+        return _encode_pair(row, encoder, form.input_template)
+    turns = [len(before) + index for index, message in enumerate(after) if message["role"] == "assistant"]
+    return _encode_messages([*before, *after], encoder, turns if form.multiturn else turns[-1:])
 
 
 def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: str | None) -> _Example:
@@ -111,22 +207,21 @@ def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: s
     return _Example(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))
 
 
-def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, where: str) -> _Example:
-    """Render the conversation turn by turn, so that the tokens of each turn are known exactly."""
+def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, learnt_turns: Sequence[int]) -> _Example:
+    """Render the conversation turn by turn, so that the tokens of each turn that is learnt are known exactly."""
     tokenizer = encoder.tokenizer
     eos = _eos(tokenizer)
     tokens: list[int] = []
     mask: list[bool] = []
     done = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for index in learnt_turns:
         opened = render_prompt(messages[:index], tokenizer) if index else ""
         closed = render_conversation(messages[: index + 1], tokenizer)
         if not (opened.startswith(done) and closed.startswith(opened)):
             raise ValueError(
-                f"{where}: the chat template writes the turns before turn {index} differently once it is added "
-                "(some drop earlier reasoning), so no text fits all turns; keep one assistant turn per row"
+                f"the chat template writes the turns before turn {index} differently once it is added "
+                "(some drop earlier reasoning), so no text fits all turns; keep one assistant turn per row, or set "
+                "data.multiturn=false"
             )
         before = encoder.encode(opened[len(done) :]) if done else encoder.encode_prompt(opened)
         response = encoder.encode(closed[len(opened) :])
@@ -150,17 +245,22 @@ def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def _check_row(row: Mapping[str, Any], where: str) -> None:
+def _check_row(row: Mapping[str, Any]) -> None:
     if "messages" in row:
-        messages = row["messages"]
-        good = isinstance(messages, Sequence) and all(
-            isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
-        )
-        if not good or isinstance(messages, str):
-            raise ValueError(f"{where}: 'messages' must be a list of {{role, content}}, found {messages!r:.80}")
-    elif not {"prompt", "response"} <= set(row):
-        raise ValueError(
-            f"{where}: expected the fields 'prompt' and 'response', or 'messages'; found {', '.join(map(repr, row))}"
-        )
-    elif not isinstance(row["response"], str):
-        raise ValueError(f"{where}: 'response' must be text, found {row['response']!r:.80}")
+        if not _are_messages(row["messages"]):
+            raise ValueError(
+                f"'messages' must be a list of {{role, content}}, found {row['messages']!r:.80}; set "
+                "data.response_key where it is a prompt, or data.plain_text where all of it is learnt"
+            )
+    elif "text" in row:
+        if not isinstance(row["text"], str):
+            raise ValueError(f"plain text is expected, found {row['text']!r:.80}; set data.prompt_key")
+    elif not isinstance(row["response"], str) and not _are_messages(row["response"]):
+        raise ValueError(f"'response' must be text, found {row['response']!r:.80}; set data.response_key")
+
+
+def _are_messages(value: object) -> bool:
+    """Whether it is a list of {role, content}."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in value)

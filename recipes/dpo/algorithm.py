@@ -32,9 +32,9 @@ def preference_loss(logprob_B: Tensor, batch: Batch, total_pairs: float, config:
         reference_chosen_P,
         reference_rejected_P,
         total_pairs,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        ipo=config.ipo,
+        beta=config.algorithm.beta,
+        label_smoothing=config.algorithm.label_smoothing,
+        ipo=config.algorithm.ipo,
     )
 
 
@@ -43,8 +43,8 @@ def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> L
     logprob_N = token_logprobs(model, micro).logprob_N
     total_pairs = totals.sequences / PAIR
     output = preference_loss(response_logprobs(logprob_N, micro), micro, total_pairs, config)
-    if not config.nll_loss_coef:
+    if not config.algorithm.nll_loss_coef:
         return output
     # Per token of its response, so that long ones do not count for more (Pang et al. 2024, arXiv 2404.19733).
     nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / total_pairs
-    return LossOutput(output.loss + config.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})
+    return LossOutput(output.loss + config.algorithm.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})

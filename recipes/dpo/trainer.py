@@ -33,8 +33,8 @@ class DPOTrainer(BaseTrainer):
         is one.
         """
         config = self.config
-        pairs = read_training_pairs(config, config.pretrain, self.info, with_mask=True)
-        self.RG_ACTOR.load_reference(config.ref_pretrain or config.pretrain)
+        pairs = read_training_pairs(config, config.model.path, self.info, with_mask=True)
+        self.RG_ACTOR.load_reference(config.reference.path or config.model.path)
         heldout = None if pairs.heldout is None else self.with_reference(pairs.heldout)
         data = replace(pairs, train=self.with_reference(pairs.train), heldout=heldout)
         self.RG_ACTOR.drop_reference()
@@ -63,5 +63,5 @@ class DPOTrainer(BaseTrainer):
         """[B] log-probability of each response. Policy and reference model are asked in the same calls, and so in the
         same micro-batches, as rounding depends on these: else it would tell apart pairs that are ties.
         """
-        parts = in_calls(pairs.only("tokens", "loss_mask"), self.config.ranks)
+        parts = in_calls(pairs.only("tokens", "loss_mask"), self.config.placement.ranks)
         return torch.cat([compute(part)["logprob"] for part in parts])

@@ -1,6 +1,8 @@
 """A new model, made from the texts of pairs."""
 
-from components.data.preferences import load_pairs, pair_texts
+from itertools import chain
+
+from components.data.preferences import pair_texts
 from components.data.tiny_model import learnt_tokenizer, tiny_model
 from components.engines.causal import without_progress_bars
 
@@ -12,13 +14,13 @@ VOCABULARY = 2048
 
 def starting_model(config: RewardModelConfig, scratch: str) -> str:
     """Path of the model to load: the user's, or a new one in the folder `scratch`, with a vocabulary learnt from the
-    texts of the dataset.
+    texts of the data.
     """
-    if config.pretrain != NEW_FROM_TEXT:
-        return config.pretrain
-    rows = load_pairs(config.dataset, split=config.dataset_split, max_rows=config.max_samples, seed=config.seed)
-    tokenizer = learnt_tokenizer(pair_texts(rows, config.pair_format(config.dataset)), VOCABULARY)
+    if config.model.path != NEW_FROM_TEXT:
+        return config.model.path
+    texts = config.training_examples(lambda rows, of: [list(pair_texts([row], config.pair_format(of))) for row in rows])
+    tokenizer = learnt_tokenizer(chain.from_iterable(texts), VOCABULARY)
     with without_progress_bars():
-        tiny_model(tokenizer, config.seed, max_positions=config.max_len).save_pretrained(scratch)
+        tiny_model(tokenizer, config.seed, max_positions=config.data.max_tokens).save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     return scratch

@@ -1,6 +1,6 @@
 """A reward model as an HTTP server, in the protocol that `remote_rm_url` speaks.
 
-    python -m recipes.reward_model.serve --reward_pretrain FOLDER --port 5000
+    python -m recipes.reward_model.serve model.path=FOLDER port=5000
 
     POST /get_reward {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards", "scores", "extra_logs"}
     GET  /health     GET /metrics (Prometheus)
@@ -18,17 +18,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from components.data.remote_reward import TOKEN, reward_token
-from components.data.text import load_tokenizer
+from components.engines.choice import attention_note, choose_attention
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
-from training.config import load_config
-from training.schema import ConfigError, describe_options
+from core.placement import detect_devices
+from training.adapter import Adapter
+from training.adapters.openrlhf_supervised import TABLE
+from training.config import adapter_notes, load_config, renamed
+from training.schema import ConfigError, Options, at_least, describe_options
+
+from .config import ScorerOptions
 
 try:
     import uvicorn
@@ -50,51 +55,47 @@ BACKLOG = 1024
 
 
 @dataclass(kw_only=True)
-class ServeConfig:
+class ServeConfig(Options):
     """Serve the scores of a reward model over HTTP."""
 
-    reward_pretrain: str = ""
-    """The reward model: a folder or hub name."""
+    ADAPTER: ClassVar = Adapter.load(TABLE, "serve")
+
+    model: ScorerOptions = field(default_factory=ScorerOptions)
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 lets everybody in who can reach this machine."""
     port: int = 5000
     """Port; 0 takes a free one."""
     token: str | None = None
     """Bearer token that requests have to bring. Default: TROUPE_REWARD_TOKEN of the environment; without both none."""
-    normalize_reward: bool = False
+    normalize: bool = False
     """Shift and scale scores by the mean and std in the model's config.json."""
-    max_len: int | None = None
+    max_text_tokens: int | None = None
     """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted. Default:
     2048, or the model's positions where these are fewer."""
-    batch_size: int = 0
-    """Texts in one pass, at most; 0 sets no limit."""
+    batch_size: int | None = None
+    """Texts in one pass, at most. Default: any number."""
     max_tokens: int = 16384
     """Tokens in one pass, with padding, at most; a longer text goes alone."""
     queue_size: int = 8192
     """Texts that may wait; beyond that requests get status 503."""
     max_request_mb: float = 64.0
     """Size of a request's body."""
-    bf16: bool = False
-    """Compute in bfloat16, which is faster on a GPU. A score then depends a little on what shares its pass."""
-    attn_implementation: str | None = None
-    """Attention kernels, as transformers names them. Default: its own choice."""
-    value_head_prefix: str = "score"
-    """Name of the head's weights."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 is faster on a GPU. A score then depends a little on what shares its pass."""
     grace_s: int = 60
     """Seconds in which requests under way are answered when the server is stopped, and in which a body has to come."""
 
     def __post_init__(self) -> None:
-        if not self.reward_pretrain:
-            raise ConfigError("reward_pretrain is empty; set it to the folder of a reward model")
-        for name in ("max_len", "max_tokens", "queue_size", "grace_s"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name}={value}; set it to at least 1")
-        if not 0 <= self.port < 2**16 or self.batch_size < 0 or not self.max_request_mb > 0:
-            raise ConfigError(
-                f"port={self.port}, batch_size={self.batch_size}, max_request_mb={self.max_request_mb}; set a port up "
-                "to 65535, 0 or more texts, and a size above 0"
-            )
+        super().__post_init__()
         self.token = reward_token(self.token)
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if not self.model.path:
+            yield "model.path is empty; set it to the folder of a reward model"
+        yield from at_least(self, "", 1, "max_text_tokens", "batch_size", "max_tokens", "queue_size", "grace_s")
+        if not 0 <= self.port < 2**16 or not self.max_request_mb > 0:
+            yield f"port={self.port}, max_request_mb={self.max_request_mb}; set a port up to 65535 and a size above 0"
 
 
 class Query(BaseModel):
@@ -111,24 +112,24 @@ def load_service(config: ServeConfig) -> ScoringService:
     Raises:
         ConfigError: there is no such model, or it cannot be used as asked.
     """
-    path = config.reward_pretrain
+    own, path = config.model, config.model.path
     try:
         positions = getattr(find_model(path).get_text_config(), "max_position_embeddings", None) or math.inf
-        max_len = config.max_len or min(2048, positions)
+        max_len = config.max_text_tokens or min(2048, positions)
         if max_len > positions:
-            raise ValueError(f"max_len={max_len} is more than its {positions} positions; set it to them or less")
+            raise ValueError(f"max_text_tokens={max_len} is more than its {positions} positions; set it lower")
         model = RewardModel(
             path,
-            dtype="bfloat16" if config.bf16 else "float32",
-            normalize=config.normalize_reward,
-            value_head_prefix=config.value_head_prefix,
-            attn_implementation=config.attn_implementation,
+            dtype="bfloat16" if config.precision == "bf16" else "float32",
+            normalize=config.normalize,
+            value_head_prefix=own.value_head_prefix,
+            attn_implementation=own.attn_implementation,
             max_tokens=config.max_tokens,
-            max_sequences=config.batch_size,
+            max_sequences=config.batch_size or 0,
         )
-        tokenizer = load_tokenizer(path, pad_with_end=True)
+        tokenizer = own.tokenizer(pad_with_end=True)
     except ValueError as error:
-        raise ConfigError(f"reward_pretrain={path}: {error}") from error
+        raise ConfigError(f"model.path={path}: {error}") from error
     return ScoringService(
         model, tokenizer, max_len=int(max_len), max_tokens=config.max_tokens, queue_size=config.queue_size
     )
@@ -154,7 +155,7 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
         rewards = [one.reward for one in found]
         odd = next((number for number, reward in enumerate(rewards) if not math.isfinite(reward)), None)
         if odd is not None:
-            raise HTTPException(FAILED, f"the model's score of query {odd} is {rewards[odd]}; try bf16=false")
+            raise HTTPException(FAILED, f"the model's score of query {odd} is {rewards[odd]}; try precision=fp32")
         service.metrics.requests.labels(200).inc()
         service.metrics.seconds.observe(time.monotonic() - began)
         logs = {"truncated": [float(one.truncated) for one in found]}
@@ -164,7 +165,7 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
     async def health() -> dict[str, Any]:
         if not service.is_alive:
             raise HTTPException(BUSY, "nothing is scored any more; start the server again")
-        return {"status": "ok", "model": config.reward_pretrain}
+        return {"status": "ok", "model": config.model.path}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -255,10 +256,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         config = load_config(ServeConfig, arguments)
+        asked = config.model.attn_implementation
+        config.model.attn_implementation = choose_attention(asked, detect_devices())
+        for line in filter(None, [*adapter_notes(ServeConfig, arguments), attention_note(asked, detect_devices())]):
+            print(f"serve: {line}", file=sys.stderr)
         with bound(config.host, config.port) as listener:
             serve(listener, load_service(config), config)
     except (ValueError, OSError) as error:
-        print(f"serve: {error}", file=sys.stderr)
+        print(f"serve: {renamed(ServeConfig, arguments, str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -299,7 +304,7 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     access = "with a token" if config.token else "to everybody who can reach it"
-    print(f"serve: {config.reward_pretrain} at http://{host}:{port}/get_reward, {access}", flush=True)
+    print(f"serve: {config.model.path} at http://{host}:{port}/get_reward, {access}", flush=True)
     uvicorn.Server(options).run(sockets=[listener])
     print("serve: stopped", flush=True)
 

@@ -1,48 +1,89 @@
 """The options of this recipe, beside those that supervised recipes share; `--help` prints them all.
 
-`--flag value` and `flag=value` mean the same; `--config FILE` reads YAML.
+`--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_sft are understood.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from components.data.tasks import get_task
-from training.options import new_run_dir
-from training.supervised_options import SupervisedOptions
+from training.adapters.openrlhf_supervised import adapter
+from training.options import CheckpointOptions, ModelOptions, new_run_dir
+from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
+
+if TYPE_CHECKING:
+    from components.data.supervised import DemonstrationFormat
 
 RECIPE = Path(__file__).parent.name
 NEW = "new:"
-"""How `pretrain` begins where it names a task, for which the trainer makes a model."""
+"""How `model.path` begins where it names a task, for which the trainer makes a model: `new:<task>`."""
+
+
+@dataclass(kw_only=True)
+class DemonstrationOptions(ExampleOptions):
+    """The demonstrations to train on."""
+
+    prompt_key: str | None = None
+    """Column of the prompt, text or chat messages; without a response_key, of whole conversations. Default: `prompt`
+    or `input`, or `messages` in rows that have these."""
+    response_key: str | None = None
+    """Column of the response, text or chat messages. Default: `response` or `output`, or none beside a
+    prompt_key."""
+    multiturn: bool = True
+    """Learn every turn of the assistant in a conversation; otherwise only the last one."""
+    plain_text: bool = False
+    """Rows are texts, in the column prompt_key, `text` or `input`, and every token is learnt; what is too long is
+    cut."""
+    max_samples: int | None = 100_000
+
+    def form(self, source: str) -> DemonstrationFormat:
+        """Where the rows of a source have their demonstrations."""
+        from components.data.supervised import DemonstrationFormat
+
+        form = DemonstrationFormat(
+            prompt_key=self.prompt_key,
+            response_key=self.response_key,
+            apply_chat_template=self.apply_chat_template,
+            input_template=self.input_template,
+            multiturn=self.multiturn,
+            plain_text=self.plain_text,
+        )
+        return form.of(source)
 
 
 @dataclass(kw_only=True)
 class SFTConfig(SupervisedOptions):
     """Learn to respond as the demonstrations do."""
 
+    ADAPTER: ClassVar = adapter("sft")
     EXAMPLES: ClassVar[str] = "demonstrations"
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
     """Folder of everything that the run writes."""
-    pretrain: str = ""
-    """The model to start from: a folder or hub name, `warm_start:<task>` for a task's demonstration model, or
-    `new:<task>` for an untrained tiny one."""
-    dataset: str = ""
-    """Demonstrations: a json, jsonl or parquet file of rows with `prompt` and `response`, or with `messages`; or
-    `task:<name>` for a generated task's."""
-    max_samples: int | None = 100_000
-    """Use at most this many demonstrations."""
-    eval_samples: int = 0
-    """Hold out so many demonstrations, the last ones, and report the loss on them."""
-    save_steps: int = 100
-    """A checkpoint every so many optimizer steps; -1 only when the training ends or is stopped."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DemonstrationOptions = field(default_factory=DemonstrationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=lambda: CheckpointOptions(every=100))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pretrain.startswith(NEW):
-            get_task(self.pretrain.removeprefix(NEW))
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        if self.model.path.startswith(NEW):
+            try:
+                get_task(self.model.path.removeprefix(NEW))
+            except ValueError as error:
+                yield f"model.path={self.model.path}: {error}"
 
     @property
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
-        return {} if self.pretrain.startswith(NEW) else super().models
+        return {} if self.model.path.startswith(NEW) else super().models
+
+    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
+        """See `SupervisedOptions.load`."""
+        from components.data.supervised import load_demonstrations
+
+        return load_demonstrations(source, self.data.form(source), split=split, max_rows=max_rows, seed=self.seed)

@@ -197,7 +197,7 @@ def main(recipe: str, model: str, folder: Path) -> None:
         return
     read_config = import_module(f"recipes.{recipe}.main").read_config
     if recipe in ("reward_model", "dpo"):
-        config = read_config([f"run_dir={folder}", f"pretrain={model}", "dataset=task:sort"])
+        config = read_config([f"run_dir={folder}", f"model.path={model}", "data.path=task:sort"]).resolved(0)
         calls = pair_calls(recipe, model, folder)
     elif recipe == "openrlhf_ppo":
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]

@@ -5,8 +5,8 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from components.engines.config import SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.rl.aggregation import Totals
 from recipes.dpo.algorithm import loss, preference_loss, response_logprobs
-from recipes.dpo.config import DPOConfig
+from recipes.dpo.config import DPOConfig, DPOOptions
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
+from training.options import ModelOptions
+from training.supervised_options import PairDataOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
 ROWS = [
@@ -107,7 +109,7 @@ def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
     options: dict[str, Any], of_gap: Callable[[float], float], nll_loss_coef: float, models: tuple[Path, Path]
 ) -> None:
     policy, reference = models
-    config = DPOConfig(pretrain="x", dataset="x", nll_loss_coef=nll_loss_coef, **options)
+    config = made(nll_loss_coef=nll_loss_coef, **options)
     batch = pairs_of(policy, ROWS)
     of_reference = [
         sum(transformers_logprobs(reference, row["prompt"], row[k])) for row in ROWS for k in ("chosen", "rejected")
@@ -122,7 +124,7 @@ def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
 
 
 def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> None:
-    config = DPOConfig(pretrain="x", dataset="x")
+    config = made()
     batch = pairs_of(models[0], ROWS).with_sequences(reference_logprob=torch.zeros(6))
     own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats of each token; a prompt's may be anything
     found = preference_loss(_sums(own_N, batch), batch, 3, config)
@@ -132,28 +134,34 @@ def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> N
     assert found.metrics["accuracy"].item() == pytest.approx(1 / 3)
 
 
+def made(**algorithm: Any) -> DPOConfig:
+    """A configuration with these options of the algorithm."""
+    own = DPOOptions(**algorithm)
+    return DPOConfig(model=ModelOptions(path="x"), data=PairDataOptions(path="x"), algorithm=own)
+
+
 def _sums(x_N: Tensor, batch: Batch) -> Tensor:
     return response_logprobs(x_N, batch)
 
 
 # --- runs
 
-SHORT = """dataset=task:sort max_samples=200 eval_samples=40 max_len=16 train_batch_size=32 learning_rate=1e-3
-    lr_warmup_ratio=0.1 zero_stage=2 nll_loss_coef=0.1 seed=1"""
+SHORT = """data.path=task:sort data.max_samples=200 evaluation.held_out=40 data.max_tokens=16 train.batch_size=32
+    train.learning_rate=1e-3 train.lr_warmup_ratio=0.1 train.zero_stage=2 algorithm.nll_loss_coef=0.1 seed=1"""
 """Five optimizer steps."""
 VARIANTS = {
-    "plain": ["save_steps=2"],
-    "packed": ["packing_samples=true"],
-    "fine": ["micro_train_batch_size=3"],
-    "fsdp": ["train_engine=fsdp"],
+    "plain": ["checkpoint.every=2"],
+    "packed": ["train.packing=true"],
+    "fine": ["train.micro_batch_size=3"],
+    "fsdp": ["train.engine=fsdp"],
     "resumed": [],
-    "adapters": ["lora_rank=4", "lora_alpha=8", "learning_rate=1e-2"],
+    "adapters": ["train.lora_rank=4", "train.lora_alpha=8", "train.learning_rate=1e-2"],
 }
 TIES = {
     "level": "",
     "level, bf16": "bf16=true",
-    "level, packed": "packing_samples=true train_engine=fsdp",
-    "level, adapters": "lora_rank=4",
+    "level, packed": "train.packing=true train.engine=fsdp",
+    "level, adapters": "train.lora_rank=4",
 }
 
 
@@ -161,18 +169,28 @@ TIES = {
 def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     """Short runs in one process, by name."""
     folder = tmp_path_factory.mktemp("runs")
-    options = {name: [f"pretrain={policy}", *SHORT.split(), *given] for name, given in VARIANTS.items()}
+    options = {name: [f"model.path={policy}", *SHORT.split(), *given] for name, given in VARIANTS.items()}
     options["resumed"].append(f"resume={folder}/plain/checkpoints/step_2")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    own = [f"dataset={folder}/rows.jsonl", "prompt_key=prompt", f"eval_dataset={folder}/rows.jsonl", "beta=0.7"]
+    own = [
+        f"data.path={folder}/rows.jsonl",
+        "data.prompt_key=prompt",
+        f"evaluation.path={folder}/rows.jsonl",
+        "algorithm.beta=0.7",
+    ]
     rng = random.Random(0)
     lengths = [[rng.randint(0, 150) for _ in range(3)] for _ in range(300)]
     rows = [{"prompt": "p" * p, "chosen": "c" * (c + 1), "rejected": "r" * (r + 1)} for p, c, r in lengths]
     (folder / "lengths.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    ties = [f"pretrain={models[0]}", f"dataset={folder}/lengths.jsonl", "prompt_key=prompt", "eval_samples=150"]
-    ties += ["max_tokens_per_gpu=2000", "train_batch_size=256"]
+    ties = [
+        f"model.path={models[0]}",
+        f"data.path={folder}/lengths.jsonl",
+        "data.prompt_key=prompt",
+        "evaluation.held_out=150",
+    ]
+    ties += ["train.max_tokens=2000", "train.batch_size=256"]
     options |= {name: [*ties, *given.split()] for name, given in TIES.items()}
-    options["two models"] = [f"pretrain={models[0]}", f"ref_pretrain={models[1]}", *own]
+    options["two models"] = [f"model.path={models[0]}", f"reference.path={models[1]}", *own]
     return {**run_locally("dpo", folder, options)}
 
 
@@ -213,7 +231,7 @@ def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_noth
     assert Batch.concat(parts)["tokens"].equal(batch["tokens"])
 
 
-@pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize("option", ["data.path", "evaluation.path"])
 def test_a_file_that_is_missing_is_told_before_a_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
@@ -225,9 +243,9 @@ def test_a_file_that_is_missing_is_told_before_a_model_is_made(
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    names = ("pretrain", "ref_pretrain", "dataset", "eval_dataset", "save_path")
+    names = ("model.path", "reference.path", "data.path", "evaluation.path")
     config = read_config([f"{name}=~/{name}" for name in names])
-    assert {name: getattr(config, name) for name in names} == {name: f"{tmp_path}/{name}" for name in names}
+    assert {name: attrgetter(name)(config) for name in names} == {name: f"{tmp_path}/{name}" for name in names}
 
 
 @pytest.mark.parametrize("other", ["packed", "fine", "fsdp"])
@@ -242,7 +260,9 @@ def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other:
 def test_two_ranks_learn_what_one_learns(
     runs: dict[str, RunFolder], policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    run = Run("dpo", ray_address, tmp_path / "run", f"pretrain={policy}", *SHORT.split(), "num_gpus_per_node=2").wait()
+    run = Run(
+        "dpo", ray_address, tmp_path / "run", f"model.path={policy}", *SHORT.split(), "placement.ranks_per_node=2"
+    ).wait()
     assert run.code == 0, run.err
     assert difference(runs["plain"], run) < 1e-4
     assert run.summary["score"] == pytest.approx(runs["plain"].summary["score"], abs=1e-6)
@@ -274,7 +294,7 @@ def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, Ru
 def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
     start = Path(resolve_model(f"{WARM_START_PREFIX}sort"))
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
-    run = run_locally("dpo", tmp_path, {"run": ["seed=1", "max_samples=2760", "eval_samples=200"]})["run"]
+    run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
     assert run.summary["steps"] == 40
     # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own responses.
     assert run.metrics[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
@@ -327,22 +347,26 @@ NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload -
 def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
     flat, new = (read_config(["run_dir=x", *text.split()]) for text in (FLAT, NEW))
     assert flat == new
-    assert (flat.pretrain, flat.ref_pretrain, flat.beta, flat.ipo, flat.nll_loss_coef) == ("m", "r", 0.2, True, 0.3)
-    assert (flat.learning_rate, flat.adam_betas, flat.target_modules) == (5e-7, (0.9, 0.99), ["q_proj", "v_proj"])
-    assert set(DPOConfig.ALIASES.values()) <= {option.name for option in fields(DPOConfig)}
-    assert not set(DPOConfig.REFUSED) & {option.name for option in fields(DPOConfig)}
+    own = flat.algorithm
+    assert (flat.model.path, flat.reference.path, own.beta, own.ipo, own.nll_loss_coef) == ("m", "r", 0.2, True, 0.3)
+    train = flat.train
+    assert (train.learning_rate, train.betas, train.lora_target_modules) == (5e-7, (0.9, 0.99), "q_proj,v_proj")
+    assert (train.batch_size, train.micro_batch_size, train.epochs, train.precision) == (64, 2, 3, "bf16")
+    assert (flat.data.max_tokens, flat.data.max_samples, flat.evaluation.every) == (99, 9, 7)
+    assert (flat.checkpoint.export_path, flat.checkpoint.path, flat.checkpoint.every) == ("s", "k", 5)
 
 
 def test_its_defaults_are_those_of_openrlhf() -> None:
-    config = read_config(["pretrain=m", "dataset=d"])
-    assert (config.train_batch_size, config.max_epochs, config.learning_rate) == (128, 1, 1e-5)
-    assert (config.max_len, config.beta, config.label_smoothing, config.ipo) == (512, 0.1, 0.0, False)
-    assert (config.nll_loss_coef, config.ref_pretrain, config.prompt_key) == (0.0, None, None)
-    assert config.logging_steps == 1
+    config = read_config(["model.path=m", "data.path=d"])
+    own, train = config.algorithm, config.train
+    assert (train.batch_size, train.epochs, train.learning_rate) == (128, 1, 1e-5)
+    assert (train.lr_scheduler, train.lr_warmup_ratio, train.min_lr_ratio) == ("cosine_with_min_lr", 0.03, 0.1)
+    assert (config.data.max_tokens, own.beta, own.label_smoothing, own.ipo) == (512, 0.1, 0.0, False)
+    assert (own.nll_loss_coef, config.reference.path, config.data.prompt_key) == (0.0, None, None)
 
 
 def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dry_run", "num_gpus_per_node=4", "num_nodes=2"]) == 0
+    assert main(["--dry_run", "placement.ranks_per_node=4", "placement.nodes=2"]) == 0
     roles = json.loads(capsys.readouterr().out)["roles"]
     found = {name: (role["nnodes"], role["nproc_per_node"]) for name, role in roles.items()}
     assert found == {"TRAINER": (1, 1), "ACTOR": (2, 4)}
@@ -352,19 +376,21 @@ def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (["dataset={rows}", "chosen_key=better"], ["dataset={rows}", "row 0", "'better'"]),
-        (["dataset={rows}", "eval_dataset={rows}", "eval_split=test"], ["eval_dataset={rows}", "test"]),
-        (["dataset={empty}"], ["dataset={empty}"]),
-        (["dataset={rows}", "ref_pretrain={other}"], ["ref_pretrain={other}", "vocabulary", "pretrain="]),
-        (["dataset={rows}", "ref_pretrain=nobody/has-this"], ["ref_pretrain=nobody/has-this"]),
-        (["dataset=task:sport"], ["dataset=task:sport"]),
-        (["dataset=task:sort", "eval_dataset=task:sort"], ["eval_dataset=task:sort", "eval_samples"]),
-        (["dataset={rows}", "ipo=true", "label_smoothing=0.1"], ["label_smoothing=0.1", "ipo"]),
-        (["dataset={rows}", "beta=0"], ["beta=0.0"]),
-        (["dataset={rows}", "train_batch_size=1", "num_gpus_per_node=2"], ["train_batch_size=1", "2 ranks"]),
-        (["dataset={rows}", "input_template=say:"], ["input_template", "'say:'"]),
-        (["dataset={rows}", "input_template=say: {{}}"], ["input_template", "prompt_key"]),
-        (["dataset={rows}", "flash_attn=true"], ["flash_attn", "attn_implementation=flash_attention_2"]),
+        (["data.path={rows}", "data.chosen_key=better"], ["data.path={rows}", "row 0", "'better'"]),
+        (["data.path={rows}", "evaluation.path={rows}", "evaluation.split=test"], ["evaluation.path={rows}", "test"]),
+        (["data.path={empty}"], ["data.path={empty}"]),
+        (["data.path={rows}", "reference.path={other}"], ["reference.path={other}", "vocabulary", "model.path="]),
+        (["data.path={rows}", "reference.path=nobody/has-this"], ["reference.path=nobody/has-this"]),
+        (["data.path=task:sport"], ["data.path=task:sport"]),
+        (["data.path=task:sort", "evaluation.path=task:sort"], ["evaluation.path=task:sort", "evaluation.held_out"]),
+        (
+            ["data.path={rows}", "algorithm.ipo=true", "algorithm.label_smoothing=0.1"],
+            ["algorithm.label_smoothing=0.1", "algorithm.ipo"],
+        ),
+        (["data.path={rows}", "algorithm.beta=0"], ["algorithm.beta=0.0"]),
+        (["data.path={rows}", "train.batch_size=1", "placement.ranks_per_node=2"], ["train.batch_size=1", "2 ranks"]),
+        (["data.path={rows}", "data.prompt_key=prompt", "data.max_samples=0"], ["data.max_samples=0"]),
+        (["data.path={rows}", "load_in_4bit=true"], ["load_in_4bit", "lora_rank"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -379,7 +405,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path(names["rows"]).write_text("\n".join(map(json.dumps, ROWS)))
     Path(names["empty"]).write_text("")
     run_dir = tmp_path / "run"
-    assert main([f"run_dir={run_dir}", f"pretrain={models[0]}", *(text.format(**names) for text in options)]) == 2
+    assert main([f"run_dir={run_dir}", f"model.path={models[0]}", *(text.format(**names) for text in options)]) == 2
     error = capsys.readouterr().err
     assert re.search(says(*(fact.format(**names) for fact in facts)), error)
     assert error.count("\n") == 1

@@ -29,7 +29,10 @@ def reward_func(queries, prompts, labels, **kwargs):
     responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     return {"rewards": [sum(a == b for a, b in zip(response, label)) / 5 for response, label in zip(responses, labels)]}
 """
-SFT = ["pretrain=new:sort", "dataset=task:sort", "eval_samples=32", "train_batch_size=32", "zero_stage=1"]
+SFT = [
+    *("model.path=new:sort", "data.path=task:sort", "evaluation.held_out=32"),
+    *("train.batch_size=32", "train.zero_stage=1"),
+]
 
 
 @pytest.mark.full
@@ -105,7 +108,7 @@ def happened(folder: Path) -> list[str]:
 def test_without_restarts_a_killed_process_ends_the_run_which_says_why_and_leaves_nothing(
     ray_address: str, tmp_path: Path
 ) -> None:
-    endless = ["max_samples=1000", "max_epochs=100000"]
+    endless = ["data.max_samples=1000", "train.epochs=100000"]
     run = Run("sft", ray_address, tmp_path / "run", *SFT, *endless, "max_restarts=0")
     run.wait_until(lambda: run.metrics)
     pid = run.pids()["actor-0"]
@@ -124,10 +127,10 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(
 ) -> None:
     from recipes.sft.main import main
 
-    assert run_here("sft", tmp_path / "run", *SFT, "max_samples=96").code == 0
+    assert run_here("sft", tmp_path / "run", *SFT, "data.max_samples=96").code == 0
     for options, facts in (
         (["resume=none", f"run_dir={tmp_path}/run"], ["resume", f"{tmp_path}/run"]),
-        (["resume=none", f"run_dir={tmp_path}/a", f"ckpt_path={tmp_path}/run/checkpoints"], ["resume", "step_2"]),
+        (["resume=none", f"run_dir={tmp_path}/a", f"checkpoint.path={tmp_path}/run/checkpoints"], ["resume", "step_2"]),
         ([f"resume={tmp_path}/nothing", f"run_dir={tmp_path}/b"], [f"{tmp_path}/nothing"]),
     ):
         assert main(options) == 2

@@ -16,8 +16,8 @@ from tests.recipe_copies import write_untrained
 
 STEPS, SAVE_STEPS, LAST = 16, 4, 10
 """Steps of a run, between its checkpoints, and before it is killed: in its second epoch, with one of the first."""
-OPTIONS = f"""dataset=task:sort max_samples=160 eval_samples=32 train_batch_size=16 max_epochs=2
-    save_steps={SAVE_STEPS} learning_rate=1e-3""".split()
+OPTIONS = f"""data.path=task:sort data.max_samples=160 evaluation.held_out=32 train.batch_size=16 train.epochs=2
+    checkpoint.every={SAVE_STEPS} train.learning_rate=1e-3""".split()
 
 KILLED = f"""
 import os, signal, sys
@@ -48,8 +48,8 @@ def exact(run: RunFolder) -> dict[str, Any]:
 def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was_not(
     recipe: str, tmp_path: Path
 ) -> None:
-    given = [f"pretrain={write_untrained(tmp_path / 'model')}", *OPTIONS]
-    given += [] if recipe == "sft" else ["eval_steps=7"]
+    given = [f"model.path={write_untrained(tmp_path / 'model')}", *OPTIONS]
+    given += [] if recipe == "sft" else ["evaluation.every=7"]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, recipe, f"run_dir={tmp_path}/run", *given, "backend=local"],
         cwd=ROOT,

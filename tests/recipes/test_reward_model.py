@@ -18,29 +18,33 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from components.batch import Batch
 from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
+from components.engines.causal import load_value_model
 from components.engines.reward_model import RewardModel
 from recipes.reward_model.main import main
 from tests.messages import says
 
 MARKS = [chr(code) for code in range(ord("!"), ord("A"))]  # each the prompt of two pairs, and nowhere else
 SHORT = [
-    *("train_batch_size=16", "max_epochs=2", "eval_samples=12", "seed=3"),
-    *("learning_rate=1e-3", "lr_warmup_ratio=0", "zero_stage=0"),
+    *("train.batch_size=16", "train.epochs=2", "evaluation.held_out=12", "seed=3"),
+    *("train.learning_rate=1e-3", "train.lr_warmup_ratio=0", "train.zero_stage=0"),
 ]
 GUIDE = """--save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 256 --micro_train_batch_size 4 --bf16
     --max_epochs 1 --max_len 8192 --zero_stage 3 --learning_rate 9e-6 --apply_chat_template --chosen_key chosen
     --rejected_key rejected --packing_samples --gradient_checkpointing --use_wandb true"""
 """The options of the published command, without model, data, folder and the attention, which needs a GPU."""
 SAME = {
-    "packed": "packing_samples=true max_tokens_per_gpu=100",
-    "three pairs at a time": "micro_train_batch_size=3",
-    "recomputed": "gradient_checkpointing=true",
-    "deepspeed 1": "zero_stage=1",
-    "deepspeed 2": "zero_stage=2",
-    "deepspeed 3": "zero_stage=3",
-    "fsdp 3": "train_engine=fsdp zero_stage=3 packing_samples=true",
+    "packed": "train.packing=true train.max_tokens=100",
+    "three pairs at a time": "train.micro_batch_size=3",
+    "recomputed": "train.gradient_checkpointing=true",
+    "deepspeed 1": "train.zero_stage=1",
+    "deepspeed 2": "train.zero_stage=2",
+    "deepspeed 3": "train.zero_stage=3",
+    "fsdp 3": "train.engine=fsdp train.zero_stage=3 train.packing=true",
 }
 """Ways to train that change nothing."""
+
+
+ADAPTERS = ["train.lora_rank=4", "train.lora_alpha=8", "train.learning_rate=1e-2", "train.zero_stage=2"]
 
 
 class Runs(NamedTuple):
@@ -89,21 +93,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     text = write_rows(folder / "text.jsonl", rows)
     chat = write_rows(folder / "chat.jsonl", [as_chat(row) for row in rows])
     written = write_rows(folder / "written.jsonl", [as_written(row) for row in rows])
-    plain = [f"pretrain={policy}", f"dataset={text}", "prompt_key=prompt", *SHORT]
-    chats = [f"pretrain={policy}", *SHORT]
+    plain = [f"model.path={policy}", f"data.path={text}", "data.prompt_key=prompt", *SHORT]
+    chats = [f"model.path={policy}", *SHORT]
     options = {
-        "plain": [*plain, "save_steps=3"],
+        "plain": [*plain, "checkpoint.every=3"],
         "resumed": [*plain, f"resume={folder}/plain/checkpoints/step_3"],
         **{name: [*plain, *given.split()] for name, given in SAME.items()},
+        "adapters": [*plain, *ADAPTERS, "checkpoint.every=3"],
+        "adapters resumed": [*plain, *ADAPTERS, f"resume={folder}/adapters/checkpoints/step_3"],
         "finished twice": plain,
         "finished": [*plain, f"run_dir={folder}/finished twice"],
-        "with margins": [*plain, "margin_loss=true"],
-        "padded with the end": [*plain, f"pretrain={ends_in_padding}"],
-        "messages": [*chats, f"dataset={chat}"],
-        "prompts of users": [*chats, f"dataset={text}", "prompt_key=prompt", "apply_chat_template=true"],
-        "by hand": [*chats, f"dataset={written}", "prompt_key=prompt", "input_template=<user>{}\n<assistant>"],
-        "all judged": [*plain, "eval_samples=0", f"eval_dataset={text}"],
-        "none judged": [*plain, "eval_samples=0"],
+        "with margins": [*plain, "algorithm.margin_loss=true"],
+        "padded with the end": [*plain, f"model.path={ends_in_padding}"],
+        "messages": [*chats, f"data.path={chat}"],
+        "prompts of users": [*chats, f"data.path={text}", "data.prompt_key=prompt", "data.apply_chat_template=true"],
+        "by hand": [
+            *chats,
+            f"data.path={written}",
+            "data.prompt_key=prompt",
+            "data.input_template=<user>{}\n<assistant>",
+        ],
+        "all judged": [*plain, "evaluation.held_out=0", f"evaluation.path={text}"],
+        "none judged": [*plain, "evaluation.held_out=0"],
         "guide": [
             *GUIDE.split(),
             "--pretrain",
@@ -111,9 +122,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "--dataset",
             str(chat),
             f"--save_path={folder}/rm",
-            "eval_samples=8",
+            "evaluation.held_out=8",
         ],
-        "new": ["pretrain=new:text", f"dataset={chat}", *SHORT],
+        "new": ["model.path=new:text", f"data.path={chat}", *SHORT],
     }
     return Runs({**run_locally("reward_model", folder, options)}, rows, policy, text)
 
@@ -144,8 +155,10 @@ def test_how_it_is_computed_changes_nothing(runs: Runs, name: str) -> None:
 
 @pytest.mark.full
 def test_two_ranks_train_as_one_does(runs: Runs, ray_address: str, tmp_path: Path) -> None:
-    options = [f"pretrain={runs.policy}", f"dataset={runs.text}", "prompt_key=prompt", *SHORT]
-    run = Run("reward_model", ray_address, tmp_path / "run", *options, "zero_stage=3", "num_gpus_per_node=2").wait()
+    options = [f"model.path={runs.policy}", f"data.path={runs.text}", "data.prompt_key=prompt", *SHORT]
+    run = Run(
+        "reward_model", ray_address, tmp_path / "run", *options, "train.zero_stage=3", "placement.ranks_per_node=2"
+    ).wait()
     assert run.code == 0, run.err
     torch.testing.assert_close(logged(run), logged(runs.folders["plain"]), rtol=1e-4, atol=1e-4)
     assert re.search(says("accuracy", "12 held-out pairs"), run.out)
@@ -204,6 +217,29 @@ def test_a_resumed_run_ends_with_the_same_weights(runs: Runs) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_adapters_and_the_head_learn_and_what_is_saved_has_them_merged(runs: Runs) -> None:
+    losses = [line["eval/loss"] for line in runs.folders["adapters"].metrics if "eval/loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+    start, end = (load_file(folder / "model.safetensors") for folder in (runs.policy, runs.exported("adapters")))
+    assert end.keys() == start.keys() | {"score.weight"}
+    changed = {name for name in start if not start[name].equal(end[name])}
+    assert changed == {name for name in start if name.endswith("proj.weight")}
+    untrained = load_value_model(runs.policy, seed=3).score.weight
+    assert not end["score.weight"].equal(untrained)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(runs.exported("adapters"), num_labels=1)
+    batch = Batch.from_rows({"tokens": [[5, 6, 2], [7, 2]]})
+    score_B = RewardModel(runs.exported("adapters")).score(batch)
+    with torch.no_grad():
+        theirs = [float(model(input_ids=torch.tensor([row])).logits) for row in batch.lists("tokens")]
+    assert score_B.tolist() == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_resumed_run_of_adapters_ends_with_the_same_weights(runs: Runs) -> None:
+    assert runs.folders["adapters resumed"].learnt() == runs.folders["adapters"].learnt()[-5:]
+    ends = [load_file(runs.exported(name) / "model.safetensors") for name in ("adapters", "adapters resumed")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def test_a_finished_run_started_again_says_what_it_said(runs: Runs) -> None:
     once, twice = runs.folders["plain"], runs.folders["finished twice"]
     assert twice.summary["resumed_from"] == twice.summary["steps"] == 8
@@ -228,7 +264,8 @@ def test_the_published_command_runs(runs: Runs) -> None:
     run = runs.folders["guide"]
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 1)
     config = yaml.safe_load((run.run_dir / "config.yaml").read_text())
-    assert (config["bf16"], config["zero_stage"], config["packing_samples"]) == (True, 3, True)
+    train = config["train"]
+    assert (train["precision"], train["zero_stage"], train["packing"]) == ("bf16", 3, True)
     saved: Any = AutoModelForSequenceClassification.from_pretrained(run.run_dir.parent / "rm", num_labels=1)
     assert saved.dtype == torch.bfloat16
     assert list((run.run_dir / "wandb").glob("offline-run-*"))
@@ -237,20 +274,17 @@ def test_the_published_command_runs(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (["dataset=nowhere.jsonl"], ["dataset=nowhere.jsonl"]),
-        (["chosen_key=better"], ["row 0", "'better'"]),
-        (["apply_chat_template=true"], ["apply_chat_template", "prompt_key"]),
-        (["input_template={}!"], ["input_template", "prompt_key"]),
-        (["input_template=!", "prompt_key=prompt"], ["input_template", "'!'"]),
-        (["dataset_split=test"], ["test", "'train'"]),
-        (["eval_dataset=task:sort"], ["eval_dataset=task:sort", "eval_samples"]),
-        (["dataset=task:guess"], ["task:guess", "task:sort", "task:word"]),
-        (["pretrain=nobody/has-this"], ["pretrain=nobody/has-this"]),
+        (["data.path=nowhere.jsonl"], ["data.path=nowhere.jsonl"]),
+        (["data.chosen_key=better"], ["row 0", "'better'"]),
+        (["data.apply_chat_template=true"], ["apply_chat_template", "prompt_key"]),
+        (["data.split=test"], ["test", "'train'"]),
+        (["evaluation.path=task:sort"], ["evaluation.path=task:sort", "evaluation.held_out"]),
+        (["data.path=task:guess"], ["task:guess", "task:sort", "task:word"]),
+        (["model.path=nobody/has-this"], ["model.path=nobody/has-this"]),
         (["learning_rte=1"], ["learning_rte", "learning_rate"]),
-        (["--attn_implementation", "flash_attention_2"], ["attn_implementation", "flash_attention_2", "GPU"]),
-        (["train_engine=fsdp", "zero_stage=1"], ["fsdp", "zero_stage=1", "2 or 3"]),
-        (["--ds.lora.rank", "8"], ["lora", "all weights"]),
-        (["--loss", "logexp", "--use_ms"], ["loss:", "sigmoid", "use_ms:"]),
+        (["train.engine=fsdp", "train.zero_stage=1"], ["fsdp", "zero_stage=1", "2 or 3"]),
+        (["--ds.lora.rank", "-1"], ["ds.lora.rank=-1"]),
+        (["--use_ms"], ["use_ms", "ModelScope"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -263,7 +297,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
     capsys.readouterr()
-    assert main([f"pretrain={policy}", f"dataset={text}", f"run_dir={tmp_path}/run", *options]) == 2
+    assert main([f"model.path={policy}", f"data.path={text}", f"run_dir={tmp_path}/run", *options]) == 2
     error = capsys.readouterr().err
     assert re.search(says(*facts), error)
     assert error.count("\n") == 1
@@ -273,15 +307,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (["max_len=3", "prompt_key=prompt"], ["max_len", 64, "too_long"]),
-        (["eval_samples=64", "prompt_key=prompt"], ["eval_samples", 64, "32 conversations"]),
+        (["data.max_tokens=3", "data.prompt_key=prompt"], ["data.max_tokens", 64, "too_long"]),
+        (["evaluation.held_out=64", "data.prompt_key=prompt"], ["evaluation.held_out", 64, "32 conversations"]),
     ],
 )
 def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
     options: list[str], facts: list[object], tmp_path: Path
 ) -> None:
     policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
-    run = run_here("reward_model", tmp_path / "run", f"pretrain={policy}", f"dataset={text}", *options)
+    run = run_here("reward_model", tmp_path / "run", f"model.path={policy}", f"data.path={text}", *options)
     assert run.code == 1
     assert re.search(says(*facts), run.err)
     assert run.err.count("\n") == 1
@@ -295,19 +329,16 @@ def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsy
     assert main([*newer.split(), "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     taken = {
-        "pretrain": "m",
-        "dataset": "d.jsonl",
-        "value_head_prefix": "v",
-        "zero_stage": 1,
-        "learning_rate": 1e-4,
-        "margin_loss": True,
-        "wandb_project": "p",
-        "dataset_split": "test",
+        "model": {"path": "m", "value_head_prefix": "v"},
+        "data": {"path": "d.jsonl", "split": "test"},
+        "train": {"zero_stage": 1, "learning_rate": 1e-4},
+        "algorithm": {"margin_loss": True},
+        "log": {"wandb_project": "p"},
     }
-    assert {name: printed[name] for name in taken} == taken
+    assert {group: {name: printed[group][name] for name in own} for group, own in taken.items()} == taken
 
 
-@pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize("option", ["data.path", "evaluation.path"])
 def test_a_file_that_is_missing_is_told_before_a_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
@@ -321,13 +352,13 @@ def test_the_home_folder_may_be_written_as_a_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    names = ("pretrain", "dataset", "eval_dataset", "save_path")
-    assert main([*(f"{name}=~/{name}" for name in names), "--print_config"]) == 0
+    groups = ("model", "data", "evaluation")
+    assert main([*(f"{group}.path=~/{group}" for group in groups), "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert {name: printed[name] for name in names} == {name: f"{tmp_path}/{name}" for name in names}
+    assert {group: printed[group]["path"] for group in groups} == {group: f"{tmp_path}/{group}" for group in groups}
 
 
 def test_the_text_preset_needs_only_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preset = ROOT / "recipes" / "reward_model" / "hh.yaml"
-    assert main(["--config", str(preset), "dataset=pairs.jsonl.gz", "--print_config"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["pretrain"] == "new:text"
+    assert main(["--config", str(preset), "data.path=pairs.jsonl.gz", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "new:text"

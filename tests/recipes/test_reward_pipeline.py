@@ -16,7 +16,7 @@ from training.warm_start import WARM_START_PREFIX, resolve_model
 def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_path: Path) -> None:
     resolve_model(f"{WARM_START_PREFIX}sort")
     model, preset = tmp_path / "model", ROOT / "recipes" / "openrlhf_ppo" / "reward_model.yaml"
-    pairs = ["max_samples=5512", "eval_samples=500", "max_epochs=1", f"save_path={model}"]
+    pairs = ["data.max_samples=5512", "evaluation.held_out=500", "train.epochs=1", f"checkpoint.export_path={model}"]
     learnt = run_locally("reward_model", tmp_path, {"rm": ["seed=1", *pairs]})["rm"]
     assert learnt.metrics[-1]["eval/accuracy"] > 0.9
 

@@ -28,6 +28,7 @@ from components.data.text import TextEncoder, load_tokenizer
 from components.data.tiny_model import task_tokenizer, tiny_model
 from components.engines.causal import ValueModel
 from components.engines.reward_model import RewardModel, note_statistics
+from recipes.reward_model.config import ScorerOptions
 from recipes.reward_model.serve import ServeConfig, main, make_app
 from recipes.reward_model.service import QueueFull, ScoringService
 from tests.messages import says
@@ -66,9 +67,9 @@ class Server:
     """The command, as a user starts it."""
 
     def __init__(self, folder: Path, *options: str, **environment: str) -> None:
-        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", "--reward_pretrain", str(folder)]
+        command = [sys.executable, "-P", "-m", "recipes.reward_model.serve", f"model.path={folder}"]
         self.process = subprocess.Popen(
-            [*command, "--port", "0", "--max_len", str(MAX_LEN), *options],
+            [*command, "--port", "0", "--max_text_tokens", str(MAX_LEN), *options],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -181,12 +182,12 @@ def test_only_who_brings_the_token_is_answered(server: Server) -> None:
 
 
 def test_who_listens_is_this_machine_alone() -> None:
-    assert ServeConfig(reward_pretrain="x").host == "127.0.0.1"
+    assert ServeConfig(model=ScorerOptions(path="x")).host == "127.0.0.1"
 
 
 @pytest.mark.full
 def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected: dict[str, float]) -> None:
-    server = Server(folder, "--normalize_reward", "--max_tokens", "40", "--grace_s", str(GUARD_S))
+    server = Server(folder, "--normalize", "--max_tokens", "40", "--grace_s", str(GUARD_S))
     body = json.dumps({"query": list(expected)}).encode()
     try:
         address = httpx.URL(server.url)
@@ -276,7 +277,7 @@ def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, ex
 
     async def run_episodes() -> None:
         service, model = held_service(folder)
-        config = ServeConfig(reward_pretrain=str(folder), max_len=MAX_LEN, queue_size=8)
+        config = ServeConfig(model=ScorerOptions(path=str(folder)), max_text_tokens=MAX_LEN, queue_size=8)
         transport = httpx.ASGITransport(make_app(service, config))
         async with service, httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             waiting = asyncio.create_task(service.score(texts[:5]))
@@ -297,7 +298,7 @@ def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, ex
 def test_who_has_gone_is_not_scored(folder: Path) -> None:
     async def run_episodes() -> None:
         service, model = held_service(folder)
-        app = make_app(service, ServeConfig(reward_pretrain=str(folder)))
+        app = make_app(service, ServeConfig(model=ScorerOptions(path=str(folder))))
         sent: list[dict[str, Any]] = []
         body = json.dumps({"query": ["dbcaf>abcdf"] * 8}).encode()
         left = asyncio.Event()
@@ -349,10 +350,11 @@ def test_bad_options_end_in_one_line(folder: Path, capsys: pytest.CaptureFixture
         port = str(taken.getsockname()[1])
         own = ("--reward_pretrain", path)
         cases: dict[tuple[str, ...], list[object]] = {
-            (): ["reward_pretrain"],
+            (): ["model.path"],
             ("--reward_pretrain", str(tmp_path)): [tmp_path],
             (*own, "--port", port): ["host=127.0.0.1", f"port={port}"],
             (*own, "--port", "0", "--max_len", "4096"): ["max_len=4096", 512],
+            (f"model.path={path}", "max_text_tokens=4096"): ["max_text_tokens=4096", 512],
             (*own, "--port", "70000"): ["port", 70000, 65535],
             (*own, "--queue_size", "0"): ["queue_size=0"],
             (*own, "--host", "no.such.host"): ["host=no.such.host", "port=5000"],

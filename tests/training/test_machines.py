@@ -213,7 +213,7 @@ def test_more_than_the_cluster_has_is_refused_by_name(
 
 
 def test_supervised_ranks_on_several_nodes_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    code, plan, _ = plan_of(capsys, "sft", "--assume_devices=8x2", "num_nodes=2", "num_gpus_per_node=8")
+    code, plan, _ = plan_of(capsys, "sft", "--assume_devices=8x2", "placement.nodes=2", "placement.ranks_per_node=8")
     assert (code, plan["nodes"][1]) == (0, "node 2: actor 8-15; 8 of 8 GPUs")
 
 

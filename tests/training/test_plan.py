@@ -338,10 +338,10 @@ def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 20)
     main, shown = import_module("recipes.dpo.main").main, list[str]()
     for held in (256, 4):
-        options = ["pretrain=p", f"dataset={tmp_path}/a.jsonl", f"eval_samples={held}", "train_batch_size=8"]
-        assert main([*options, "max_epochs=3", "--dry_run"]) == 0
+        options = ["model.path=p", f"data.path={tmp_path}/a.jsonl", f"evaluation.held_out={held}", "train.batch_size=8"]
+        assert main([*options, "train.epochs=3", "--dry_run"]) == 0
         shown.append(json.loads(capsys.readouterr().out)["arithmetic"])
-    assert re.search(says("eval_samples=256", "20 pairs"), shown[0])
+    assert re.search(says("evaluation.held_out=256", "20 pairs"), shown[0])
     assert re.search(says("6 optimizer steps", "8 pairs", "16 pairs", "3 epochs", "4 held out"), shown[1])
 
 
@@ -368,7 +368,7 @@ def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys:
     [
         ("grpo", ["model.path={}", "data.path=task:sort"]),
         ("openrlhf_ppo", ["pretrain={}", "prompt_data=task:sort", "scorer=sort"]),
-        ("sft", ["pretrain={}", "dataset=task:sort"]),
+        ("sft", ["model.path={}", "data.path=task:sort"]),
         (
             "verl_ppo",
             ["actor_rollout_ref.model.path={}", "data.train_files=task:sort", f"{ACTOR}.use_dynamic_bsz=true"],

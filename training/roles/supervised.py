@@ -2,7 +2,6 @@
 
 from typing import Generic, TypeVar
 
-import torch
 from torch import nn
 
 from components.batch import Batch
@@ -24,15 +23,15 @@ class SupervisedModel(TrainedModel, Generic[C]):
         """The model to train; here a causal one."""
         return load_policy(
             path,
-            gradient_checkpointing=self.config.gradient_checkpointing,
-            attn_implementation=self.config.attn_implementation,
-            packing=self.config.packing_samples,
+            gradient_checkpointing=self.config.train.gradient_checkpointing,
+            attn_implementation=self.config.model.attn_implementation,
+            packing=self.config.train.packing,
         )
 
     @trainer_invocation
     def load(self, model_path: str, steps: int) -> None:
         """Load the model and put it under the training engine; `steps` set the length of its schedule."""
-        self.engine = open_engine(self.load_model(model_path), self.config.engine(steps, torch.cuda.is_available()))
+        self.engine = open_engine(self.load_model(model_path), self.config.engine(steps))
 
     @trainer_invocation(post_func=of_rank0)
     def train_step(self, minibatch: Batch) -> dict[str, float]:

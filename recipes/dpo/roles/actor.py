@@ -26,17 +26,16 @@ class Actor(SupervisedModel[DPOConfig]):
     @trainer_invocation
     def load_reference(self, model_path: str) -> None:
         """Load a frozen model."""
-        own, has_gpu = self.config, torch.cuda.is_available()
-        dtype = "bfloat16" if own.engine(1, has_gpu).precision == "bf16" else "float32"
-        model: Any = load_policy(
-            model_path, dtype, attn_implementation=own.attn_implementation, packing=own.packing_samples
-        )
-        self.reference = model.to("cuda" if has_gpu else "cpu").eval()
+        config = self.config
+        dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
+        attention = config.model.attn_implementation
+        model: Any = load_policy(model_path, dtype, attn_implementation=attention, packing=config.train.packing)
+        self.reference = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     @trainer_invocation(post_func=Batch.concat)
     def reference_logprobs(self, responses: Batch) -> Batch:
         """`logprob` of each response under the reference model; the batch is split over its instances."""
-        own, device = self.config.engine(1, torch.cuda.is_available()), self.reference.device
+        own, device = self.config.engine(1), self.reference.device
         compute = partial(_logprobs, self.reference)
         logprob_N = evaluate(responses.only("tokens"), own.max_tokens, device, compute, own.max_sequences, own.packing)
         return Batch(responses.lengths, {}, {"logprob": response_logprobs(logprob_N, responses)})

@@ -17,20 +17,21 @@ class Reward(SupervisedModel[RewardModelConfig]):
 
     def load_model(self, path: str) -> nn.Module:
         """With a new head, unless it has one."""
+        own, train = self.config.model, self.config.train
         model = load_value_model(
             path,
-            gradient_checkpointing=self.config.gradient_checkpointing,
+            gradient_checkpointing=train.gradient_checkpointing,
             seed=self.config.seed,
-            attn_implementation=self.config.attn_implementation,
-            value_head_prefix=self.config.value_head_prefix,
-            packing=self.config.packing_samples,
+            attn_implementation=own.attn_implementation,
+            value_head_prefix=own.value_head_prefix,
+            packing=train.packing,
         )
         model.backbone.config.pad_token_id = self.config.tokenizer(path).pad_token_id
         return model
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """The loss of one micro-batch, see algorithm.py."""
-        return loss(model, micro, totals, self.config.margin_loss)
+        return loss(model, micro, totals, self.config.algorithm.margin_loss)
 
     @trainer_invocation(post_func=Batch.concat)
     def score(self, responses: Batch) -> Batch:

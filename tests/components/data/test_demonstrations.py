@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from components.data.supervised import encode_demonstrations, load_demonstrations
+from components.data.supervised import DemonstrationFormat, encode_demonstrations, load_demonstrations
 from components.data.tiny_model import character_tokenizer
 from tests.messages import says
 
@@ -87,10 +87,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_prompt_and_response_can_go_through_the_chat_template_too(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "ba>", "response": "ab"}]
     plain = encode_demonstrations(rows, tokenizer)
-    chat = encode_demonstrations(rows, tokenizer, apply_chat_template=True)
+    chat = encode_demonstrations(rows, tokenizer, DemonstrationFormat(apply_chat_template=True))
     assert chat.batch["tokens"].tolist() == plain.batch["tokens"].tolist()
     assert chat.batch["loss_mask"].tolist() == plain.batch["loss_mask"].tolist()
-    wrapped = encode_demonstrations(rows, tokenizer, input_template="c{}d")
+    wrapped = encode_demonstrations(rows, tokenizer, DemonstrationFormat(input_template="c{}d"))
     assert wrapped.batch["tokens"].tolist() == [5, 4, 3, 7, 6, 3, 4, 2]
 
 
@@ -119,3 +119,70 @@ def test_rows_load_from_jsonl_and_bad_ones_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": "hello"}))
     with pytest.raises(ValueError, match=says("row 0", "'messages'", "role", "content", "hello")):
         load_demonstrations(path)
+
+
+def test_columns_are_named_and_two_usual_pairs_need_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def loaded(row: dict[str, Any], **form: Any) -> dict[str, Any]:
+        path.write_text(json.dumps(row | {"id": 7}))
+        return load_demonstrations(path, DemonstrationFormat(**form))[0]
+
+    pair, talk = {"prompt": "a", "response": "b"}, [turn("user", "a"), turn("assistant", "b")]
+    assert loaded({"input": "a", "output": "b"}) == pair
+    assert loaded({"q": "a", "a": "b"}, prompt_key="q", response_key="a") == pair
+    assert loaded({"prompt": "a", "answer": "b"}, response_key="answer") == pair
+    assert loaded({"talk": talk}, prompt_key="talk") == {"messages": talk}
+    assert loaded({"text": "ab"}, plain_text=True) == {"text": "ab"}
+    assert loaded({"body": "ab"}, prompt_key="body", plain_text=True) == {"text": "ab"}
+    with pytest.raises(ValueError, match=says("row 0", "'q'", "'prompt'", "data.prompt_key")):
+        loaded(pair, prompt_key="q", response_key="response")
+    with pytest.raises(ValueError, match=says("row 0", "data.response_key", "data.plain_text")):
+        loaded(pair, prompt_key="prompt")
+
+
+def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
+    form = DemonstrationFormat(prompt_key="q", response_key="a", plain_text=True, apply_chat_template=True)
+    assert form.of("rows.jsonl") is form
+    assert form.of("task:sort") == DemonstrationFormat(apply_chat_template=True)
+    rows = load_demonstrations("task:sort", form.of("task:sort"), max_rows=3, seed=1)
+    assert [set(row) >= {"prompt", "response"} for row in rows] == [True] * 3
+
+
+def test_of_a_conversation_the_last_turn_alone_can_be_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    data = encode_demonstrations([{"messages": messages}], tokenizer, DemonstrationFormat(multiturn=False))
+    assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
+    assert learnt(data) == [6, 2]
+
+
+def test_a_template_that_rewrites_earlier_turns_fits_where_the_last_turn_alone_is_learnt() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    data = encode_demonstrations(
+        [{"messages": messages}], with_template(template), DemonstrationFormat(multiturn=False)
+    )
+    assert data.batch["tokens"].tolist() == [3, 5, 6, 2]
+    assert learnt(data) == [6, 2]
+
+
+def test_of_a_prompt_with_turns_of_the_assistant_the_response_alone_is_learnt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    rows = [{"prompt": prompt, "response": response} for response in ("d", [turn("assistant", "d")])]
+    data = encode_demonstrations(rows, tokenizer, DemonstrationFormat(apply_chat_template=True))
+    assert data.batch.row(0, "tokens").tolist() == data.batch.row(1, "tokens").tolist() == [3, 4, 2, 5, 6, 2]
+    assert learnt(data) == learnt(data, 1) == [6, 2]
+
+
+def test_of_plain_text_every_token_but_the_first_is_learnt_and_what_is_too_long_is_cut(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rows = [{"text": "abc"}, {"text": "abcdab"}, {"text": "a"}]
+    data = encode_demonstrations(rows, tokenizer, DemonstrationFormat(plain_text=True), max_tokens=4)
+    assert data.batch["tokens"].tolist() == [3, 4, 5, 3, 4, 5, 6]
+    assert data.batch["loss_mask"].tolist() == [False, True, True, False, True, True, True]
+    assert (data.kept, data.cut, data.dropped) == (2, 1, {"too_long": 0, "nothing_to_learn": 1})

@@ -19,7 +19,6 @@ from components.data.preferences import (
     PairFormat,
     check_shares,
     encode_pairs,
-    first_rows,
     hold_out,
     load_pairs,
     read_pairs,
@@ -206,7 +205,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
     assert data.batch["margin"].tolist() == [0, 0, 0.5, 0.5, 1, 1, 0, 0]
     assert data.batch.lengths.tolist() == [6, 4, 4, 4, 6, 4, 4, 6]
     assert data.openings == ["ab"] * 4
-    with pytest.raises(ValueError, match=says("6 pairs", "'too_long': 5", "'identical': 1", "max_len")):
+    with pytest.raises(ValueError, match=says("6 pairs", "'too_long': 5", "'identical': 1", "data.max_tokens")):
         encode_pairs(pairs, letters, max_tokens=3)
 
 
@@ -262,14 +261,6 @@ def test_the_pairs_of_a_task_and_of_a_file_are_loaded_up_to_a_number(tmp_path: P
     assert [len(load_pairs(f"{tmp_path}/pairs.jsonl", max_rows=most)) for most in (2, None)] == [2, 3]
 
 
-def test_the_first_rows_of_each_source_are_looked_at_and_a_source_that_is_none_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 150)
-    found = first_rows({"dataset": ("task:sort", "train"), "eval_dataset": (f"{tmp_path}/pairs.jsonl", "train")})
-    assert {option: len(rows) for option, rows in found.items()} == {"dataset": 100, "eval_dataset": 100}
-    with pytest.raises(ValueError, match=says("eval_dataset=none.jsonl")):
-        first_rows({"dataset": ("task:sort", "train"), "eval_dataset": ("none.jsonl", "train")})
-
-
 def test_a_task_has_its_pairs_where_it_always_has_them() -> None:
     form = PairFormat(prompt_key="ask", chosen_key="good", apply_chat_template=True, with_margin=True)
     assert form.of("pairs.jsonl") is form
@@ -297,7 +288,7 @@ def test_no_conversation_is_on_both_sides_however_it_is_written(
     try:
         train_P, held_P = hold_out(openings, count, seed)
     except ValueError as error:
-        assert re.search(says(count, "eval_samples"), str(error))
+        assert re.search(says(count, "evaluation.held_out"), str(error))
         # Groups are taken whole, so that the last one may reach beyond the number; without it, there is not enough.
         sizes = sorted(names.count(name) for name in set(names))
         assert len(names) - sizes[-1] < count
@@ -318,9 +309,9 @@ def test_no_conversation_is_on_both_sides_however_it_is_written(
 def test_another_seed_holds_out_other_conversations_and_all_of_them_are_refused() -> None:
     openings = [str(i) for i in range(100)]
     assert not hold_out(openings, 10, 1)[1].equal(hold_out(openings, 10, 2)[1])
-    with pytest.raises(ValueError, match=says("100 of 100", "eval_samples")):
+    with pytest.raises(ValueError, match=says("100 of 100", "evaluation.held_out")):
         hold_out(openings, 100, 0)
-    with pytest.raises(ValueError, match=says("1 of 3", "eval_samples")):
+    with pytest.raises(ValueError, match=says("1 of 3", "evaluation.held_out")):
         hold_out(["Hi", "hi ", "HI"], 1, 0)
 
 
@@ -336,9 +327,9 @@ def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
     pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
     check_shares(3, pairs[2], None)
     check_shares(2, pairs[1], pairs[1])
-    with pytest.raises(ValueError, match=says("2 responses", "judge", "3 ranks", "eval_samples")):
+    with pytest.raises(ValueError, match=says("2 responses", "judge", "3 ranks", "evaluation.held_out")):
         check_shares(3, pairs[3], pairs[1])
-    with pytest.raises(ValueError, match=says("2 responses", "train", "3 ranks", "num_gpus_per_node")):
+    with pytest.raises(ValueError, match=says("2 responses", "train", "3 ranks", "placement.ranks_per_node")):
         check_shares(3, pairs[1], None)
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from components.data.prompts import PromptSource
-from components.data.supervised import encode_demonstrations
+from components.data.supervised import DemonstrationFormat, encode_demonstrations
 from components.data.text import (
     TextEncoder,
     load_tokenizer,
@@ -92,7 +92,9 @@ def test_rl_and_demonstrations_read_the_same_prompt_as_the_same_ids(adds: str, t
     prompt = PromptSource([row("no yes")], tokenizer, 0, apply_chat_template=chat).take(1)["tokens"].tolist()
     has_bos = adds in (ADDS_BOS, ADDS_BOTH) or (chat and template == BOS_AND_TURNS)
     assert prompt == [BOS] * has_bos + [NO, YES]
-    data = encode_demonstrations([{"prompt": "no yes", "response": "yes"}], tokenizer, apply_chat_template=chat)
+    data = encode_demonstrations(
+        [{"prompt": "no yes", "response": "yes"}], tokenizer, DemonstrationFormat(apply_chat_template=chat)
+    )
     assert data.batch["tokens"].tolist() == [*prompt, YES, EOS]
     assert data.batch["loss_mask"].tolist() == [False] * len(prompt) + [True, True]
 
