@@ -99,7 +99,6 @@ class Tracker:
         *,
         steps: int = 0,
         sample: Callable[[], Mapping[str, Any]] | None = None,
-        show: bool = True,
     ) -> None:
         """Record the metrics of one step.
 
@@ -108,12 +107,11 @@ class Tracker:
             metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
             steps: how many the run is to have; 0: not known.
             sample: gives one response of the step, for who watches.
-            show: whether a person is to see a line of it, where lines are what they see.
         """
         values: dict[str, Any] = {}
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._emit(lambda sink: sink.log(step, values))
-            shown = tuple(name for wanted in self._shown for name in values if show and _is(name, wanted))
+            shown = tuple(name for wanted in self._shown for name in values if _is(name, wanted))
             response: dict[str, Any] = {}
             if sample is not None:
                 self._guard("a response of each step", lambda: response.update(plain(sample())))
