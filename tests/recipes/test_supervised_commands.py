@@ -1,0 +1,116 @@
+"""OpenRLHF's own commands of train_sft, train_rm, train_dpo and serve_rm, of 0.8 to 0.11, are taken as they are."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_origin
+
+import pytest
+from local_runs import run_here
+from tiny_models import write_policy
+
+from recipes.dpo.config import DPOConfig
+from recipes.reward_model.config import RewardModelConfig
+from recipes.reward_model.serve import ServeConfig
+from recipes.sft.config import SFTConfig
+from training.adapter import KINDS
+from training.config import load_config
+from training.schema import fields_of, without_none
+
+UPSTREAM = Path(__file__).parent / "upstream"
+COMMANDS = [json.loads(line) for line in (UPSTREAM / "openrlhf_supervised.jsonl").read_text().splitlines()]
+FLAGS: dict[str, dict[str, str]] = json.loads((UPSTREAM / "openrlhf_supervised_flags.json").read_text())
+"""Program -> kind of value -> flags, of all releases from 0.8.11 to 0.11.0."""
+RECIPES = {"train_sft": "sft", "train_rm": "reward_model", "train_dpo": "dpo"}
+SCHEMAS: dict[str, Any] = {
+    "train_sft": SFTConfig,
+    "train_rm": RewardModelConfig,
+    "train_dpo": DPOConfig,
+    "serve_rm": ServeConfig,
+}
+MODELS = ("pretrain", "model_name_or_path", "reward_pretrain", "ref_pretrain")
+"""Ends of the flags that name a model."""
+
+
+def named(command: dict[str, Any]) -> str:
+    return f"{command['source']} {command['script']}"
+
+
+def locally(argv: list[str], model: Path, data: Path) -> list[str]:
+    """The command with a model and data that are here."""
+    found = list(argv)
+    for index, word in enumerate(argv[:-1]):
+        last = word.removeprefix("--").rpartition(".")[2]
+        if word.startswith("--") and last in MODELS:
+            found[index + 1] = str(model)
+        if word.startswith("--") and last == "dataset":
+            parts = argv[index + 1].count(",") + 1
+            found[index + 1] = ",".join([str(data)] * parts)
+    return found
+
+
+def write_rows(path: Path, count: int) -> Path:
+    """Rows that are demonstrations and pairs, in the columns of all commands."""
+    rows = []
+    for number in range(count):
+        asked = {"role": "user", "content": f"{number}?"}
+        good, bad = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+        columns = {"question": f"{number}?", "response": "yes", "input": f"{number}?", "output": "yes"}
+        rows.append(columns | {"chosen": [asked, good], "rejected": [asked, bad]})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] != "serve_rm"], ids=named)
+def test_a_command_is_taken_whole_on_the_machines_it_asks_for(
+    command: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = locally(command["argv"], model, write_rows(tmp_path / "rows.jsonl", 4))
+    main = import_module(f"recipes.{RECIPES[command['program']]}.main").main
+    assert main([*argv, "--dry_run", "--assume_devices", "8x2"]) == 0, capsys.readouterr().err
+    plan = json.loads(capsys.readouterr().out)
+    assert max(role["nproc_per_node"] for role in plan["roles"].values()) == 8
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] == "serve_rm"], ids=named)
+def test_a_command_of_the_reward_server_is_taken_whole(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    config = load_config(ServeConfig, locally(command["argv"], model, tmp_path))
+    assert (config.model.path, config.port, config.precision) == (str(model), 5000, "bf16")
+    assert (config.max_text_tokens, config.batch_size, config.normalize) == (8192, 16, True)
+
+
+def words_of(kind: Any) -> str:
+    """How many words of a command line belong to a value of this type."""
+    kind = without_none(kind)
+    return {bool: "none or one", tuple: "two", list: "any"}.get(get_origin(kind) or kind, "one")
+
+
+@pytest.mark.parametrize("program", FLAGS)
+def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(program: str) -> None:
+    schema = SCHEMAS[program]
+    fields = fields_of(schema)
+    there = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
+    kinds = {name: schema.ADAPTER.kind_of(name, fields) or fields.get(name) for name, _ in there}
+    assert [name for name, kind in kinds.items() if kind is None] == []
+    assert [(name, words_of(kinds[name])) for name, _ in there] == there
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["train_sft.sh", "train_rm.sh", "train_dpo_llama.sh"])
+def test_a_command_trains_two_steps(script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = next(c for c in COMMANDS if (c["source"], c["script"]) == ("v0.11.0", script))
+    monkeypatch.chdir(tmp_path)  # it saves into ./checkpoint
+    # Of its batches of 256 the size alone is another, which would only take its time.
+    smaller = ["train.batch_size=16", "evaluation.held_out=8"]
+    argv = locally(command["argv"], model, write_rows(tmp_path / "rows.jsonl", 2 * 16 + 8))
+    run = run_here(RECIPES[command["program"]], tmp_path / "run", *argv, *smaller)
+    assert run.code == 0, run.err
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
+    folder = Path(command["argv"][command["argv"].index("--ckpt.output_dir") + 1])
+    assert (tmp_path / folder / "model.safetensors").is_file()
