@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+_OF_ANY = ("func_path", "concurrency", "max_tokens")
+"""Options that have an effect without an agent too, or say whether there is one."""
+
 
 @dataclass(kw_only=True)
 class AgentOptions:
@@ -19,8 +22,8 @@ class AgentOptions:
     max_turns: int = 16
     """Turns of an episode, at most; one that is not done by then is truncated."""
     max_tokens: int | None = None
-    """Tokens of an episode, at most: prompt, responses and feedback. Default: as many as the model has positions. The
-    limit of one turn is that of a response."""
+    """Tokens of an episode, at most: prompt, responses and feedback; without an agent prompt and response. Default: as
+    many as the model has positions. The limit of one turn is that of a response."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay part of it."""
     concurrency: int = 256
@@ -50,7 +53,7 @@ class AgentOptions:
 
     def notes(self, given: Collection[str], engine: str = "") -> list[str]:
         """What a user who has named the options `given` should know of before the run starts; `engine` generates."""
-        idle = [f"agent.{option.name}" for option in fields(self) if option.name not in ("func_path", "concurrency")]
+        idle = [f"agent.{option.name}" for option in fields(self) if option.name not in _OF_ANY]
         named = [name for name in idle if name in given]
         if self.func_path is None:
             return [f"no effect of {', '.join(named)}: there is no agent.func_path"] if named else []
@@ -60,6 +63,6 @@ class AgentOptions:
 
     def longest_prompt(self, max_prompt_tokens: int, max_new_tokens: int) -> int | None:
         """Tokens that an engine may have to read before it writes; None: as many as the model has positions."""
-        if self.func_path is None:
-            return max_prompt_tokens
-        return None if self.max_tokens is None else max(self.max_tokens - max_new_tokens, 1)
+        if self.max_tokens is not None:
+            return max(self.max_tokens - max_new_tokens, 1)
+        return max_prompt_tokens if self.func_path is None else None

@@ -102,7 +102,7 @@ class EpisodeRunner:
             RuntimeError: the engine failed.
         """
         if isinstance(self.engine, RolloutEngine):
-            return self.engine.generate(prompts, sampling)
+            return self.engine.generate(prompts, sampling, self.options.max_tokens)
         if alone:
             options = dataclasses.replace(self.options, stop=[])
             plain = EpisodeRunner(self.engine, None, options, self.encoder.tokenizer, self._loop_runner)
@@ -295,7 +295,7 @@ def open_runner(
         # Plain responses, as many at a time as the engine takes.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))
     else:
-        return EpisodeRunner(open_rollout_engine(model_path, engine))
+        return EpisodeRunner(open_rollout_engine(model_path, engine), options=agent)
     loop_runner = asyncio.Runner()
     opened = loop_runner.run(open_async_engine(model_path, engine))
     runner = EpisodeRunner(opened, executor, agent, tokenizer(), loop_runner)

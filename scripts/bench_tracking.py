@@ -1,13 +1,13 @@
 """What checkpoints and tracking cost a default run of openrlhf_ppo: blocks of steps with and without them, in one run.
 
     python scripts/bench_tracking.py                              16 blocks of the recipe's own size
-    python scripts/bench_tracking.py --blocks 8 save_steps=5      fewer and shorter ones
+    python scripts/bench_tracking.py --blocks 8 checkpoint.every=5     fewer and shorter ones
 
-After a block to warm up, every second block of `save_steps` steps has all that the recipe ships: a line of metrics, the
-rollouts and the summary at each step, and a checkpoint at the block's end. The others have none of it. A block is timed
-from the end of the one before, so what is done between two steps counts too. Neighbours are compared, so that a
-machine that slows down changes both. Console lines and the calls' events are in all blocks; the time that events take
-in the driver, which is another process, is measured there.
+After a block to warm up, every second block of `checkpoint.every` steps has all that the recipe ships: a line of
+metrics, the rollouts and the summary at each step, and a checkpoint at the block's end. The others have none of it. A
+block is timed from the end of the one before, so what is done between two steps counts too. Neighbours are compared, so
+that a machine that slows down changes both. Console lines and the calls' events are in all blocks; the time that events
+take in the driver, which is another process, is measured there.
 
 The run folder lies in --folder, on whose disk checkpoints are measured, and is removed at the end.
 """
@@ -33,17 +33,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
 from core import Role  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
-from recipes.openrlhf_ppo.data import check_inputs  # noqa: E402
+from recipes.openrlhf_ppo.data import check_models  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
 from recipes.openrlhf_ppo.main import build_job, read_config  # noqa: E402
 from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
 from training.config import given_options  # noqa: E402
 from training.schema import ConfigError  # noqa: E402
 from training.tracking import EventLog, Tracker  # noqa: E402
-from training.warm_start import resolve_model  # noqa: E402
 
 BLOCKS_FILE = "blocks.json"
-OURS = ("run_dir", "ckpt_path", "resume", "max_samples", "num_episodes", "eval_steps", "save_path")
+OURS = (
+    *("run_dir", "resume", "data.max_samples", "data.epochs"),
+    *("evaluation.every", "checkpoint.path", "checkpoint.export_path"),
+)
 """Options of the recipe that the measurement sets itself, or that would write elsewhere."""
 
 
@@ -130,7 +132,7 @@ class BenchTrainer(PPOTrainer):
             clock = time.perf_counter()
             for rollouts in all_rollouts(*given, **named):
                 yield rollouts  # what follows is done once the step is over
-                if run.step % self.config.save_steps == 0:
+                if run.step % self.config.checkpoint.every == 0:
                     now = time.perf_counter()
                     blocks.append(Block(tracker.on, start, now - clock, saves.seconds, tracker.seconds))
                     saves.seconds = tracker.seconds = 0.0
@@ -208,24 +210,32 @@ def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
     if taken:
         raise ConfigError(f"{', '.join(taken)}: set by the measurement; leave it out")
     config = resolved(read_config(options))
-    if config.save_steps < 1:
-        raise ConfigError(f"save_steps={config.save_steps}; set the steps of a block, which ends with a checkpoint")
+    if config.checkpoint.every < 1:
+        raise ConfigError(
+            f"checkpoint.every={config.checkpoint.every}; set the steps of a block, which ends with a checkpoint"
+        )
     # One block to warm up, and one step that is left out because it would be the last.
-    prompts = ((blocks + 1) * config.save_steps + 1) * config.rollout_batch_size
-    return replace(config, run_dir=run_dir, resume="none", max_samples=prompts, num_episodes=1, eval_steps=-1)
+    prompts = ((blocks + 1) * config.checkpoint.every + 1) * config.prompts_per_step
+    return replace(
+        config,
+        run_dir=run_dir,
+        resume="none",
+        data=replace(config.data, max_samples=prompts, epochs=1),
+        evaluation=replace(config.evaluation, every=-1),
+    )
 
 
 def measure(blocks: int, options: list[str], folder: Path) -> int:
     """Run the blocks and print what they show; returns the exit code."""
     try:
         config = measured_config(blocks, options, str(folder))
-        check_inputs(config)
+        check_models(config)
         job = build_job(config)
     except ValueError as error:
         print(f"bench_tracking: {error}", file=sys.stderr)
         return 2
     job.roles[Role.TRAINER].entrypoint = "bench_tracking:BenchTrainer"
-    job.config = replace(config, pretrain=resolve_model(config.pretrain))
+    job.config = replace(config, model=config.model.prepared(folder))
     events = TimedEvents(folder / "events.jsonl")
     result = job.submit("bench_tracking", log_dir=folder / "logs", observers=[events])
     if result.status != "finished":
@@ -235,8 +245,8 @@ def measure(blocks: int, options: list[str], folder: Path) -> int:
     if len(found) < 2:
         print(f"bench_tracking: the prompts are enough for {len(found)} blocks; two are needed", file=sys.stderr)
         return 2
-    print(f"{len(found)} blocks of {config.save_steps} steps, seed {config.seed}, on {folder.parent}")
-    print(report(found, config.save_steps, events.took))
+    print(f"{len(found)} blocks of {config.checkpoint.every} steps, seed {config.seed}, on {folder.parent}")
+    print(report(found, config.checkpoint.every, events.took))
     return 0
 
 

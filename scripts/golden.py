@@ -109,10 +109,10 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
     from recipes.openrlhf_ppo.roles.critic import Critic
     from recipes.openrlhf_ppo.roles.reference import Reference
 
-    options = f"""pretrain={model} prompt_data=task:sort scorer=sort run_dir={stage.folder} rollout_batch_size={PROMPTS}
+    options = f"""pretrain={model} prompt_data=task:sort run_dir={stage.folder} rollout_batch_size={PROMPTS}
         n_samples_per_prompt={SAMPLES} train_batch_size={PROMPTS * SAMPLES // 2} generate_max_len=8
         actor_learning_rate=1e-2 critic_learning_rate=1e-2 lr_warmup_ratio=0 lr_scheduler=constant init_kl_coef=0.1
-        gamma=0.95 lambd=0.9 adam_eps={EPS} entropy_loss_coef=0.01"""
+        gamma=0.95 lambd=0.9 train.eps={EPS} entropy_loss_coef=0.01"""
     config = resolved(read_config(options.split()))
     actor, critic, reference = (stage.role(cls, config) for cls in (Actor, Critic, Reference))
     actor["actor_init"](model, STEPS)
@@ -128,11 +128,11 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
         experience = samples
         for forward in forwards:
             experience = experience.with_tokens(**forward(samples.only("tokens")).per_token)
-        experience = add_advantages(experience, config, config.init_kl_coef)
+        experience = add_advantages(experience, config, config.algorithm.kl_coef)
         actor["append_experience"](experience)
         critic["append_experience"](experience)
         learnt = {f"critic_{name}": value for name, value in critic["critic_update"](number).items()}
-        found.append(summary(experience) | learnt | actor["actor_update"](number, config.init_kl_coef))
+        found.append(summary(experience) | learnt | actor["actor_update"](number, config.algorithm.kl_coef))
     return found
 
 

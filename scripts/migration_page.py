@@ -5,57 +5,77 @@ python scripts/migration_page.py --check    exit 1 if one of them is not what wo
 """
 
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipes.openrlhf_ppo import flags  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
 from recipes.verl_ppo.keys import KEYS  # noqa: E402
+from training.adapter import Adapter  # noqa: E402
 from training.schema import options_of  # noqa: E402 (the project may not be installed)
 
 FROM_OPENRLHF = """\
 # From OpenRLHF
 
-<!-- Written by scripts/migration_page.py from config.py and flags.yaml of the recipe: change those, not this page. -->
+<!-- Written by scripts/migration_page.py from training/adapters/openrlhf.yaml and the recipe's config.py: change those,
+not this page. -->
 
-Take the flags of your `train_ppo_ray` command as they are:
+Take your `train_ppo_ray` command as it is:
 
 ```bash
 ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray --pretrain M --reward_pretrain R --prompt_data D ...
 bash recipes/openrlhf_ppo/run.sh                            --pretrain M --reward_pretrain R --prompt_data D ...
 ```
 
-`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. Flags may be written `--flag value`
-or `flag=value`, under the names of OpenRLHF 0.9 (and of its published guides) or under the dotted ones of 0.10 and
-later. A flag that is not taken is never ignored: it ends the command with exit code 2 and one line that says why and
-what to use. One that has no effect beside the others, such as a budget of tokens without `use_dynamic_batch`, is named
-at the start. `--dry_run` shows the plan and starts nothing.
+`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. The flags of 0.8.11 to 0.11.0 are
+taken, the flat ones (`--actor_learning_rate`) and the dotted ones (`--actor.adam.lr`), as `--flag value` or
+`flag=value`, beside the options of this project (`train.learning_rate`). `--print_config` prints the options that a
+command comes to, and `--dry_run` shows the plan; both start nothing.
+
+A flag is never ignored in silence. One that is not taken ends the command with exit code 2 and says what to use; all
+that is in the way is said at once. One that has no effect, alone or beside the others, is named at the start.
+
+What takes more than another name:
+
+- **`max_len`** is the limit of prompt and response together. With `max_new_tokens` prompts have what is left; without
+  it a response gets what its prompt leaves (`agent.max_tokens`). Prompts that are too long are left out and counted;
+  there they lose their beginning. An episode of an agent has `max_len` tokens, or `prompt_max_len` and
+  `generate_max_len` together.
+- **Rewards** come from the first of `agent_func_path`, `remote_rm_url` and `reward_pretrain` that is given.
+- **`ROLE_num_nodes` x `ROLE_num_gpus_per_node`** are the workers of a role (`placement.actor_ranks` and so on). Reward
+  code and servers take no device.
+- **`colocate_all_models`** with `async_train` is for all models but the engines, as there.
+- **`dynamic_filtering`** with `partial_rollout`: new weights wait until responses are done.
+- **`vllm_enable_sleep`** has an effect where engines share devices, and not with an agent.
+- **`use_dynamic_batch`** cuts by `train_max_tokens_per_gpu`; the micro-batch sizes have no effect then, as there.
+- **`enable_vllm_is_correction`** with `use_icepop` or `vllm_is_correction_type` is `algorithm.correction`. One number
+  as `vllm_is_truncated_threshold` is the highest weight, as up to 0.9.0.
+- **`eps_clip`**, **`eps_clip_low_high`** are `algorithm.clip_low` and `clip_high`; **`enable_ema`**, **`ema_beta`** are
+  `train.ema_beta`; **`lr_scheduler`** takes transformers' names; `linear` ends at 0 and `constant` has no warm-up.
+- **`use_wandb`** and **`use_tensorboard`** take a key and a folder, or `true`.
 
 What is different on purpose:
 
 - **Losses** are means over the tokens of a whole optimizer step on all ranks; micro-batch sizes and the number of ranks
   change memory and speed, never the result.
-- **GAE and returns skip what the policy did not write.** Rewards are compared within a prompt's answers by the prompt's
-  id, not by their place in the batch.
+- **GAE and returns skip what the policy did not write.** Rewards are compared within a prompt's responses by the
+  prompt's id, not by their place in the batch.
 - **seq-mask-tis** cuts its weights to the range too; there the cut is forgotten. docs/algorithms.md lists every
   formula, and every place where it differs.
 - **Dynamic filtering** replaces prompts one for one. When the data ends, the last step trains on what was accepted;
   the learning rate's schedule is of the steps that all prompts would fill.
-- **The engine's weights** (`enable_vllm_is_correction`) are applied with every `policy_loss_type`; there with ppo
-  alone.
-- **dr_grpo** divides by `generate_max_len`, as its paper does; there it is the group's mean alone.
-- **Reward servers** get batches of `remote_rm_batch_size` answers, spread over all URLs; a request that fails is
+- **The correction** of the engine's weights is applied with every `policy_loss_type`; there with ppo alone.
+- **dr_grpo** divides by `rollout.max_new_tokens`, as its paper does; there it is the group's mean alone.
+- **Reward servers** get batches of `reward.url_batch_size` responses, spread over all URLs; a request that fails is
   tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
   server is back, the same command resumes from there.
-- **Reward code** runs in processes of its own, with a deadline. An answer whose reward cannot be computed is named,
-  counted (`reward/failed`) and gets 0; above a tenth of a batch (and two answers) the run stops.
-- **Contradictions are errors**, not corrections: a discount with `rloo`, a critic's option without a critic, one answer
-  per prompt where answers are compared.
+- **Reward code** runs in processes of its own, with a deadline. A response whose reward cannot be computed is named,
+  counted (`reward/failed`) and gets 0; above a tenth of a batch (and two responses) the run stops.
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best one by `eval_dataset`.
 """
 
@@ -145,45 +165,48 @@ def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
     return f"{text} (there: {others[name]})" if name in others else text
 
 
+def adapter_tables(schema: Any, system: str) -> list[str]:
+    """What the table of another system says, and the options that it has no name for.
+
+    Args:
+        schema: of a recipe, with its ADAPTER.
+        system: its name.
+    """
+    own: Adapter = schema.ADAPTER
+    options = options_of(schema)
+    other: dict[str, list[str]] = {}
+    for name, target in own.options.items():
+        other.setdefault(target.name, []).append(name)
+    rows = [
+        (f"`{o.name}`", names(other.get(o.name, [])), shown_default(o.name, o.default, {}), o.meaning) for o in options
+    ]
+    named = [row for row, option in zip(rows, options, strict=True) if option.name in other]
+    rest = [(row[0], row[2], row[3]) for row, option in zip(rows, options, strict=True) if option.name not in other]
+    lines = [
+        f"## Names that stand for an option ({len(own.options)})",
+        "",
+        *table(("option", f"in {system}", "default", "what it does here"), named),
+        "",
+        f"## Names from which options are computed ({len(own.computed)})",
+        "",
+        textwrap.fill(f"{names(list(own.computed))}.", 120, break_long_words=False, break_on_hyphens=False),
+    ]
+    for title, head, entries in (
+        ("Names without effect", "why", own.no_effect),
+        ("Names that are not taken", "why, and what to use", own.refused),
+    ):
+        by_why: dict[str, list[str]] = {}
+        for name, entry in entries.items():
+            harmless = f" (`{entry.harmless}` is let through)" if entry.harmless else ""
+            by_why.setdefault(entry.why + harmless, []).append(name)
+        found = [(names(group), why) for why, group in by_why.items()]
+        lines += ["", f"## {title} ({len(entries)})", "", *table(("names", head), found)]
+    return [*lines, "", f"## All other options ({len(rest)})", "", *table(("option", "default", "what it does"), rest)]
+
+
 def from_openrlhf() -> str:
     """docs/from_openrlhf.md."""
-    newer: dict[str, list[str]] = {}
-    for other, flat in flags.ALIASES.items():
-        newer.setdefault(flat, []).append(other)
-    options = options_of(PPOConfig)
-    rows = [
-        (f"`{o.name}`", names(newer.get(o.name, [])), shown_default(o.name, o.default, flags.OTHER_DEFAULTS), o.meaning)
-        for o in options
-    ]
-    taken = [row for row, option in zip(rows, options, strict=True) if option.name not in flags.OURS]
-    ours = [(row[0], row[2], row[3]) for row, option in zip(rows, options, strict=True) if option.name in flags.OURS]
-    refused = [
-        (names([name for name, _ in group]), why + (f" (`{harmless}` is let through)" if harmless else ""))
-        for (why, harmless), group in groupby(flags.REFUSED.items(), key=lambda item: (item[1].why, item[1].harmless))
-    ]
-    later = [(which, why.removeprefix(flags.NOT_YET)) for which, why in refused if why.startswith(flags.NOT_YET)]
-    never = [(which, why) for which, why in refused if not why.startswith(flags.NOT_YET)]
-    lines = [
-        FROM_OPENRLHF,
-        f"## Flags that work ({len(taken)})",
-        "",
-        *table(("flag", "also", "default", "what it does here"), taken),
-        "",
-        f"## Flags that are not here yet ({sum(which.count('`') // 2 for which, _ in later)} names)",
-        "",
-        "Naming one is an error, unless it asks for what happens anyway, such as `--packing_samples false`.",
-        "",
-        *table(("flags", "until then"), later),
-        "",
-        f"## Flags that are not taken ({sum(which.count('`') // 2 for which, _ in never)} names)",
-        "",
-        *table(("flags", "why, and what to use"), never),
-        "",
-        "## Options that OpenRLHF does not have",
-        "",
-        *table(("option", "default", "what it does"), ours),
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, "OpenRLHF")]) + "\n"
 
 
 def from_verl() -> str:

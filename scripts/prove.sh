@@ -16,7 +16,7 @@ if [[ "${1:-}" == --recipe ]]; then
     shift $(($# < 2 ? $# : 2))
 fi
 case "$recipe" in
-    openrlhf_ppo) still=(actor_learning_rate=0 critic_learning_rate=0) ;;
+    openrlhf_ppo) still=(train.learning_rate=0 critic.learning_rate=0) ;;
     grpo | reinforce_pp | multi_turn) still=(train.learning_rate=0) ;;
     verl_ppo) still=(actor_rollout_ref.actor.optim.lr=0 critic.optim.lr=0) ;;
     *) echo "prove.sh: there is no bar for \"$recipe\"; set --recipe to openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo" >&2; exit 2 ;;

@@ -50,12 +50,11 @@ RECIPE_LINES = {
     "sft": 260,
     "dpo": 260,
     "reward_model": 500,
-    "openrlhf_ppo": 1660,
+    "openrlhf_ppo": 950,
     "verl_ppo": 2500,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
-the reason in the commit. Still above what they are to be: core 2,700, training 5,500, openrlhf_ppo and verl_ppo 950
-each."""
+the reason in the commit. Still above what they are to be: core 2,700, training 5,500, verl_ppo 950."""
 TABLES = {"flags.yaml", "keys.yaml", "names.yaml", "synonyms.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""

@@ -158,6 +158,8 @@ class Adapter:
         """What is written in this system's names, or in the schema's, in the latter. Later ones win."""
         found = Translation()
         raw: dict[str, Given] = {}
+        after: list[Given] = []
+        """Written in the schema's own names after all that is computed with."""
         idle: dict[str, list[str]] = {}
         for option in given:
             has_effect, entry = self._entry_of(option.name)
@@ -165,9 +167,11 @@ class Adapter:
                 self._translate_one(option, target, found)
             elif option.name in self.computed:
                 raw[option.name] = option
+                after = []
             elif entry is None:
                 found.options.append(option)
                 found.written[option.name] = option.name
+                after.append(option)
             elif entry.lets_through(option.value):
                 continue
             elif has_effect:
@@ -176,7 +180,7 @@ class Adapter:
                 idle.setdefault(entry.why, []).append(option.name)
         found.notes += [f"no effect of {', '.join(dict.fromkeys(names))}: {why}" for why, names in idle.items()]
         if raw and self.compute is not None:
-            self._compute(raw, found)
+            self._compute(raw, found, after)
         return found
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:
@@ -205,15 +209,16 @@ class Adapter:
         found.options.append(Given(target.name, value, option.source))
         found.written[target.name] = option.name
 
-    def _compute(self, raw: Mapping[str, Given], found: Translation) -> None:
+    def _compute(self, raw: Mapping[str, Given], found: Translation, after: Iterable[Given]) -> None:
         assert self.compute is not None
         values = {name: option.value for name, option in raw.items()}
         result = self.compute(values, {option.name: option.value for option in found.options})
         found.options += [Given(name, value) for name, value in result.options.items()]
+        found.options += [option for option in after if option.name in result.options]
         found.notes += result.notes
         found.faults += result.faults
         if len(raw) == 1:
-            found.written |= dict.fromkeys(result.options, next(iter(raw)))
+            found.written = dict.fromkeys(result.options, next(iter(raw))) | found.written
 
     def _entry_of(self, name: str) -> tuple[bool, Refused | None]:
         """Whether the name would have an effect, and what is said of it; None: this system has no such name."""

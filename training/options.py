@@ -171,6 +171,11 @@ class DataOptions(Options):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from at_least(self, "data.", 1, "max_samples", "max_prompt_tokens", "epochs")
+        template = self.input_template
+        if template is not None and template.count("{}") != 1:
+            yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
+        if template is not None and self.apply_chat_template:
+            yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
         """The prompts and labels; `seed` draws those of a generated task."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from components.engines.memory import Need
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
@@ -79,31 +80,41 @@ class PolicyCommand(Command[C]):
 
     def read_resolved(self, arguments: list[str]) -> C:
         """What the user asks for, with everything filled in that was left to the machine."""
-        return resolved(self.read(arguments), detect_devices())
+        return self.resolved(self.read(arguments))
+
+    def resolved(self, asked: C) -> C:
+        """A configuration with everything filled in that was left to the machine."""
+        return resolved(asked, detect_devices())
+
+    def needs(self, config: C, job: Job) -> dict[str, Need]:
+        """What a process of each role takes that holds a model."""
+        train, model, responses = config.train, config.model.path, config.step_size
+        estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+        limits = (train.forward_max_tokens or train.max_tokens, responses)
+        actor = config.train_engine(1)
+        return {
+            Role.ACTOR: estimate.trained(Role.ACTOR, model, actor, config.mini_batch_size, publishes=True),
+            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), responses),
+            Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
+        }
 
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
-        config = resolved(asked, detect_devices())
+        config = self.resolved(asked)
         job = self.build_job(config)
-        data, train, model = config.data, config.train, config.model.path
-        estimate = Estimate(job, model, data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        responses, engine = config.prompts_per_step * config.samples_per_prompt, config.train_engine(1)
-        limits = (train.forward_max_tokens or train.max_tokens, responses)
-        temperature = asked.evaluation.temperature
+        data, train = config.data, config.train
+        kernels = config.model.attn_implementation
+        attention = f", attention {kernels}" if kernels else ""
         return Plan(
             recipe=self.folder.name,
             job=job,
             config=config,
             changed=self.changed(arguments),
-            needs={
-                Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, config.mini_batch_size, publishes=True),
-                Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), responses),
-                Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
-            },
+            needs=self.needs(config, job),
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
-                f"{train.engine} zero_stage={engine.stage} {train.precision}",
-                asked.rollout.chosen(job.device_type == "GPU", asked.model.path, temperature)[1],
+                f"{train.engine} zero_stage={train.stage} {train.precision}{attention}",
+                asked.rollout.chosen(job.device_type == "GPU", asked.model.path, asked.evaluation.temperature)[1],
             ],
             notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -48,12 +48,17 @@ class PolicyOptions(Options):
     """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
     where a step has several optimizer steps."""
 
+    @property
+    def most_clip_low(self) -> float:
+        """What clip_low may be: a ratio is above 0."""
+        return 1.0
+
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
+        if not 0 <= self.clip_low <= self.most_clip_low or not 0 <= self.clip_high < math.inf:
             yield (
                 f"the ratio cannot be clipped to 1 - {self.clip_low} and 1 + {self.clip_high}; set algorithm.clip_low "
-                "from 0 to 1, and algorithm.clip_high to 0 or more"
+                f"from 0 to {self.most_clip_low:g}, and algorithm.clip_high to 0 or more"
             )
         if not 0 <= self.kl_coef < math.inf:
             yield f"algorithm.kl_coef={self.kl_coef}; set it to 0 or more"
@@ -112,11 +117,14 @@ class RLOptions(RunOptions):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
         yield from self._faults_of_sizes()
-        if self.evaluation.path is None and (self.evaluation.every > 0 or self.evaluation.best_metric):
-            yield "evaluation.every or evaluation.best_metric without evaluation.path; set that too"
         yield from self.asynchronous.faults_beside(
             self.placement.colocate, self.backend, self.prompts_per_step, self.APART
         )
+        if self.filter_range and self.asynchronous.partial_rollout:
+            yield (
+                f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
+                "the next; unset one of them"
+            )
         if self.data.path:
             yield from self._faults_of_reward()
 
@@ -185,7 +193,7 @@ class RLOptions(RunOptions):
         """Dynamic sampling: prompts whose mean score is not between the two are replaced; with two None those whose
         scores are all the same. None: none are.
         """
-        return None
+        return getattr(self.algorithm, "filter_range", None)
 
     @property
     def step_size(self) -> int:
@@ -257,7 +265,11 @@ class RLOptions(RunOptions):
         idle = [
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
-            (self.evaluation.path is None, "evaluation.samples_per_prompt", "there is no evaluation.path"),
+            *(
+                (self.evaluation.path is None, f"evaluation.{option.name}", "there is no evaluation.path")
+                for option in fields(self.evaluation)
+                if option.name != "path"
+            ),
             *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
         found = without_effect(idle, given)

@@ -50,11 +50,6 @@ class GRPOConfig(RLOptions):
         own = self.algorithm
         if self.samples_per_prompt < 2:
             yield f"samples_per_prompt={self.samples_per_prompt}: GRPO compares responses to one prompt; set 2 or more"
-        if own.filter_range and self.asynchronous.partial_rollout:
-            yield (
-                "algorithm.filter_range replaces prompts of a step, and asynchronous.partial_rollout carries some to "
-                "the next; unset one of them"
-            )
         if own.filter_range and not own.filter_range[0] < own.filter_range[1]:
             yield f"algorithm.filter_range={own.filter_range}; set two scores, the lower first"
         longest = self.rollout.max_new_tokens
@@ -67,11 +62,6 @@ class GRPOConfig(RLOptions):
             yield f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more"
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
             yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
-
-    @property
-    def filter_range(self) -> tuple[float, float] | None:
-        """See `RLOptions.filter_range`."""
-        return self.algorithm.filter_range
 
     def optimizer_steps(self, count: int) -> int:
         """All of the same size, but at the end of filtered data, where a step of a few responses would move as far."""

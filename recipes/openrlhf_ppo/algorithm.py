@@ -48,20 +48,19 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
     """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
     step's batch.
     """
-    mask_N = experience["action_mask"]
+    own, mask_N = config.algorithm, experience["action_mask"]
     kl_N = None
-    if config.needs_reference and not config.use_kl_loss:
-        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, config.kl_estimator)
+    if config.needs_reference and own.kl_in_reward:
+        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, own.kl_estimator)
     shaped_B = shaped_rewards(experience, config)
     reward_N = token_rewards(shaped_B, kl_N, kl_coef, mask_N, experience.lengths)
     if config.needs_critic:
         value_N = experience["value"]
-        gamma, lambd = config.gamma, config.lambd
-        advantage_N, return_N = advantages.gae(reward_N, value_N, mask_N, experience.lengths, gamma, lambd)
+        advantage_N, return_N = advantages.gae(reward_N, value_N, mask_N, experience.lengths, own.gamma, own.lam)
     else:
-        advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, experience.lengths, config.gamma)
-    if config.advantage_estimator in WHITENED:
-        advantage_N = advantages.whiten(advantage_N, mask_N, scale=not config.no_advantage_std_norm)
+        advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, experience.lengths, own.gamma)
+    if own.estimator in WHITENED:
+        advantage_N = advantages.whiten(advantage_N, mask_N, scale=own.std_norm)
     experience = experience.with_sequences(shaped_reward=shaped_B)
     experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
     return experience.with_tokens(correction=corrections(experience, config)) if config.corrects_loss else experience
@@ -69,44 +68,44 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
 
 def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     """[B] rewards after the penalties on length, the comparison within groups, and the cut to their range."""
+    own, longest = config.algorithm, config.rollout.max_new_tokens
     reward_B, length_B = experience["reward"], experience.sum_tokens(experience["action_mask"])
-    if config.overlong_buffer_len is not None:
-        factor = config.overlong_penalty_factor
-        reward_B = overlong_penalty(reward_B, length_B, config.generate_max_len, config.overlong_buffer_len, factor)
-    if config.stop_properly_penalty_coef is not None:
-        reward_B = stop_properly_penalty(reward_B, experience["truncated"], config.stop_properly_penalty_coef)
-    if config.advantage_estimator == "opo":
+    if own.overlong_buffer is not None:
+        reward_B = overlong_penalty(reward_B, length_B, longest, own.overlong_buffer, own.overlong_penalty)
+    if own.truncated_factor is not None:
+        reward_B = stop_properly_penalty(reward_B, experience["truncated"], own.truncated_factor)
+    if own.estimator == "opo":
         reward_B = advantages.opo(reward_B, length_B, experience["prompt_id"])
-    elif config.advantage_estimator in COMPARISONS:
-        reward_B = compare_samples(experience, reward_B, COMPARISONS[config.advantage_estimator])
-    return reward_B.clamp(*config.reward_clip_range)
+    elif own.estimator in COMPARISONS:
+        reward_B = compare_samples(experience, reward_B, COMPARISONS[own.estimator])
+    return reward_B.clamp(*own.reward_range)
 
 
 def corrections(experience: Batch, config: PPOConfig) -> Tensor:
     """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
     columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
-    low, high = config.vllm_is_truncated_threshold
-    outside = "zero" if config.correction == "icepop" else "clamp"
+    own, (low, high) = config.algorithm, config.algorithm.correction_range
+    outside = "zero" if own.correction == "icepop" else "clamp"
     weight_N = correction.importance_weights(*columns, level="token", low=low, high=high, outside=outside)
-    if config.correction == "seq-mask-tis":
+    if own.correction == "seq-mask-tis":
         weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
     return weight_N
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig, kl_coef: float) -> LossOutput:
     """The surrogate, the KL to the reference where it is part of the loss, and the entropy's reward."""
-    mask_N = micro["action_mask"]
-    output = token_logprobs(model, micro, config.temperature, with_entropy=True)
+    own, mask_N, longest = config.algorithm, micro["action_mask"], config.rollout.max_new_tokens
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     weight_N = micro["correction"] if config.corrects_loss else None
     tokens = surrogate(output.logprob_N, micro, config)
-    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, config.generate_max_len, weight_N)
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, longest, weight_N)
     entropy = reduce_loss(policy_losses.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
     loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
-    if config.entropy_loss_coef:
-        loss = loss + config.entropy_loss_coef * entropy.loss
-    if config.needs_reference and config.use_kl_loss:
-        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, config.kl_estimator)
+    if own.entropy_coef:
+        loss = loss + own.entropy_coef * entropy.loss
+    if config.needs_reference and not own.kl_in_reward:
+        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, own.kl_estimator)
         kl = token_mean(kl_N, mask_N, totals.tokens)
         loss = loss + kl_coef * kl
         metrics["kl_loss"] = kl.detach()
@@ -114,13 +113,13 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
 
 
 def surrogate(logprob_N: Tensor, micro: Batch, config: PPOConfig) -> TokenLoss:
-    """What each token costs, as `policy_loss_type` says."""
-    low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
-    clip = {"clip_low": low, "clip_high": high}
+    """What each token costs, as `algorithm.policy_loss` says."""
+    own = config.algorithm
+    clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
     columns = (logprob_N, micro[config.old_policy], micro["advantage"], micro["action_mask"])
-    match config.policy_loss_type:
+    match own.policy_loss:
         case "ppo":
-            return policy_losses.ppo_loss(*columns, **clip, dual_clip=config.dual_clip)
+            return policy_losses.ppo_loss(*columns, **clip, dual_clip=own.dual_clip)
         case "gspo":
             return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
         case "geo_mean":
@@ -144,11 +143,11 @@ def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> B
 
     `index` counts the optimizer steps of the rollout step `step`.
     """
-    if config.policy_loss_type not in ("clip_cov", "kl_cov"):
+    if config.algorithm.policy_loss not in ("clip_cov", "kl_cov"):
         return minibatch
     mask_N = minibatch["action_mask"]
     covariance_N = policy_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
-    if config.policy_loss_type == "kl_cov":
+    if config.algorithm.policy_loss == "kl_cov":
         marked_N = policy_losses.kl_cov_tokens(covariance_N, mask_N, share=COVARIANCE_SHARE)
     else:
         uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
@@ -159,7 +158,7 @@ def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> B
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig) -> LossOutput:
     """Squared error to the returns, clipped around the values of the step's start."""
     value_N, mask_N = token_values(model, micro), micro["action_mask"]
-    tokens = clipped_value_loss(value_N, micro["value"], micro["return"], mask_N, clip=config.value_clip)
+    tokens = clipped_value_loss(value_N, micro["value"], micro["return"], mask_N, clip=config.critic.value_clip)
     return reduce_loss(tokens, mask_N, micro.lengths, totals)
 
 
@@ -167,12 +166,12 @@ class AdaptedKL:
     """The weight of the KL. Where it has a target, each step beyond it weighs the KL more, and each within less."""
 
     def __init__(self, config: PPOConfig) -> None:
-        self._config = config
-        self.coef = config.init_kl_coef
+        self._own = config.algorithm
+        self.coef = config.algorithm.kl_coef
 
     def adapt(self, experience: Batch) -> None:
         """Adapt it to the responses that a step was trained on."""
-        own = self._config
+        own = self._own
         if own.kl_target is not None:
             kl_N = experience["logprob"] - experience["reference_logprob"]
             kl = float(kl_N[experience["action_mask"]].mean())
@@ -181,9 +180,9 @@ class AdaptedKL:
 
     def state_dict(self) -> dict[str, float]:
         """Give what `load_state_dict` needs."""
-        return {"coef": self.coef, "init_kl_coef": self._config.init_kl_coef}
+        return {"coef": self.coef, "kl_coef": self._own.kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
-        if self._config.kl_target is not None and state["init_kl_coef"] == self._config.init_kl_coef:
+        if self._own.kl_target is not None and state["kl_coef"] == self._own.kl_coef:
             self.coef = state["coef"]

@@ -1,33 +1,26 @@
-"""Every option of the recipe, under the flat names that OpenRLHF's users know.
+"""The options of PPO with a critic and reward models, beside the groups that all recipes share.
 
-`--flag value` and `flag=value` mean the same. options.py has the same options in the groups that recipes share; the
-names of newer versions, and the flags that are not taken, are in flags.yaml.
+`a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML. OpenRLHF's flags are taken too: the table
+training/adapters/openrlhf.yaml says which option each of them is. Defaults are OpenRLHF's where it has any.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from training.options import RunOptions, new_run_dir
-from training.rl_options import without_effect
-from training.schema import ConfigError
-
-from . import flags
-from .options import renamed, shared_options
-
-RECIPE = Path(__file__).parent.name
+from components.engines.config import RolloutConfig, TrainConfig, TrainOptions
+from training.adapters.openrlhf import PPO
+from training.options import EvaluationOptions, ModelOptions, PlacementOptions, PolicyTrainOptions, RewardOptions
+from training.rl_options import PolicyOptions, RLOptions
+from training.schema import Options, idle_options, where
 
 Estimator = Literal[
     "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk"
 ]
 GROUPED = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk")
 """Estimators that compare the responses to one prompt with each other."""
-CRITICS_OWN = (
-    *("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node"),
-    *("lambd", "value_clip", "freezing_actor_steps", "colocate_critic_reward", "save_value_network"),
-)
-"""Options that only mean something where there is a critic."""
 PolicyLoss = Literal[
     "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"
 ]
@@ -38,561 +31,365 @@ UNCLIPPED = ("sapo", "kl_cov", "reinforce")
 NOT_OF_RATIOS = ("geo_mean", "dppo_tv", "dppo_kl")
 """Policy losses whose clip range is not around a ratio of 1."""
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-CLIPS = ("eps_clip", "eps_clip_low_high")
-CORRECTIONS_OWN = ("vllm_is_correction_type", "use_icepop")
-MICRO_BATCHES = ("micro_train_batch_size", "micro_rollout_batch_size")
-TOKEN_BUDGETS = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
-WANDBS_OWN = ("wandb_org", "wandb_project", "wandb_group", "wandb_run_name")
-NODES = ("actor_num_nodes", "critic_num_nodes", "ref_num_nodes", "reward_num_nodes")
-RANKS = ("actor_num_gpus_per_node", "critic_num_gpus_per_node", "ref_num_gpus_per_node", "reward_num_gpus_per_node")
-BATCHES = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs")
-COUNTS = (*NODES, *RANKS, "vllm_num_engines", *BATCHES, *MICRO_BATCHES, *TOKEN_BUDGETS)
-"""Options that are at least 1; those that stand in a group are looked at there."""
+
+
+SPREAD = ("actor", "critic", "reference", "reward")
+"""Roles that may be spread over machines of their own."""
+COUNTS = {role: f"{role}_ranks" for role in SPREAD[:2]} | {role: f"{role}s" for role in SPREAD[2:]}
+COUNTS["rollout"] = "rollout_engines"
+"""Role -> the option that says how many workers it has."""
 
 
 @dataclass(kw_only=True)
-class PPOConfig(RunOptions):
-    """PPO, REINFORCE++, RLOO and GRPO with OpenRLHF's options."""
+class AlgorithmOptions(PolicyOptions):
+    """Who gets the credit for a reward, and how far one step may move the policy."""
 
-    ALIASES: ClassVar = flags.ALIASES
-    REFUSED: ClassVar = flags.REFUSED
-
-    # --- the run
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
-    job_name: str = RECIPE
-    """Name of the job in messages."""
-
-    # --- models
-    pretrain: str = ""
-    """The policy to start from: a folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which
-    makes and keeps a tiny demonstration model."""
-    critic_pretrain: str | None = None
-    """The critic's start. Default: the first `reward_pretrain`, else `pretrain` with a new head."""
-    value_head_prefix: str = "score"
-    """Name of the head's weights in reward models and critics."""
-    attn_implementation: str | None = "auto"
-    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. auto: flash_attention_2 where
-    there is a GPU and the package, else null: what suits the model, mostly sdpa."""
-    tokenizer_chat_template: str | None = None
-    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
-    pad_token: str | None = None
-    """Token that fills short rows, for a tokenizer that names none; its end token will do."""
-
-    # --- data
-    prompt_data: str = ""
-    """Training prompts: a json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub
-    name (`name@data_dir` for a part of it), or `task:<name>` for a generated task; several with commas between."""
-    prompt_data_probs: str | None = None
-    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
-    prompt_split: str = "train"
-    """Which split of a hub name or folder."""
-    input_key: str = "input"
-    """Column of the prompt: text, or a list of chat messages."""
-    label_key: str | None = None
-    """Column of the label that the reward sees. A task brings its own."""
-    apply_chat_template: bool = False
-    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
-    input_template: str | None = None
-    """Text around each prompt, with `{}` in its place."""
-    max_samples: int | None = None
-    """Use at most this many training prompts. Default: all; of a generated task, which has no end, 10,000."""
-    prompt_max_len: int = 1024
-    """Longer prompts (in tokens) are left out, and counted."""
-    generate_max_len: int = 1024
-    """New tokens per response, at most."""
-
-    # --- reward: one of these three
-    reward_pretrain: str | None = None
-    """Reward model: a sequence classifier with one label and the policy's vocabulary; several with commas between."""
-    remote_rm_url: str | None = None
-    """Reward server's URL, several with commas between, or a Python file with
-    `reward_func(queries, prompts, labels, **kwargs)`. Servers that want a bearer token are sent TROUPE_REWARD_TOKEN of
-    the environment."""
-    scorer: str | None = None
-    """Built-in scorer: `gsm8k` (the answer after ####), `gsm8k_flexible` (the last number), `math` (equivalence by
-    math-verify), `exact_match`, or a task's own."""
-    reward_weights: list[float] | None = None
-    """Weight of each reward model. Default: 1 each."""
-    agent_func_path: str | None = None
-    """A Python file with `AgentExecutor` or `AgentInstance`, or a shipped environment, as `env:guess`: a prompt
-    begins an episode of several turns, which the environment rewards instead of the three above."""
-    agent_max_turns: int = 16
-    """Turns of an episode, at most."""
-    agent_max_tokens: int | None = None
-    """Tokens of an episode, at most: prompt, responses and feedback. Default: as many as the model has positions;
-    generate_max_len limits each response."""
-    agent_stop: list[str] = field(default_factory=list)
-    """Texts that end a response of an episode; they stay part of it."""
-    agent_concurrency: int = 256
-    """Episodes that one engine runs at the same time."""
-    agent_runs_in: Literal["loop", "thread", "process"] = "loop"
-    """Where the agent's code runs: in the engine's event loop, in threads (code that blocks), or each episode in a
-    process of its own (code that may hang, crash or use a core)."""
-    agent_step_timeout: float = 60.0
-    """Seconds that one reset or step may take before its episode ends as an error."""
-    agent_max_failed_share: float = 0.1
-    """Share of a batch's episodes that may end as errors; above it the run stops."""
-    normalize_reward: bool = False
-    """Shift and scale a reward model's rewards, and the critic's values, by the mean and std in its config.json."""
-    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
-    """Rewards, after the comparison within groups, are cut to this range."""
-    overlong_buffer_len: int | None = None
-    """Responses lose reward over the last so many tokens before generate_max_len (DAPO)."""
-    overlong_penalty_factor: float = 1.0
-    """How much a response of full length loses."""
-    stop_properly_penalty_coef: float | None = None
-    """Responses that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
-    reward_workers: int = 1
-    """Processes that run the Python file or the scorer, on each reward instance."""
-    reward_timeout: float = 60.0
-    """Seconds that reward code may take over one response."""
-    remote_rm_timeout: float = 180.0
-    """Seconds that a reward server may take over one request; a request is tried five times."""
-    remote_rm_batch_size: int = 64
-    """Responses per request to a reward server."""
-
-    # --- how much
-    rollout_batch_size: int = 1024
-    """Prompts per step."""
-    n_samples_per_prompt: int = 1
-    """Responses per prompt."""
-    train_batch_size: int = 128
-    """Responses per optimizer step, over all ranks."""
-    max_epochs: int = 1
-    """Passes over each step's responses."""
-    num_episodes: int = 1
-    """Passes over the prompts."""
-    micro_train_batch_size: int = 1
-    """Responses in a forward and backward pass on one rank. Changes memory and speed, never the result."""
-    micro_rollout_batch_size: int = 1
-    """Responses in a pass without gradients on one rank. Changes memory and speed, never the result."""
-    use_dynamic_batch: bool = False
-    """Cut micro-batches by tokens instead, with the two budgets below."""
-    train_max_tokens_per_gpu: int = 16192
-    """Tokens in a forward and backward pass on one rank, padding included. A longer response stands alone."""
-    rollout_max_tokens_per_gpu: int | None = None
-    """Tokens in a pass without gradients. Default: train_max_tokens_per_gpu."""
-
-    # --- sampling
-    temperature: float = 1.0
-    """Of the training samples. Log-probabilities are taken at the same temperature."""
-    top_p: float = 1.0
-    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
-    one that is trained."""
-    rollout_engine: Literal["auto", "vllm", "hf"] = "auto"
-    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
-    GPU or with a large model. They draw different tokens from the same seed."""
-    vllm_tensor_parallel_size: int = 1
-    """Devices of one engine, over which the weights are spread; on a CPU processes."""
-    vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
-    vllm_cpu_cache_gb: float = 1.0
-    """GiB of an engine's key-value cache on a CPU."""
-    enforce_eager: bool = False
-    """No CUDA graphs, which are slower to start and faster to run."""
-    enable_prefix_caching: bool = False
-    """Read the common beginning of prompts once. Changes speed, not tokens."""
-    vllm_enable_sleep: bool = False
-    """The engines give a GPU's memory back between generations."""
-    async_train: bool = False
-    """Generate the next responses while these are trained on. Not where the roles share devices."""
-    async_queue_size: int = 1
-    """Batches that may wait to be trained on, and so how many updates the weights that made them may be behind."""
-    partial_rollout: bool = False
-    """With async_train: weights change in the middle of responses, which then continue."""
-    vllm_generate_batch_size: int | None = None
-    """Prompts whose responses are generated at the same time, with partial_rollout; more than rollout_batch_size: the
-    slowest are carried to the next batch. Default: rollout_batch_size."""
-    verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
-    engines. Costs about a step's time."""
-
-    # --- optimisation
-    actor_learning_rate: float = 1e-6
-    """Peak learning rate of the policy."""
-    critic_learning_rate: float = 9e-6
-    """Peak learning rate of the critic."""
-    lr_scheduler: Literal["cosine_with_min_lr", "linear", "constant"] = "cosine_with_min_lr"
-    """Shape of the learning rate after its warm-up."""
-    lr_warmup_ratio: float = 0.03
-    """Share of all optimizer steps in which the learning rate rises from 0."""
-    min_lr_ratio: float = 0.1
-    """Where the decay ends, as a share of the peak."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
-    adam_eps: float = 1e-8
-    """Added to the root of AdamW's second moment."""
-    l2: float = 0.0
-    """Weight decay."""
-    max_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """What DeepSpeed partitions: 1 optimizer state, 2 gradients too, 3 parameters too."""
-    bf16: bool | None = None
-    """Train in bfloat16. Default: where there is a GPU."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-    packing_samples: bool = False
-    """Lay the responses of a micro-batch end to end instead of padding them. Changes no results but for rounding."""
-    deepspeed_enable_sleep: bool = False
-    """Actor and critic give a GPU's memory back while responses are generated."""
-    lora_rank: int = 0
-    """Train low-rank adapters of this rank (peft) instead of the weights. 0: train all."""
-    lora_alpha: float = 16.0
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Layers that get an adapter: their names or endings, or all-linear."""
-    adam_offload: bool = False
-    """Keep Adam's state in host memory."""
-    overlap_comm: bool = False
-    """Reduce gradients while the backward pass still runs."""
-
-    # --- algorithm
-    advantage_estimator: Estimator = "gae"
+    estimator: Estimator = "gae"
     """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
     each prompt's responses, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others),
-    `group_norm` (GRPO), `dr_grpo` (less their mean; the loss is divided by generate_max_len, not by the tokens), `opo`
-    (less their mean by length), `gpg` and `grpo_passk` (the best one's lead); docs/algorithms.md has the formulas."""
+    `group_norm` (GRPO), `dr_grpo` (less their mean; the loss is divided by rollout.max_new_tokens, not by the tokens),
+    `opo` (less their mean by length), `gpg` and `grpo_passk` (the best one's lead); docs/algorithms.md has the
+    formulas."""
     gamma: float = 1.0
-    """Discount per action token."""
-    lambd: float = 1.0
+    """Discount per token of the response."""
+    lam: float = where(1.0, estimator=("gae",))
     """GAE's lambda: 1 is the return minus the value, 0 the one-step error."""
-    no_advantage_std_norm: bool = False
-    """Whitening only centres the advantages, and leaves their scale."""
-    eps_clip: float = 0.2
-    """The policy ratio is clipped to 1 +- this; with geo_mean the log-ratio to +- this, in nats; with dppo_tv and
-    dppo_kl it bounds the divergence."""
-    eps_clip_low_high: tuple[float, float] | None = None
-    """Two bounds instead: 1 - the first to 1 + the second."""
+    std_norm: bool = where(True, estimator=("gae", "reinforce", "reinforce_baseline"))
+    """Whitening scales the advantages of a step to a standard deviation of 1. Otherwise it only centres them."""
+    policy_loss: PolicyLoss = "ppo"
+    """What is clipped: `ppo` the ratio of each token, `gspo` that of the response; docs/algorithms.md has the rest."""
+    loss_aggregation: Aggregation | None = None
+    """How tokens are weighed. Default: with dr_grpo seq-mean-token-sum-norm, which divides by rollout.max_new_tokens;
+    else with gspo, sapo and geo_mean seq-mean-token-mean; else token-mean."""
+    clip_low: float = 0.2
+    """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
+    with dppo_tv and dppo_kl it bounds the divergence."""
     dual_clip: float | None = None
     """A token with a negative advantage costs at most this many times it, above 1. Default: any."""
-    policy_loss_type: PolicyLoss = "ppo"
-    """What is clipped: `ppo` the ratio of each token, `gspo` that of the response; docs/algorithms.md has the rest."""
-    loss_agg_mode: Aggregation | None = None
-    """How tokens are weighed. Default: with dr_grpo seq-mean-token-sum-norm, which divides by generate_max_len; else
-    with gspo, sapo and geo_mean seq-mean-token-mean; else token-mean."""
-    enable_vllm_is_correction: bool = False
-    """Weigh the loss of each token by the policy's probability over that of the engine which sampled it."""
-    vllm_is_truncated_threshold: tuple[float, float] = (0.5, 5.0)
-    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share in any case."""
-    vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """Weights outside: `tis` cuts them to the range, `icepop` makes them 0, `seq-mask-tis` cuts them, and makes all 0
-    in a response whose mean ratio is outside. Default: tis."""
-    use_icepop: bool = False
-    """Another way to say vllm_is_correction_type=icepop."""
-    entropy_loss_coef: float | None = None
+    entropy_coef: float = 0.0
     """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
-    value_clip: float = 0.5
-    """The critic may move a value by this much per step."""
-    init_kl_coef: float = 0.01
-    """Weight of the KL to the starting policy. 0: no reference role is started."""
-    kl_target: float | None = None
-    """Mean KL per token, in nats, that the weight is adapted to after each step. Default: the weight stays."""
-    kl_horizon: int = 10000
-    """Responses over which it may change by a fifth."""
+    kl_coef: float = 0.01
+    """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k1"
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
-    use_kl_loss: bool = False
-    """Put the KL into the loss instead of into the reward."""
-    freezing_actor_steps: int = -1
-    """The critic learns alone up to and including this step."""
-    dynamic_filtering: bool = False
-    """Replace prompts whose responses' mean score is not in the range below, until the step is full or the data end."""
-    dynamic_filtering_reward_range: tuple[float, float] = (0.0, 1.0)
-    """Which prompts stay: their responses' mean score lies between the two, the bounds excluded."""
-    enable_ema: bool = False
-    """Save a moving average of the policy's weights instead of the weights. Rollouts and scores are of the weights
-    themselves. It is kept in host memory, and brought up to date after every optimizer step."""
-    ema_beta: float = 0.992
-    """How much of the average stays at each optimizer step."""
+    kl_in_reward: bool = where(True, kl_coef=True)
+    """The KL is taken off the reward of each token. Otherwise it is a part of the loss."""
+    kl_target: float | None = None
+    """Mean KL per token, in nats, that the weight is adapted to after each step. Default: the weight stays."""
+    kl_horizon: int = where(10000, kl_target=True)
+    """Responses over which the weight may change by a fifth."""
+    correction: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
+    correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
+    (seq-mask-tis). gspo corrects its ratio instead."""
+    filter_range: tuple[float, float] | None = None
+    """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
+    until the step is full or the data at its end. Default: every prompt is trained on."""
+    reward_range: tuple[float, float] = (-10.0, 10.0)
+    """Rewards, after the comparison within groups, are cut to this range."""
+    overlong_buffer: int | None = None
+    """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
+    overlong_penalty: float = where(1.0, overlong_buffer=True)
+    """How much a response of full length loses."""
+    truncated_factor: float | None = None
+    """Responses that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
 
-    # --- evaluation
-    eval_dataset: str | None = None
-    """Held-out prompts: as prompt_data; `task:<name>` gives a task's held-out items."""
-    eval_scorer: str | None = None
-    """Scores held-out responses in place of the reward that is trained on: a built-in scorer, a Python file or servers'
-    URLs. Their mean under that reward is logged beside it, as eval/SOURCE_reward. Default: that reward scores them."""
-    eval_split: str | None = None
-    """Which split of it. Default: train, as in OpenRLHF; of a task: heldout."""
-    max_eval_samples: int = 2048
-    """How many of them."""
-    eval_steps: int = -1
-    """Evaluate every so many steps; -1 only at the start and at the end."""
-    eval_temperature: float = 0.6
-    """Of the responses behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
-    eval_n_samples_per_prompt: int = 4
-    """N: responses per held-out prompt."""
-    best_eval_metric_key: str = ""
-    """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
-    in _pass1; `none` keeps only the last policy."""
+    @property
+    def most_clip_low(self) -> float:
+        """See `PolicyOptions.most_clip_low`."""
+        return math.inf if self.policy_loss in NOT_OF_RATIOS else super().most_clip_low
 
-    # --- placement
-    actor_num_nodes: int = 1
-    """Machines that train the policy."""
-    actor_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: its GPUs shared out evenly among the roles; 1 without GPUs."""
-    critic_num_nodes: int = 1
-    """Machines that train the critic."""
-    critic_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: an even share, as for the actor."""
-    ref_num_nodes: int = 1
-    """Machines that hold the reference."""
-    ref_num_gpus_per_node: int | None = None
-    """Ranks per machine. Default: an even share, as for the actor."""
-    reward_num_nodes: int = 1
-    """Machines that score responses."""
-    reward_num_gpus_per_node: int | None = None
-    """Instances per machine. They take devices where there is a reward_pretrain, and are one process otherwise."""
-    vllm_num_engines: int | None = None
-    """Rollout engines, of one device each. Default: an even share of the devices, as for the actor."""
-    colocate_actor_ref: bool = False
-    """Actor and reference share devices."""
-    colocate_critic_reward: bool = False
-    """Critic and reward share devices."""
-    colocate_all_models: bool = False
-    """All roles with a model share devices."""
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        for name in ("entropy_coef", "overlong_penalty"):
+            if getattr(self, name) < 0:
+                yield f"algorithm.{name}={getattr(self, name)}; set it to 0 or more"
+        if self.dual_clip is not None and (self.dual_clip <= 1 or self.policy_loss != "ppo"):
+            yield f"algorithm.dual_clip={self.dual_clip}; set it above 1, with algorithm.policy_loss=ppo"
+        if self.estimator in GROUPED and self.gamma != 1.0:
+            yield f"algorithm.gamma={self.gamma}, and algorithm.estimator={self.estimator} has no discount; set gamma=1"
+        for name in ("filter_range", "reward_range"):
+            given = getattr(self, name)
+            if given is not None and not given[0] < given[1]:
+                yield f"algorithm.{name}={given[0]} {given[1]}; set the lower bound first"
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
+            yield f"algorithm.kl_target={self.kl_target} with algorithm.kl_coef={self.kl_coef}; set both above 0"
+        if self.truncated_factor is not None and self.truncated_factor > 1:
+            yield f"algorithm.truncated_factor={self.truncated_factor}; set it to at most 1"
 
-    # --- checkpoints
-    save_steps: int = 10
-    """A checkpoint every so many steps; -1 only of the best policy and when the training ends or is stopped."""
-    ckpt_path: str | None = None
-    """Folder of the checkpoints. Default: run_dir/checkpoints."""
-    max_ckpt_num: int = 3
-    """How many checkpoints are kept, the newest ones; the best one is kept beside."""
-    max_ckpt_mem: float | None = None
-    """GB that the checkpoints may take together; the oldest go first, the latest and the best never. Default: any."""
 
-    # --- output
-    save_path: str | None = None
-    """A second place for the trained model; it is always in the run folder's checkpoints."""
-    save_value_network: bool = False
-    """Save the critic beside the policy, in checkpoints/step_N/critic."""
-    use_wandb: str | None = None
-    """Log to W&B: an API key, or `true` to use WANDB_API_KEY. Without a key it stays offline, in the run folder."""
-    wandb_org: str | None = None
-    """W&B user or team that owns the project. Default: the key's."""
-    wandb_project: str = "troupe"
-    """W&B project."""
-    wandb_group: str | None = None
-    """W&B group."""
-    wandb_run_name: str | None = None
-    """W&B run. Default: the run folder's name."""
-    use_tensorboard: str | None = None
-    """Write TensorBoard's files: a folder, or `true` for run_dir/tensorboard."""
+@dataclass(kw_only=True)
+class CriticOptions(Options):
+    """The value function, where algorithm.estimator=gae. What is not named of its optimizer is the policy's."""
+
+    path: str | None = None
+    """What it starts from. Default: the first of reward_model.path, else model.path with a new head."""
+    value_clip: float = 0.5
+    """It may move a value by this much per step."""
+    warmup_steps: int = 0
+    """It learns alone up to and including this step."""
+    save: bool = False
+    """Save it beside the policy, in checkpoints/step_N/critic."""
+    learning_rate: float = 9e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] | None = None
+    """Decay per optimizer step of AdamW's first and second moments."""
+    eps: float | None = None
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float | None = None
+    """Decoupled decay per step, in units of the learning rate."""
+    max_grad_norm: float | None = None
+    """Gradients whose global 2-norm is larger are scaled down to it."""
+    lr_scheduler: str | None = None
+    """What follows the warm-up, as train.lr_scheduler."""
+    lr_warmup_ratio: float | None = None
+    """Share of the run's optimizer steps in which the learning rate rises linearly from 0."""
+    min_lr_ratio: float | None = None
+    """Where the decay ends, as a share of learning_rate."""
 
     def __post_init__(self) -> None:
+        self.path = self.path and at_home(self.path)
         super().__post_init__()
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}; set it to at least 1")
-        self._check_sources()
-        self._check_batches()
-        self._check_rewards()
-        self._check_advantages()
-        self._check_loss()
-        # The checks of the groups and the engines, before any engine starts.
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """What is not as for the policy."""
+        own = {option.name: getattr(self, option.name, None) for option in fields(TrainOptions)}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
         try:
-            shared = shared_options(self)
-            shared.train_engine(1)
-            shared.critic_engine(1)
+            TrainOptions(**self.optimizer)
         except ValueError as error:
-            raise ConfigError(renamed(str(error))) from error
+            yield f"critic.{error}"
 
-    def _check_sources(self) -> None:
-        template = self.input_template
-        if template is not None and self.apply_chat_template:
-            raise ConfigError("apply_chat_template and input_template exclude each other; unset one of them")
-        if template is not None and template.count("{}") != 1:
-            raise ConfigError(f"input_template={template!r} must hold {{}} once, where the prompt goes")
-        if self.colocate_all_models and (self.colocate_actor_ref or self.colocate_critic_reward):
-            raise ConfigError("colocate_all_models includes the other two; set it alone")
-        if self.colocate_actor_ref and not self.needs_reference:
-            raise ConfigError("colocate_actor_ref=true, but with init_kl_coef=0 there is no reference; unset one")
-        if self.colocate_critic_reward and not self.reward_pretrain:
-            raise ConfigError("colocate_critic_reward=true, but only a reward_pretrain takes a device; unset it")
-        if self.eval_dataset is None and (self.eval_scorer or self.eval_split):
-            raise ConfigError("eval_scorer or eval_split without eval_dataset; set that too")
-        if self.eval_scorer is not None and self.agent_func_path is not None:
-            raise ConfigError(f"eval_scorer={self.eval_scorer}, but an agent's environment scores it all; unset one")
 
-    def _check_batches(self) -> None:
-        size, samples = self.train_batch_size, self.rollout_batch_size * self.n_samples_per_prompt
-        if samples % size:
-            product = f"{self.rollout_batch_size} x {self.n_samples_per_prompt} = {samples}"
-            raise ConfigError(
-                f"train_batch_size={size} does not divide a step's {product} responses; set one that does"
+@dataclass(kw_only=True)
+class RewardModelOptions(Options):
+    """Models that score responses, in place of reward.source."""
+
+    path: str | None = None
+    """A sequence classifier with one label and the policy's vocabulary; several with commas between."""
+    weights: list[float] | None = None
+    """Weight of each, where there are several. Default: 1 each."""
+    normalize: bool = where(False, path=True)
+    """Shift and scale their rewards, and the critic's values, by the mean and std in their config.json."""
+    value_head_prefix: str = "score"
+    """Name of the head's weights in reward models and critics."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The models' folders or names."""
+        return [at_home(name.strip()) for name in (self.path or "").split(",") if name.strip()]
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if self.weights is not None and self.path and len(self.weights) != len(self.paths):
+            yield f"reward_model.weights has {len(self.weights)} numbers for {len(self.paths)} reward models"
+
+
+@dataclass(kw_only=True)
+class PPORewardOptions(RewardOptions):
+    """What a response is worth."""
+
+    heldout_source: str | None = None
+    """Scores held-out responses in place of the reward that is trained on, as `source`. Their mean under that reward
+    is logged beside it, as eval/SOURCE_reward. Default: that reward scores them."""
+
+
+@dataclass(kw_only=True)
+class PPOPlacementOptions(PlacementOptions):
+    """What runs where. Without a GPU every worker is a process on the CPU."""
+
+    nodes: int = 1
+    """Machines, at least: on a cluster roles that need more have more."""
+    colocate: bool = False
+    """All roles with a model, the engines too, share the devices."""
+    colocate_models: bool = where(False, colocate=False)
+    """All roles with a model but the engines share devices."""
+    colocate_actor_reference: bool = where(False, colocate=False, colocate_models=False)
+    """Actor and reference share devices."""
+    colocate_critic_reward: bool = where(False, colocate=False, colocate_models=False)
+    """Critic and reward models share devices."""
+    actor_nodes: int | None = None
+    """Machines over which actor_ranks are spread. Default: all of `nodes`."""
+    critic_ranks: int | None = None
+    """Processes that train the critic, on all machines. Default: an even share of the devices, as for the actor."""
+    critic_nodes: int | None = None
+    """Machines over which they are spread. Default: all of `nodes`."""
+    reference_nodes: int | None = None
+    """Machines over which the references are spread. Default: all of `nodes`."""
+    rewards: int | None = None
+    """Instances of the reward. They take devices where there are reward models, and are one process otherwise."""
+    reward_nodes: int | None = None
+    """Machines over which they are spread. Default: all of `nodes`."""
+    engines_sleep: bool = False
+    """The engines give a GPU's memory back between generations."""
+    learners_sleep: bool = False
+    """Actor and critic give a GPU's memory back while responses are generated."""
+
+    def nodes_of(self, role: str) -> int:
+        """Machines over which a role is spread."""
+        nodes: int | None = getattr(self, f"{role}_nodes")
+        return self.nodes if nodes is None else nodes
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        for role in SPREAD:
+            count, nodes = getattr(self, COUNTS[role]), self.nodes_of(role)
+            if nodes < 1 or (count is not None and (count < 1 or count % nodes)):
+                yield f"placement.{COUNTS[role]}={count} cannot be spread over placement.{role}_nodes={nodes} evenly"
+
+
+@dataclass(kw_only=True)
+class PPOConfig(RLOptions):
+    """PPO, REINFORCE++, RLOO and GRPO, in OpenRLHF's shape."""
+
+    ADAPTER: ClassVar = PPO
+
+    prompts_per_step: int = 1024
+    """Prompts of a training step."""
+    samples_per_prompt: int = 1
+    """Responses, or episodes, to each."""
+    model: ModelOptions = field(default_factory=lambda: ModelOptions(attn_implementation="auto"))
+    reward: PPORewardOptions = field(default_factory=PPORewardOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
+    reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    train: PolicyTrainOptions = field(
+        default_factory=lambda: PolicyTrainOptions(
+            mini_batch_size=128,
+            zero_stage=2,
+            lr_scheduler="cosine_with_min_lr",
+            lr_warmup_ratio=0.03,
+            min_lr_ratio=0.1,
+        )
+    )
+    evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(temperature=0.6))
+    placement: PPOPlacementOptions = field(default_factory=PPOPlacementOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        own, placement = self.algorithm, self.placement
+        for role in ("actor", "critic"):
+            count = getattr(placement, COUNTS[role]) or 1
+            if self.mini_batch_size < count and (role == "actor" or self.needs_critic):
+                yield (
+                    f"train.mini_batch_size={self.mini_batch_size} leaves some of the {count} {role} ranks without a "
+                    f"response; raise it, or lower placement.{role}_ranks"
+                )
+        if self.samples_per_prompt < 2 and (own.estimator in GROUPED or own.filter_range):
+            yield (
+                f"algorithm.estimator={own.estimator} with algorithm.filter_range={own.filter_range} compares the "
+                f"responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
-        for role, count in self.ranks.items():
-            if size < count:
-                fewer = f"train_batch_size={size} leaves some of the {count} {role} ranks without a response"
-                raise ConfigError(f"{fewer}; raise it, or lower {role}_num_gpus_per_node")
-        low, high = self.dynamic_filtering_reward_range
-        if self.dynamic_filtering and self.n_samples_per_prompt < 2:
-            few = f"n_samples_per_prompt={self.n_samples_per_prompt}"
-            raise ConfigError(f"dynamic_filtering needs responses that differ, but {few}; set it to 2 or more")
-        if self.dynamic_filtering and not low < high:
-            raise ConfigError(f"dynamic_filtering_reward_range={low} {high}; set the lower bound first")
-        if self.dynamic_filtering and self.partial_rollout:
-            raise ConfigError("dynamic_filtering replaces prompts that partial_rollout would carry on; unset one")
-
-    def _check_rewards(self) -> None:
-        names = ("reward_pretrain", "remote_rm_url", "scorer", "agent_func_path")
-        shown = ", ".join(f"{name}={getattr(self, name)}" for name in names)
-        if sum(getattr(self, name) is not None for name in names) != 1:
-            raise ConfigError(f"{shown}: set exactly one of the four, the others to null")
-        models, weights = self.reward_models, self.reward_weights
-        if weights is not None and len(weights) != len(models):
-            raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(models)} reward models")
-        if self.normalize_reward and not models:
-            raise ConfigError("normalize_reward is for a reward_pretrain, by its mean and std; leave it out here")
-        low, high = self.reward_clip_range
-        if not low < high:
-            raise ConfigError(f"reward_clip_range={low} {high}; set the lower bound first")
-        buffer, longest = self.overlong_buffer_len, self.generate_max_len
+        if own.kl_target is not None and own.kl_horizon <= self.step_size / 5:
+            yield f"algorithm.kl_horizon={own.kl_horizon}; set more than a fifth of a step's {self.step_size} responses"
+        buffer, longest = own.overlong_buffer, self.rollout.max_new_tokens
         if buffer is not None and not 0 < buffer <= longest:
-            raise ConfigError(f"overlong_buffer_len={buffer}; set 1 to generate_max_len={longest}")
-        if buffer is not None and self.agent_func_path:
-            raise ConfigError("overlong_buffer_len is about one response, not an episode of agent_func_path; unset one")
-        if self.overlong_penalty_factor < 0:
-            raise ConfigError(f"overlong_penalty_factor={self.overlong_penalty_factor}; set it to 0 or more")
-        if self.stop_properly_penalty_coef is not None and self.stop_properly_penalty_coef > 1:
-            raise ConfigError(f"stop_properly_penalty_coef={self.stop_properly_penalty_coef}; set it to at most 1")
+            yield f"algorithm.overlong_buffer={buffer}; set 1 to rollout.max_new_tokens={longest}"
+        if buffer is not None and self.agent.func_path:
+            yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
+        if self.asynchronous.ahead and (placement.engines_sleep or placement.learners_sleep):
+            yield (
+                "asynchronous.enabled, but who sleeps cannot work at the same time; unset placement.engines_sleep and "
+                "placement.learners_sleep"
+            )
 
-    def _check_advantages(self) -> None:
-        estimator, samples = self.advantage_estimator, self.n_samples_per_prompt
-        shown = f"advantage_estimator={estimator}"
-        if estimator in GROUPED and samples < 2:
-            few = f"n_samples_per_prompt={samples}"
-            raise ConfigError(f"{shown} compares the responses to one prompt, but {few}; set it to 2 or more")
-        if estimator in GROUPED and self.gamma != 1.0:
-            raise ConfigError(f"{shown} has no discount, but gamma={self.gamma}; leave it out")
-        if estimator in GROUPED and estimator != "reinforce_baseline" and self.no_advantage_std_norm:
-            raise ConfigError(f"{shown} does not whiten; leave no_advantage_std_norm out")
-        if self.use_kl_loss and not self.needs_reference:
-            raise ConfigError("use_kl_loss=true, but init_kl_coef=0; set a weight, or leave use_kl_loss out")
-        has_space = self.kl_horizon > self.rollout_batch_size * samples / 5
-        if self.kl_target is not None and not (self.kl_target > 0 and has_space and self.needs_reference):
-            shown = f"kl_target={self.kl_target}, kl_horizon={self.kl_horizon}, init_kl_coef={self.init_kl_coef}"
-            raise ConfigError(f"{shown}; set all above 0, the horizon to more than a fifth of a step's responses")
-
-    def _check_loss(self) -> None:
-        if self.entropy_loss_coef is not None and self.entropy_loss_coef < 0:
-            raise ConfigError(f"entropy_loss_coef={self.entropy_loss_coef}; set it to 0 or more")
-        lowest = float("inf") if self.policy_loss_type in NOT_OF_RATIOS else 1
-        for low, high in ((self.eps_clip, self.eps_clip), self.eps_clip_low_high or (0.0, 0.0)):
-            if not 0 <= low <= lowest or high < 0:
-                raise ConfigError(f"the ratio cannot be clipped to 1 - {low} and 1 + {high}; see eps_clip")
-        if self.dual_clip is not None and (self.dual_clip <= 1 or self.policy_loss_type != "ppo"):
-            raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, with policy_loss_type=ppo")
-        kind = self.vllm_is_correction_type
-        if self.use_icepop and kind not in (None, "icepop"):
-            raise ConfigError(f"use_icepop=true and vllm_is_correction_type={kind}; unset one")
-
-    def check_given(self, given: Collection[str]) -> None:
-        """Refuse options that a user has named and that have no effect beside the others.
-
-        Raises:
-            ConfigError: a critic's option without a critic.
-        """
-        idle = ", ".join(f"{name}={getattr(self, name)}" for name in CRITICS_OWN if name in given)
-        if idle and not self.needs_critic:
-            without = f"advantage_estimator={self.advantage_estimator} trains no critic"
-            raise ConfigError(f"{without}, so {idle} has no effect; leave it out, or set advantage_estimator=gae")
-
-    @property
-    def ranks(self) -> dict[str, int]:
-        """How many processes train each model, where that was said."""
-        return {
-            "actor": self.actor_num_nodes * (self.actor_num_gpus_per_node or 1),
-            "critic": self.critic_num_nodes * (self.critic_num_gpus_per_node or 1),
+    def _faults_of_reward(self) -> Iterator[str]:
+        sources = {
+            "reward_model.path": self.reward_model.path,
+            "reward.source": self.reward.source,
+            "agent.func_path": self.agent.func_path,
         }
+        if sum(value is not None for value in sources.values()) > 1:
+            yield f"{', '.join(f'{name}={value}' for name, value in sources.items())}: set one, the others to null"
+        elif self.reward_model.path is None:
+            yield from super()._faults_of_reward()
+        if self.reward.heldout_source and self.agent.func_path:
+            yield "reward.heldout_source, but an agent's environment scores held-out episodes too; unset one"
 
     @property
-    def nodes(self) -> int:
-        """Machines, at most; roles may share them."""
-        return max(getattr(self, name) for name in NODES)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether there is a KL to measure."""
-        return self.init_kl_coef != 0
+    def reward_source(self) -> str | None:
+        """Reward code or servers; None where reward models, or an agent's environment, say what a response is worth."""
+        return None if self.reward_model.path else super().reward_source
 
     @property
     def needs_critic(self) -> bool:
         """Whether values are learnt."""
-        return self.advantage_estimator == "gae"
-
-    @property
-    def reward_models(self) -> list[str]:
-        """The reward models' folders or names; empty where code or a server scores."""
-        return [name.strip() for name in (self.reward_pretrain or "").split(",") if name.strip()]
+        return self.algorithm.estimator == "gae"
 
     @property
     def critic_start(self) -> str:
         """What the critic is loaded from."""
-        return self.critic_pretrain or next(iter(self.reward_models), self.pretrain)
-
-    @property
-    def reward_code(self) -> str | None:
-        """The scorer's name, the reward file or the servers' URLs; None where reward models score."""
-        return self.scorer or self.remote_rm_url
+        return self.critic.path or next(iter(self.reward_model.paths), self.model.path)
 
     @property
     def aggregation(self) -> Aggregation:
         """How tokens are weighed in the policy's loss."""
-        if self.advantage_estimator == "dr_grpo":
-            return self.loss_agg_mode or "seq-mean-token-sum-norm"
-        return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss_type in BY_RESPONSE else "token-mean")
-
-    @property
-    def correction(self) -> Literal["tis", "icepop", "seq-mask-tis"]:
-        """How weights outside their range are treated, where the loss is corrected."""
-        return "icepop" if self.use_icepop else self.vllm_is_correction_type or "tis"
+        own = self.algorithm
+        if own.estimator == "dr_grpo":
+            return own.loss_aggregation or "seq-mean-token-sum-norm"
+        return own.loss_aggregation or ("seq-mean-token-mean" if own.policy_loss in BY_RESPONSE else "token-mean")
 
     @property
     def corrects_loss(self) -> bool:
         """Whether the loss of each token has a weight. gspo corrects its ratio instead."""
-        return self.enable_vllm_is_correction and self.policy_loss_type != "gspo"
+        return self.algorithm.correction != "none" and self.algorithm.policy_loss != "gspo"
 
     @property
     def old_policy(self) -> Literal["logprob", "rollout_logprob"]:
         """Whose log-probabilities the ratio starts from: the trainer's, or the engine's in a corrected gspo."""
-        corrected = self.enable_vllm_is_correction and not self.corrects_loss
+        corrected = self.algorithm.correction != "none" and not self.corrects_loss
         return "rollout_logprob" if corrected else "logprob"
+
+    def optimizer_steps(self, count: int) -> int:
+        """All of mini_batch_size, but at the end of filtered data, where one of a few responses would move as far."""
+        return max(round(count / self.mini_batch_size), 1)
+
+    def rollout_engine(self) -> RolloutConfig:
+        """See `RLOptions.rollout_engine`."""
+        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        own = self.placement
+        return self.rollout.engine_config(self.dtype, longest, own.colocate, sleeps=own.engines_sleep)
+
+    def critic_engine(self, steps: int) -> TrainConfig:
+        """The engine of the critic's ranks, in a run of so many steps."""
+        return replace(self.train_engine(steps), ema_beta=None, **self.critic.optimizer)
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""
+        own = self.algorithm
         found = []
-        if self.needs_reference and self.use_kl_loss == (self.kl_estimator in ("k1", "abs")):
-            advice = "k2, k3 or one with a + suits a loss" if self.use_kl_loss else "k1 suits a reward"
-            found.append(f"kl_estimator={self.kl_estimator} with use_kl_loss={self.use_kl_loss}: {advice}")
-        if self.dynamic_filtering and self.reward_models and "dynamic_filtering_reward_range" not in given:
-            found.append("dynamic_filtering looks for mean scores from 0 to 1; a reward_pretrain's may be any number")
-        sources = [source for source in (self.reward_code, self.eval_scorer) if source is not None]
-        asks_server = any("://" in source for source in sources)
-        runs_code = any("://" not in source for source in sources)
-        idle: list[tuple[bool, str, tuple[str, ...]]] = [
-            (self.use_dynamic_batch, "use_dynamic_batch cuts by tokens", MICRO_BATCHES),
-            (not self.use_dynamic_batch, "use_dynamic_batch is off", TOKEN_BUDGETS),
-            (not self.needs_reference, "init_kl_coef=0", ("ref_num_nodes", "ref_num_gpus_per_node")),
-            (self.eval_dataset is None, "there is no eval_dataset", ("eval_temperature", "max_eval_samples")),
-            (not runs_code, "no reward code is run", ("reward_workers", "reward_timeout")),
-            (not asks_server, "no server is asked", ("remote_rm_timeout", "remote_rm_batch_size")),
-            (not self.reward_models, "there is no reward_pretrain", ("reward_weights",)),
-            (self.overlong_buffer_len is None, "overlong_buffer_len is not set", ("overlong_penalty_factor",)),
-            (self.eps_clip_low_high is not None, "eps_clip_low_high is set", ("eps_clip",)),
-            (self.policy_loss_type in UNCLIPPED, f"{self.policy_loss_type} clips no ratio", CLIPS),
-            (not self.enable_vllm_is_correction, "enable_vllm_is_correction is off", CORRECTIONS_OWN),
-            (self.old_policy != "logprob", "gspo corrects its ratio itself", CORRECTIONS_OWN),
-            (self.kl_target is None, "there is no kl_target", ("kl_horizon",)),
-            (not self.dynamic_filtering, "dynamic_filtering is off", ("dynamic_filtering_reward_range",)),
-            (not self.enable_ema, "enable_ema is off", ("ema_beta",)),
-            (self.use_wandb is None, "use_wandb is off", WANDBS_OWN),
+        if self.needs_reference and own.kl_in_reward == (own.kl_estimator not in ("k1", "abs")):
+            advice = "k1 suits a reward" if own.kl_in_reward else "k2, k3 or one with a + suits a loss"
+            found.append(f"algorithm.kl_estimator={own.kl_estimator}: {advice}")
+        if own.filter_range and self.reward_model.path and own.filter_range == (0.0, 1.0):
+            found.append("algorithm.filter_range is 0 to 1, and the scores of a reward model may be any number")
+        critics = [f"critic.{option.name}" for option in fields(CriticOptions)]
+        critics += ["placement.critic_ranks", "placement.critic_nodes"]
+        references = ["placement.reference_nodes", "placement.colocate_actor_reference"]
+        clips = ["algorithm.clip_low", "algorithm.clip_high"]
+        idle: list[tuple[bool, str, list[str]]] = [
+            (not self.needs_critic, f"algorithm.estimator={own.estimator} trains no critic", critics),
+            (not self.needs_reference, "algorithm.kl_coef=0", references),
+            (not self.reward_model.path, "only reward models take a device", ["placement.colocate_critic_reward"]),
+            (own.policy_loss in UNCLIPPED, f"algorithm.policy_loss={own.policy_loss} clips no ratio", clips),
+            (own.correction == "none", "algorithm.correction=none", ["algorithm.correction_range"]),
+            (self.old_policy != "logprob", "gspo corrects its ratio itself", ["algorithm.correction_range"]),
+            (self.evaluation.path is None, "there is no evaluation.path", ["reward.heldout_source"]),
         ]
-        found += without_effect([(why, name, because) for why, because, names in idle for name in names], given)
-        own = {there for there, here in flags.RENAMED.items() if here in given}
-        return found + [renamed(note) for note in shared_options(self).notes(own)]
+        found += [
+            f"no effect of {name}: {why}" for is_idle, why, names in idle if is_idle for name in names if name in given
+        ]
+        found += [f"no effect of {name}: {why}" for name, why in idle_options(self) if name in given]
+        return found + super().notes(given)
+
+
+def at_home(path: str) -> str:
+    """The path with ~ written out: the shell leaves it in reward_model.path=~/model."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path

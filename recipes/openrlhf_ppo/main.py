@@ -1,96 +1,78 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
-from dataclasses import replace
 from pathlib import Path
 
+from components.engines.memory import Need, together
 from core import Job, RLJobBuilder, Role
-from training.command import Command
+from core.placement import detect_devices
 from training.launch import STOP_GRACE_S
-from training.plan import Plan, steps_text
-from training.warm_start import resolve_model
+from training.plan import Estimate, Plan
+from training.policy_command import PolicyCommand
 
-from .config import RECIPE, PPOConfig
-from .data import check_inputs
-from .layout import engine_of, memory_needs, resolved
-from .options import renamed, shared_options
+from .config import PPOConfig
+from .data import check_models
+from .layout import groups, resolved
 
 
 def build_job(config: PPOConfig) -> Job:
-    """What runs where."""
-    roles = f"{__package__}.roles"
-    builder = RLJobBuilder().config(config).node_num(config.nodes)
+    """What runs where, of a configuration with every number of workers filled in."""
+    own, roles = config.placement, f"{__package__}.roles"
+    builder = RLJobBuilder().config(config).node_num(own.nodes)
+    if gpus := detect_devices():
+        builder.device_per_node(own.devices_per_node or gpus)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
-    builder.actor(f"{roles}.actor:Actor").nnodes(config.actor_num_nodes)
-    builder.nproc_per_node(config.actor_num_gpus_per_node or 1).resource(accelerator=1)
+    nodes = own.nodes_of("actor")
+    builder.actor(f"{roles}.actor:Actor").nnodes(nodes).nproc_per_node((own.actor_ranks or 1) // nodes)
+    builder.resource(accelerator=1)
     if config.needs_critic:
-        builder.critic(f"{roles}.critic:Critic").nnodes(config.critic_num_nodes)
-        builder.nproc_per_node(config.critic_num_gpus_per_node or 1).resource(accelerator=1)
-    devices = config.vllm_tensor_parallel_size
-    builder.rollout(f"{roles}.rollout:Rollout").total(config.vllm_num_engines or 1)
+        nodes = own.nodes_of("critic")
+        builder.critic(f"{roles}.critic:Critic").nnodes(nodes).nproc_per_node((own.critic_ranks or 1) // nodes)
+        builder.resource(accelerator=1)
+    devices = config.rollout.tensor_parallel
+    builder.rollout(f"{roles}.rollout:Rollout").total(own.rollout_engines or 1)
     builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
-    rewards = config.reward_num_nodes * (config.reward_num_gpus_per_node or 1)
-    builder.reward(f"{roles}.reward:Reward").total(rewards).resource(accelerator=1 if config.reward_models else 0)
+    takes_device = config.reward_model.path is not None
+    builder.reward(f"{roles}.reward:Reward").total(own.rewards or 1).resource(accelerator=1 if takes_device else 0)
     builder.max_restarts(config.max_restarts)
     if config.needs_reference:
-        references = config.ref_num_nodes * (config.ref_num_gpus_per_node or 1)
-        builder.reference(f"{roles}.reference:Reference").total(references).resource(accelerator=1)
+        builder.reference(f"{roles}.reference:Reference").total(own.references or 1).resource(accelerator=1)
         builder.max_restarts(config.max_restarts)
-    if config.colocate_all_models:
-        builder.with_collocation_all(*(() if config.reward_models else (Role.REWARD,)))
-    if config.colocate_actor_ref:
-        builder.with_collocation(Role.ACTOR, Role.REFERENCE)
-    if config.colocate_critic_reward:
-        builder.with_collocation(Role.CRITIC, Role.REWARD)
+    for group in groups(config):
+        if len(group) > 1:
+            builder.with_collocation(*map(Role, group))
     return builder.build()
 
 
-class PPOCommand(Command[PPOConfig]):
-    """The command line, whose options are flat."""
+class PPOCommand(PolicyCommand[PPOConfig]):
+    """The command line."""
 
-    models = frozenset({"pretrain", "config"})
+    def resolved(self, asked: PPOConfig) -> PPOConfig:
+        """See `PolicyCommand.resolved`."""
+        return resolved(asked)
 
-    def read(self, arguments: list[str]) -> PPOConfig:
-        """What the user asks for."""
-        config = super().read(arguments)
-        config.check_given(self.given(arguments))
-        return config
-
-    def renamed(self, text: str, arguments: list[str]) -> str:  # noqa: ARG002
-        """See `Command.renamed`."""
-        return renamed(text)
-
-    def plan(self, asked: PPOConfig, arguments: list[str]) -> Plan:
-        """See `Command.plan`."""
-        config = resolved(asked)
-        job, shared = build_job(config), shared_options(config)
-        precision = f"{shared.train.precision}, attention {config.attn_implementation or 'auto'}"
-        return Plan(
-            recipe=RECIPE,
-            job=job,
-            config=config,
-            changed=self.changed(arguments),
-            needs=memory_needs(config, job),
-            steps=steps_text(shared.arithmetic, config.prompt_data, config.max_samples, config.prompt_data_probs),
-            choices=[f"deepspeed zero_stage={shared.train.stage} {precision}", engine_of(asked)],
-            notes=replace(asked, rollout_engine=config.rollout_engine).notes(self.given(arguments)),
-            overlaps=config.async_train,
-        )
+    def needs(self, config: PPOConfig, job: Job) -> dict[str, Need]:
+        """See `PolicyCommand.needs`."""
+        policy, dtype, passes = config.model.path, config.dtype, config.forward_limits
+        batch, sleeps = config.mini_batch_size, config.placement.learners_sleep
+        actor, critic, start = config.train_engine(1), config.critic_engine(1), config.critic_start
+        estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+        rewards = [estimate.inferred(path, dtype, passes, has_head=False) for path in config.reward_model.paths]
+        return {
+            Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),
+            Role.CRITIC: estimate.trained(Role.CRITIC, start, critic, batch, has_head=False, sleeps=sleeps),
+            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.rollout_engine(), config.step_size),
+            Role.REFERENCE: estimate.inferred(policy, dtype, passes),
+            Role.REWARD: together(Need(), *rewards),
+        }
 
     def check(self, plan: Plan) -> None:
-        """See that models, data and reward can be there, and count the prompts."""
-        plan.steps = shared_options(plan.config).arithmetic(check_inputs(plan.config))
-
-    def checkpoints(self, config: PPOConfig) -> str | None:
-        """See `Command.checkpoints`."""
-        return config.ckpt_path
-
-    def ready(self, config: PPOConfig) -> PPOConfig:
-        """With the path of the demonstration's model, which is made where it is not there yet."""
-        return replace(config, pretrain=resolve_model(config.pretrain))
+        """See `PolicyCommand.check`; critic and reward models too."""
+        super().check(plan)
+        check_models(plan.config)
 
 
-COMMAND = PPOCommand(PPOConfig, Path(__file__).parent)
+COMMAND = PPOCommand(PPOConfig, Path(__file__).parent, build_job)
 read_config = COMMAND.read
 main = COMMAND.main
 

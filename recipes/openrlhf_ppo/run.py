@@ -12,15 +12,11 @@ from training.policy_calls import PolicyCalls
 from training.policy_run import PolicyRun
 
 from . import remote_call
-from .options import renamed
+from .config import PPOConfig
 
 
 class PPORun(PolicyRun):
     """See `PolicyRun`. Rewards are asked for together with log-probs, unless they say which prompts stay."""
-
-    def renamed(self, text: str) -> str:
-        """See `PolicyRun.renamed`."""
-        return renamed(text)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
         """Add `reward`, `score` and whatever else the reward role says of each, unless an agent's environment has."""
@@ -42,16 +38,11 @@ class PPORun(PolicyRun):
         is_later = self.prompt_filter is None and self.config.agent.func_path is None
         return with_status(rollouts) if is_later else super()._scored(rollouts)
 
-    def _evaluate_and_log(self, experience: Batch, metrics: dict[str, float]) -> bool:
-        is_best = super()._evaluate_and_log(experience, metrics)
-        if is_best and self.evaluation.best and self.config.evaluation.every > 0:
-            name, value = self.evaluation.best
-            self.info(f"step {self.step} is the best so far: {name} {value:.3f}")
-        return is_best
-
 
 class PPOCalls(PolicyCalls):
     """What a run asks of the roles, by the stubs of remote_call.py."""
+
+    config: PPOConfig
 
     told: frozenset[str] = frozenset()
     """Whose freed memory was said."""
@@ -59,9 +50,9 @@ class PPOCalls(PolicyCalls):
     def load(self, steps: int) -> None:
         """Load every model, in parallel; `steps` set the length of schedules."""
         path = self.config.model.path
-        options = self.trainer.config
+        options = self.config
         loading = [remote_call.rollout_init(path)]
-        if options.rollout_engine == "vllm" and options.colocate_all_models:
+        if options.rollout.engine == "vllm" and options.placement.colocate:
             loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
         loading += [remote_call.reward_init(path), remote_call.actor_init(path, steps)]
         if options.needs_critic:
@@ -97,14 +88,14 @@ class PPOCalls(PolicyCalls):
 
     def sync_weights(self, version: int) -> None:
         """Bring the policy to every engine, and wake those that sleep."""
-        if self.trainer.config.vllm_enable_sleep:
+        if self.config.placement.engines_sleep:
             remote_call.wake_rollout(for_weights=True).result()
         super().sync_weights(version)
 
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from, and the critic where that is asked for."""
         remote_call.save_state(str(folder / "state"))
-        if self.trainer.config.save_value_network:
+        if self.config.critic.save:
             remote_call.save_model(Role.CRITIC, str(folder / "critic"))
 
     def load_state(self, folder: Path) -> list[str]:
@@ -121,8 +112,8 @@ class PPOCalls(PolicyCalls):
 
     def turn_to(self, role: Role) -> None:
         """Free what the other roles hold on shared accelerators, and take up what this one needs: ROLLOUT or ACTOR."""
-        engines_sleep = self.trainer.config.vllm_enable_sleep
-        learners_sleep = self.trainer.config.deepspeed_enable_sleep
+        engines_sleep = self.config.placement.engines_sleep
+        learners_sleep = self.config.placement.learners_sleep
         freed: dict[str, int] = {}
         if role == Role.ROLLOUT and learners_sleep:
             freed["actor and critic"] = sum(sum(future.result()) for future in remote_call.sleep_learners())

@@ -9,7 +9,6 @@ from core import BaseTrainer
 from . import remote_call
 from .algorithm import AdaptedKL, add_advantages
 from .config import PPOConfig
-from .options import shared_options
 from .run import PPOCalls, PPORun
 
 
@@ -20,13 +19,12 @@ class PPOTrainer(BaseTrainer):
 
     def init(self) -> None:
         """Read the prompts, load the models, resume from a checkpoint if there is one."""
-        options = shared_options(self.config)
         self.kl = AdaptedKL(self.config)
-        self.calls = PPOCalls(self, options)
-        self.policy_run = PPORun(self, options, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
+        self.calls = PPOCalls(self, self.config)
+        self.policy_run = PPORun(self, self.config, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
 
     def fit(self) -> None:
-        """One training step per batch of rollouts, `n_samples_per_prompt` of each of `rollout_batch_size` prompts."""
+        """One training step per batch of rollouts, `samples_per_prompt` of each of `prompts_per_step` prompts."""
         run = self.policy_run
         for rollouts in run.rollouts(self.calls.generate, score_heldout=run.add_heldout_rewards):
             with run.phase("experience"):
@@ -45,7 +43,7 @@ class PPOTrainer(BaseTrainer):
     def make_experience(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], where needed."""
         tokens = rollouts.only("tokens")
-        asked = [remote_call.actor_forward(tokens, self.config.temperature)]
+        asked = [remote_call.actor_forward(tokens, self.config.rollout.temperature)]
         if "reward" not in rollouts:
             asked.append(remote_call.reward_forward(rollouts))
         if self.config.needs_critic:
@@ -81,4 +79,4 @@ class PPOTrainer(BaseTrainer):
     @property
     def is_actor_trained(self) -> bool:
         """Whether the step at hand trains the policy; with a critic the first steps may not."""
-        return not self.config.needs_critic or self.policy_run.step > self.config.freezing_actor_steps
+        return not self.config.needs_critic or self.policy_run.step > self.config.critic.warmup_steps

@@ -203,7 +203,7 @@ def main(recipe: str, model: str, folder: Path) -> None:
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
         sizes += ["async_train=true", "partial_rollout=true"]
         config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))
-        config = replace(config, pretrain=model)
+        config = replace(config, model=replace(config.model, path=model))
         calls = ppo_calls(model, folder)
     else:
         sizes = ["prompts_per_step=1", "samples_per_prompt=2", "train.mini_batch_size=2"]

@@ -52,7 +52,7 @@ OPTIONS = {
 OPTIONS["reinforce_pp"] = OPTIONS["grpo"]
 HELDOUT = {
     "grpo": "data.max_samples=16 evaluation.path=task:sort evaluation.max_samples=16 evaluation.samples_per_prompt=1",
-    "openrlhf_ppo": "max_samples=16 eval_dataset=task:sort max_eval_samples=16 eval_n_samples_per_prompt=1",
+    "openrlhf_ppo": "max_samples=16 eval_dataset=task:sort evaluation.max_samples=16 eval_n_samples_per_prompt=1",
 }
 HELDOUT["reinforce_pp"] = HELDOUT["grpo"]
 
@@ -211,9 +211,9 @@ def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_l
         ("grpo", ["--partial_rollout"], ["partial_rollout", "async_train"]),
         ("grpo", ["--agent_func_path", "none.py"], ["none.py"]),
         ("grpo", ["--agent_func_path", "env:guess", "reward.source=sort"], ["agent_func_path", "reward.source"]),
-        ("openrlhf_ppo", ["--async_train", "--colocate_all_models"], ["async_train", "colocate_all_models"]),
-        ("openrlhf_ppo", ["--agent_func_path", "env:guess"], ["agent_func_path", "remote_rm_url", "scorer"]),
-        ("openrlhf_ppo", ["--agent_max_turns", "0"], ["agent_max_turns", 0]),
+        ("openrlhf_ppo", ["--async_train", "placement.colocate=true"], ["async_train", "placement.colocate"]),
+        ("openrlhf_ppo", ["agent.func_path=env:guess", "reward.source=sort"], ["agent.func_path", "reward.source"]),
+        ("openrlhf_ppo", ["--agent.max_turns", "0"], ["agent.max_turns", 0]),
         ("grpo", ["--agent_func_path", "env:guess", "algorithm.overlong_buffer=2"], ["agent", "overlong_buffer"]),
     ],
 )

@@ -15,7 +15,7 @@ OPTIONS = {
     "grpo": "data.max_samples=1024 evaluation.max_samples=512 evaluation.samples_per_prompt=1",
     "reinforce_pp": "data.max_samples=1024 evaluation.max_samples=512 evaluation.samples_per_prompt=1",
     # 20, the first two of the critic alone.
-    "openrlhf_ppo": "max_samples=1280 max_eval_samples=512",
+    "openrlhf_ppo": "max_samples=1280 evaluation.max_samples=512",
     "verl_ppo": "data.train_max_samples=1280 data.val_max_samples=512",
 }
 

@@ -9,19 +9,22 @@ import torch
 from components.batch import Batch
 from components.rl.aggregation import Totals
 from recipes.openrlhf_ppo.algorithm import add_advantages, mark_tokens, policy_loss, shaped_rewards
-from recipes.openrlhf_ppo.config import PolicyLoss, PPOConfig
+from recipes.openrlhf_ppo.config import AlgorithmOptions, PolicyLoss, PPOConfig
+from training.options import DataOptions, ModelOptions, PolicyTrainOptions, RolloutOptions
 
 
 def config(**changes: Any) -> PPOConfig:
-    """Two prompts, two responses each, no reference."""
-    common: dict[str, Any] = {"pretrain": "x", "prompt_data": "x", "scorer": "sort", "init_kl_coef": 0.0}
-    sizes: dict[str, Any] = {
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 4,
-        "generate_max_len": 8,
-    }
-    return PPOConfig(**(common | sizes | changes))
+    """Two prompts, two responses each, no reference; with these options of the algorithm."""
+    own: dict[str, Any] = {"kl_coef": 0.0} | changes
+    return PPOConfig(
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        model=ModelOptions(path="x"),
+        data=DataOptions(path="task:sort"),
+        rollout=RolloutOptions(max_new_tokens=8),
+        train=PolicyTrainOptions(mini_batch_size=4),
+        algorithm=AlgorithmOptions(**own),
+    )
 
 
 def responses() -> Batch:
@@ -59,13 +62,13 @@ def responses() -> Batch:
     ],
 )
 def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
-    found = shaped_rewards(responses(), config(advantage_estimator=estimator))
+    found = shaped_rewards(responses(), config(estimator=estimator))
     assert found.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo"])
 def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator: str) -> None:
-    settings = config(advantage_estimator=estimator)
+    settings = config(estimator=estimator)
     experience = add_advantages(responses(), settings, 0.0)
     a, b, c, d = shaped_rewards(responses(), settings).tolist()
     assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-6)
@@ -73,14 +76,14 @@ def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
 def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> None:
-    experience = add_advantages(responses(), config(advantage_estimator=estimator), 0.0)
+    experience = add_advantages(responses(), config(estimator=estimator), 0.0)
     advantage_M = experience["advantage"][experience["action_mask"]]
     assert advantage_M.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantage_M.square().mean().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> None:
-    settings = config(advantage_estimator="reinforce", no_advantage_std_norm=True, gamma=0.5)
+    settings = config(estimator="reinforce", std_norm=False, gamma=0.5)
     experience = add_advantages(responses(), settings, 0.0)
     # Returns: 1 | 2 4 | 1.5 3 | 0.5 1 2, of which the mean is 15 / 8.
     returns = [1, 2, 4, 1.5, 3, 0.5, 1, 2]
@@ -91,24 +94,24 @@ def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> Non
 
 def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
     # Allowed without a penalty: 8 - 6 = 2 tokens. The last response has 3: one sixth of the buffer, times 3.
-    found = shaped_rewards(responses(), config(overlong_buffer_len=6, overlong_penalty_factor=3.0))
+    found = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
     assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
 
 
 @pytest.mark.parametrize(("coef", "last"), [(0.0, 0.0), (0.25, 0.5), (-1.0, -1.0)])
 def test_only_the_answer_that_was_cut_off_is_penalised(coef: float, last: float) -> None:
-    found = shaped_rewards(responses(), config(stop_properly_penalty_coef=coef))
+    found = shaped_rewards(responses(), config(truncated_factor=coef))
     assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
 
 
 def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
-    settings = config(advantage_estimator="rloo", reward_clip_range=(-1.5, 0.5))
+    settings = config(estimator="rloo", reward_range=(-1.5, 0.5))
     assert shaped_rewards(responses(), settings).tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
 def test_a_prompt_with_equal_rewards_teaches_nothing() -> None:
     equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
-    experience = add_advantages(equal, config(advantage_estimator="group_norm"), 0.0)
+    experience = add_advantages(equal, config(estimator="group_norm"), 0.0)
     assert experience["advantage"][:2].tolist() == [0.0, 0.0]
     assert experience["advantage"][5:8].tolist() == [0.0, 0.0, 0.0]
 
@@ -149,8 +152,8 @@ def trained_on() -> Batch:
 @pytest.mark.parametrize("aggregation", [None, "seq-mean-token-sum-norm"])
 def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregation: Any) -> None:
     settings = config(
-        policy_loss_type=kind, loss_agg_mode=aggregation, enable_vllm_is_correction=True, entropy_loss_coef=0.1,
-        init_kl_coef=0.2, use_kl_loss=True, kl_estimator="k3+",
+        policy_loss=kind, loss_aggregation=aggregation, correction="tis", entropy_coef=0.1,
+        kl_coef=0.2, kl_in_reward=False, kl_estimator="k3+",
     )  # fmt: skip
     step, totals = mark_tokens(trained_on(), 1, settings, step=3), Totals(tokens=10, sequences=5)
 
@@ -176,12 +179,12 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
         return float(policy_loss(Fixed(), batch, totals, config(**changes), kl_coef=0.0).loss)
 
     doubled = step.with_tokens(correction=step["correction"] * 2)
-    on = {"enable_vllm_is_correction": True}
+    on = {"correction": "tis"}
     assert loss(doubled, **on) == pytest.approx(2 * loss(step, **on), rel=1e-5)
     assert loss(doubled) == loss(step)
-    assert loss(doubled, policy_loss_type="gspo", **on) == loss(step, policy_loss_type="gspo", **on)
+    assert loss(doubled, policy_loss="gspo", **on) == loss(step, policy_loss="gspo", **on)
     swapped = step.with_tokens(logprob=step["rollout_logprob"])
-    assert loss(step, policy_loss_type="gspo", **on) == loss(swapped, policy_loss_type="gspo")
+    assert loss(step, policy_loss="gspo", **on) == loss(swapped, policy_loss="gspo")
 
 
 @pytest.mark.parametrize(
@@ -189,22 +192,22 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
     [
         # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1, their geometric means 1, 4, 1, 2.
         ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
-        ({"use_icepop": True}, [1, 0, 0, 0, 0, 0, 1, 1]),
-        ({"vllm_is_correction_type": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
+        ({"correction": "icepop"}, [1, 0, 0, 0, 0, 0, 1, 1]),
+        ({"correction": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
     ],
 )
 def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str, Any], weights: list[float]) -> None:
     gap = torch.tensor([0, 1, 0, 4, 4, 0, 0.25, 4, 0, 8, 1, 1]).clamp(min=1e-3).log()
     batch = responses().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
-    settings = config(enable_vllm_is_correction=True, vllm_is_truncated_threshold=(0.5, 2.0), **options)
+    settings = config(**({"correction": "tis", "correction_range": (0.5, 2.0)} | options))
     experience = add_advantages(batch, settings, 0.0)
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
     batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=torch.ones(12))
-    common = {"advantage_estimator": "reinforce", "init_kl_coef": 0.5, "no_advantage_std_norm": True}
-    apart = add_advantages(batch, config(**common, use_kl_loss=True, kl_estimator="k2"), 0.5)
+    common = {"estimator": "reinforce", "kl_coef": 0.5, "std_norm": False}
+    apart = add_advantages(batch, config(**common, kl_in_reward=False, kl_estimator="k2"), 0.5)
     within = add_advantages(batch, config(**common), 0.25)
     # d = -1 at each token, so a weight of 1/4 adds 1/4 per token that is left: 2 at the second one of response 2.
     assert apart["return"][:5].tolist() == [0.0, 1.0, 0.0, 4.0, 4.0]

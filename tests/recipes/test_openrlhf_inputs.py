@@ -71,14 +71,14 @@ def test_two_ppo_steps_on_gsm8k_through_a_chat_template(bytes_policy: Path, tmp_
     fitting = sum(length <= limit for length in lengths)
     options = [
         *("--prompt_data", f"{tmp_path}/train.jsonl", "--input_key", "question", "--label_key", "answer"),
-        *("--scorer", "gsm8k", "--apply_chat_template", "--tokenizer_chat_template", f"{tmp_path}/template.jinja"),
+        *("reward.source=gsm8k", "--apply_chat_template", "--tokenizer_chat_template", f"{tmp_path}/template.jinja"),
         *("--max_samples", "40", "--prompt_max_len", str(limit), "--rollout_batch_size", str(fitting // 2)),
         *("--train_batch_size", str(fitting // 2), "--colocate_all_models"),
     ]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     assert 24 <= fitting < 40
-    assert re.search(says(f"{40 - fitting} prompts", f"prompt_max_len={limit}"), run.out)
+    assert re.search(says(f"{40 - fitting} prompts", f"data.max_prompt_tokens={limit}"), run.out)
     assert len(run.metrics) == 2
     # Ids of "[us" are those of the bytes, after three special tokens, in the order of the alphabet.
     shown = re.search(r"first prompt \((\d+) characters, (\d+) tokens\): '\[user\] .*ids.*: \[61, 87, 85", run.out)
@@ -98,7 +98,7 @@ def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(policy: Path, tmp_p
     held = get_task("sort").rows("heldout", 12, 0)
     easy = write_rows(tmp_path / "easy.jsonl", [row | {"datasource": "easy"} for row in held[:4]])
     hard = write_rows(tmp_path / "hard.jsonl", [row | {"datasource": "hard"} for row in held[4:]])
-    options = f"""pretrain={policy} prompt_data=task:sort scorer=sort max_samples=32 rollout_batch_size=16
+    options = f"""pretrain={policy} prompt_data=task:sort reward.source=sort max_samples=32 rollout_batch_size=16
         n_samples_per_prompt=4 train_batch_size=32 generate_max_len=8 use_dynamic_batch=true zero_stage=0
         init_kl_coef=0 lr_warmup_ratio=0 actor_learning_rate=3e-4 label_key=label advantage_estimator=dr_grpo
         entropy_loss_coef=0.01 eval_dataset={easy},{hard} eval_steps=1 eval_n_samples_per_prompt=3
@@ -128,7 +128,7 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
         for i in (1, 2)
     ]
     options = [
-        *(f"--reward_pretrain={paths[0]},{paths[1]}", "--reward_weights", "1", "0.5", "--normalize_reward"),
+        *(f"--reward_pretrain={paths[0]},{paths[1]}", "--reward_model.weights", "1", "0.5", "--normalize_reward"),
         *(f"prompt_data={questions(tmp_path / 'q.jsonl')}", "--save_value_network", "critic_learning_rate=0"),
     ]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
@@ -201,7 +201,7 @@ def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
 ) -> None:
     urls = ",".join(server.url for server in servers)
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=reinforce"]
-    options += ["--remote_rm_url", urls, "remote_rm_batch_size=2"]
+    options += ["--remote_rm_url", urls, "reward.url_batch_size=2"]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     assert "critic/loss" not in run.metrics[0]
@@ -251,7 +251,7 @@ def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(bytes_poli
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(9,)"))
     rows = questions(tmp_path / "q.jsonl", 16)
     options = ["rollout_batch_size=16", "n_samples_per_prompt=1", "label_key=label", f"prompt_data={rows}"]
-    options += [f"remote_rm_url={tmp_path}/reward.py", "reward_workers=2", "reward_clip_range=[-100,100]"]
+    options += [f"remote_rm_url={tmp_path}/reward.py", "reward.workers=2", "reward_clip_range=[-100,100]"]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     assert run.metrics[0]["reward/failed"] == 1
@@ -301,7 +301,7 @@ def test_a_tokenizer_without_end_or_pad_token_is_refused(
     assert missing.partition("_")[0] in error or "end token" in error
     assert str(folder) in error
     if missing == "pad_token":
-        assert main([f"pretrain={folder}", *file_of_prompts, "pad_token=<eos>", "--dry_run"]) == 0
+        assert main([f"pretrain={folder}", *file_of_prompts, "model.pad_token=<eos>", "--dry_run"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_a_tokenizer_without_end_or_pad_token_is_refused(
         ("input_key=text", ["q.jsonl", "'text'"]),
         ("prompt_data=nowhere.jsonl", ["nowhere.jsonl"]),
         ("remote_rm_url=nowhere.py", ["nowhere.py"]),
-        ("scorer=gsm8k remote_rm_url=null", ["''", "number"]),
-        ("scorer=math remote_rm_url=null", ["''", "math"]),
+        ("reward.source=gsm8k remote_rm_url=null", ["''", "number"]),
+        ("reward.source=math remote_rm_url=null", ["''", "math"]),
         ("remote_rm_url=http:/x", ["http:/x"]),
         ("prompt_data_probs=0.5", ["probs", 0.5, 1]),
         ("eval_dataset=nowhere.csv", ["nowhere.csv"]),
@@ -379,5 +379,5 @@ def test_a_model_in_the_home_folder_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", "/home/me")
     options = ["pretrain=~/policy", "prompt_data=x.jsonl", "reward_pretrain=~/a, ./b", "critic_pretrain=~/c"]
     config = resolved(read_config(options))
-    assert (config.pretrain, config.critic_pretrain) == ("/home/me/policy", "/home/me/c")
-    assert config.reward_models == ["/home/me/a", "./b"]
+    assert (config.model.path, config.critic.path) == ("/home/me/policy", "/home/me/c")
+    assert config.reward_model.paths == ["/home/me/a", "./b"]

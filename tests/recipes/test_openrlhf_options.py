@@ -69,7 +69,7 @@ def weights(run: LocalRun, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def filtered(start: Start) -> LocalRun:
-    return start(dynamic_filtering=True, eval_dataset="task:sort", max_eval_samples=32)
+    return start(dynamic_filtering=True, eval_dataset="task:sort", **{"evaluation.max_samples": 32})
 
 
 def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: LocalRun) -> None:
@@ -109,7 +109,7 @@ def test_when_no_prompt_passes_the_run_fails_and_says_what_to_set(policy: Path, 
 def test_a_filtered_run_goes_on_with_the_prompts_that_are_left(
     filtered: LocalRun, start: Start, tmp_path: Path
 ) -> None:
-    options = {"eval_dataset": "task:sort", "max_eval_samples": 32}
+    options = {"eval_dataset": "task:sort", "evaluation.max_samples": 32}
     shutil.copytree(filtered.run_dir, tmp_path / "one")
     # Nothing is left of one episode, without filtering neither.
     again = start(tmp_path / "one", **options)

@@ -15,9 +15,9 @@ from tests.messages import says
 
 SMALL = [
     "prompt_data=task:sort",
-    "scorer=sort",
+    "reward.source=sort",
     "eval_dataset=task:sort",
-    "max_eval_samples=32",
+    "evaluation.max_samples=32",
     "max_samples=32",
     "rollout_batch_size=16",
     "n_samples_per_prompt=4",
@@ -158,11 +158,11 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(policy: 
     [
         (["--pretrian", "x"], ["pretrian", "pretrain"]),
         (["prompt_data=nowhere.jsonl"], ["nowhere.jsonl"]),
-        (["pretrain=./nowhere", "prompt_data=task:sort", "scorer=sort"], ["pretrain=./nowhere"]),
-        (["scorer=sport"], ["sport"]),
+        (["pretrain=./nowhere", "prompt_data=task:sort", "reward.source=sort"], ["pretrain=./nowhere"]),
+        (["reward.source=sport"], ["sport"]),
         (["train_batch_size=100"], [64, 8, 512, "train_batch_size=100"]),
         (["rollout_batch_size=10000", "train_batch_size=10000"], ["task:sort", "rollout_batch_size=10000"]),
-        (["remote_rm_url=x.py"], ["remote_rm_url=x.py", "scorer", "reward_pretrain", "agent_func_path"]),
+        (["remote_rm_url=x.py"], ["x.py"]),
         (["actor_learning_rate=-1"], ["learning_rate=-1.0"]),
         (["adam_offload=true"], ["adam_offload", "zero_stage"]),
         (["run_dir=/proc/nowhere"], ["run_dir=/proc/nowhere"]),
@@ -187,7 +187,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
         ("0,1,2", ["--colocate_actor_ref"], {"ACTOR": 0.5, "CRITIC": 1, "ROLLOUT": 1, "REWARD": 0, "REFERENCE": 0.5}),
         (
             "0,1,2,3",
-            ["--colocate_critic_reward", "scorer=null", "reward_pretrain=x"],
+            ["--colocate_critic_reward", "reward_pretrain=x"],
             {"ACTOR": 1, "CRITIC": 0.5, "ROLLOUT": 1, "REWARD": 0.5, "REFERENCE": 1},
         ),
         (
@@ -200,10 +200,11 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
 def test_the_plan_for_a_machine_with_gpus_gives_each_role_its_share(
     gpus: str, options: list[str], devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from recipes.openrlhf_ppo.layout import resolved
     from recipes.openrlhf_ppo.main import build_job, read_config
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    placement = build_job(read_config(["init_kl_coef=0.1", *options])).placement
+    placement = build_job(resolved(read_config(["init_kl_coef=0.1", *options]))).placement
     assert placement.devices == devices | {"TRAINER": 0}
     shared = [host.bundle for host in placement.hosts if host.name in ("ACTOR-0", "REFERENCE-0")]
     assert (len(set(shared)) == 1) == (devices["ACTOR"] < 1)
@@ -240,7 +241,7 @@ def test_the_whole_configuration_is_printed_without_keys_and_nothing_starts(
     assert main(["--print_config", "seed=5", f"run_dir={tmp_path}/run", "--use_wandb", key]) == 0
     text = capsys.readouterr().out
     printed = yaml.safe_load(text)
-    assert (printed["seed"], printed["pretrain"], printed["bf16"]) == (5, "warm_start:sort", None)
+    assert (printed["seed"], printed["model"]["path"], printed["train"]["precision"]) == (5, "warm_start:sort", "auto")
     assert key not in text
     assert not (tmp_path / "run").exists()
 

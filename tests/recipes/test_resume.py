@@ -18,10 +18,10 @@ from tests.messages import says
 
 STEPS, SAVE_STEPS = 8, 2
 SECRET = "0123456789abcdef0123456789abcdef01234567"
-PPO = f"""prompt_data=task:sort eval_dataset=task:sort eval_scorer=sort max_eval_samples=32 eval_steps=3 max_samples=64
-    rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16 use_dynamic_batch=true generate_max_len=8
+PPO = f"""prompt_data=task:sort eval_dataset=task:sort reward.heldout_source=sort evaluation.max_samples=32 eval_steps=3
+    max_samples=64 rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16 generate_max_len=8
     actor_learning_rate=3e-4 critic_learning_rate=1e-3 lr_warmup_ratio=0.1 init_kl_coef=0 save_value_network=true
-    save_steps={SAVE_STEPS} reward_timeout=600"""
+    save_steps={SAVE_STEPS} reward.timeout_s=600"""
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     while is_shut():

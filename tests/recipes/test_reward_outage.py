@@ -17,12 +17,12 @@ from tests.messages import says
 pytestmark = pytest.mark.full
 PPO = """prompt_data=task:sort max_samples=48 rollout_batch_size=8 n_samples_per_prompt=4 train_batch_size=16
     use_dynamic_batch=true generate_max_len=8 actor_learning_rate=3e-4 critic_learning_rate=1e-3 save_steps=-1"""
-JUDGED = """eval_dataset=task:sort eval_scorer=sort eval_steps=2 max_eval_samples=32 eval_n_samples_per_prompt=1
-    best_eval_metric_key=none"""
+JUDGED = """eval_dataset=task:sort reward.heldout_source=sort eval_steps=2 evaluation.max_samples=32
+    eval_n_samples_per_prompt=1 best_eval_metric_key=none"""
 GRPO = """data.path=task:sort data.max_samples=32 prompts_per_step=8 samples_per_prompt=4 train.mini_batch_size=16
     rollout.max_new_tokens=8 train.learning_rate=3e-4 checkpoint.every=-1"""
 
-SHORT_TIMEOUT = "remote_rm_timeout=15"
+SHORT_TIMEOUT = "reward.url_timeout_s=15"
 """For a server that hangs: what waits for it, three times, takes no longer."""
 
 

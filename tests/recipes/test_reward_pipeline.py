@@ -26,7 +26,7 @@ def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_p
         f"reward_pretrain={model}",
         "max_samples=512",
         "eval_steps=4",
-        "max_eval_samples=256",
+        "evaluation.max_samples=256",
     ]
     run = run_locally("openrlhf_ppo", tmp_path, {"ppo": ["seed=1", *options]})["ppo"]
     score, found = run.summary["score"], [line for line in run.metrics if "eval/sort_pass1" in line]

@@ -22,6 +22,7 @@ shared:
     max_samples: data.max_samples
     param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: fp16 needs a loss scale; use bf16}
     override: model.overrides
+    no_shuffle: {is: data.shuffle, values: {true: false, false: true}}
   no_effect:
     - {why: every step is logged, kind: int, harmless: 1, names: [logging_steps]}
     - {why: fsdp trains here, names: ["*.megatron.*"]}
@@ -65,6 +66,7 @@ class Data(Options):
 
     max_samples: int | None = None
     max_prompt_tokens: int = 1024
+    shuffle: bool = True
 
     def faults(self) -> Any:
         """See `Options.faults`."""
@@ -164,3 +166,15 @@ def test_a_sentence_is_said_in_the_names_of_the_user() -> None:
     assert renamed(Schema, ["seed=2"], text) == text
     words = ["--actor.model_name_or_path", "x"]
     assert renamed(Schema, words, text) == "actor.model_name_or_path=x and max_samples=3; set param_dtype"
+
+
+def test_a_switch_that_means_the_opposite_takes_no_value_of_its_own() -> None:
+    config = load_config(Schema, ["--no_shuffle", "--max_samples", "3"])
+    assert (config.data.shuffle, config.data.max_samples) == (False, 3)
+    assert load_config(Schema, ["--no_shuffle", "false"]).data.shuffle
+
+
+def test_an_option_that_is_written_after_all_that_is_computed_with_wins() -> None:
+    later = load_config(Schema, ["--max_len", "300", "data.max_prompt_tokens=7"])
+    earlier = load_config(Schema, ["data.max_prompt_tokens=7", "--max_len", "300"])
+    assert (later.data.max_prompt_tokens, earlier.data.max_prompt_tokens) == (7, 300)

@@ -367,7 +367,7 @@ def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys:
     ("recipe", "options"),
     [
         ("grpo", ["model.path={}", "data.path=task:sort"]),
-        ("openrlhf_ppo", ["pretrain={}", "prompt_data=task:sort", "scorer=sort"]),
+        ("openrlhf_ppo", ["pretrain={}", "prompt_data=task:sort"]),
         ("sft", ["model.path={}", "data.path=task:sort"]),
         (
             "verl_ppo",
@@ -419,4 +419,4 @@ def test_a_key_is_not_shown_among_what_was_changed(capsys: pytest.CaptureFixture
     key = "0123456789abcdef0123456789abcdef01234567"
     assert import_module("recipes.openrlhf_ppo.main").main(["--dry_run", "--use_wandb", key]) == 0
     shown = capsys.readouterr()
-    assert (key in shown.out + shown.err, json.loads(shown.out)["changed"]["use_wandb"]) == (False, "***")
+    assert (key in shown.out + shown.err, json.loads(shown.out)["changed"]["log.wandb_key"]) == (False, "***")

@@ -155,8 +155,7 @@ ALARMS = (
         when="over 0, twice in a row",
         text="responses whose reward could not be computed: {now:.0f} in this step; they got 0",
         advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
-        "(reward.timeout_s, reward_timeout, reward_model.timeout_s; of an agent agent.step_timeout_s, "
-        "agent_step_timeout)",
+        "(reward.timeout_s, reward_model.timeout_s; of an agent agent.step_timeout_s)",
         sounds=lambda now, _: now["reward/failed"] > 0,
         steps=2,
     ),

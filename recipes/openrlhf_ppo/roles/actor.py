@@ -8,11 +8,11 @@ from training.roles.policy import PolicyWorker
 
 from .. import remote_call
 from ..algorithm import mark_tokens, policy_loss
-from ..options import SharedOptions
+from ..config import PPOConfig
 from .learner import Learner
 
 
-class Actor(Learner, PolicyWorker[SharedOptions]):
+class Actor(Learner, PolicyWorker[PPOConfig]):
     """One rank of the policy."""
 
     @rpc(remote_call.actor_init)
@@ -28,6 +28,5 @@ class Actor(Learner, PolicyWorker[SharedOptions]):
     @rpc(remote_call.actor_update)
     def update_actor(self, step: int, kl_coef: float) -> dict[str, float]:
         """Train on the experience."""
-        options = self.config.flat
-        loss = partial(policy_loss, config=options, kl_coef=kl_coef)
-        return self.train_on_experience(loss, step, partial(mark_tokens, config=options, step=step))
+        loss = partial(policy_loss, config=self.config, kl_coef=kl_coef)
+        return self.train_on_experience(loss, step, partial(mark_tokens, config=self.config, step=step))

@@ -18,16 +18,16 @@ class Critic(Learner):
     @rpc(remote_call.critic_init)
     def init_model(self, model_path: str, steps: int) -> None:
         """Load and start training."""
-        options = self.config.flat
+        options = self.config
         model = load_value_model(
             model_path,
-            gradient_checkpointing=options.gradient_checkpointing,
+            gradient_checkpointing=options.train.gradient_checkpointing,
             seed=options.seed,
-            attn_implementation=options.attn_implementation,
-            packing=options.packing_samples,
-            value_head_prefix=options.value_head_prefix,
+            attn_implementation=options.model.attn_implementation,
+            packing=options.train.packing,
+            value_head_prefix=options.reward_model.value_head_prefix,
             # The critic predicts what the reward model's rewards are normalised to.
-            normalize=options.normalize_reward and options.critic_start in options.reward_models,
+            normalize=options.reward_model.normalize and options.critic_start in options.reward_model.paths,
         )
         self.engine = open_engine(model, self.config.critic_engine(steps))
 
@@ -39,4 +39,4 @@ class Critic(Learner):
     @rpc(remote_call.critic_update)
     def update(self, step: int) -> dict[str, float]:
         """Train on the experience."""
-        return self.train_on_experience(partial(value_loss, config=self.config.flat), step)
+        return self.train_on_experience(partial(value_loss, config=self.config), step)

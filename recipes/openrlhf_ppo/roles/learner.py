@@ -6,13 +6,13 @@ from core import rpc
 from training.roles.trained_model import Prepare, TrainedModel
 
 from .. import remote_call
-from ..options import FlatRole, SharedOptions
+from ..config import PPOConfig
 
 
-class Learner(FlatRole, TrainedModel):
+class Learner(TrainedModel):
     """A rank that trains one model."""
 
-    config: SharedOptions
+    config: PPOConfig
     experience: Batch | None = None
 
     @rpc(remote_call.append_experience)

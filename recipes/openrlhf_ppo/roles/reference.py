@@ -5,10 +5,9 @@ from core import rpc
 from training.roles.reference import ReferenceWorker
 
 from .. import remote_call
-from ..options import FlatRole
 
 
-class Reference(FlatRole, ReferenceWorker):
+class Reference(ReferenceWorker):
     """One instance of the reference model."""
 
     @rpc(remote_call.reference_init, idempotent=True, replay="last")

@@ -8,38 +8,39 @@ from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
 from components.engines.reward_model import RewardModel
-from core import rpc
+from core import BaseWorkload, rpc
 
 from .. import remote_call
-from ..options import FlatRole, SharedOptions
+from ..config import PPOConfig
 
 
-class Reward(FlatRole):
+class Reward(BaseWorkload):
     """One instance of reward models, of reward code, or of a reward server's client."""
 
-    config: SharedOptions
+    config: PPOConfig
 
     @rpc(remote_call.reward_init, idempotent=True, replay="last")
     def init_model(self, tokenizer_path: str) -> None:
         """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
-        options = self.config.flat
+        own = self.config.reward_model
         max_tokens, max_sequences = self.config.forward_limits
         self.models = [
             RewardModel(
                 path,
                 dtype=self.config.dtype,
-                normalize=options.normalize_reward,
-                value_head_prefix=options.value_head_prefix,
-                attn_implementation=options.attn_implementation,
+                normalize=own.normalize,
+                value_head_prefix=own.value_head_prefix,
+                attn_implementation=self.config.model.attn_implementation,
                 max_tokens=max_tokens,
                 max_sequences=max_sequences,
             )
-            for path in options.reward_models
+            for path in own.paths
         ]
-        if options.reward_code is not None or options.eval_scorer is not None:
+        source, heldout_source = self.config.reward_source, self.config.reward.heldout_source
+        if source is not None or heldout_source is not None:
             self.tokenizer = self.config.model.tokenizer(tokenizer_path)
-        self.source = self.opened(options.reward_code)
-        self.eval_source = self.opened(options.eval_scorer)
+        self.source = self.opened(source)
+        self.heldout_source = self.opened(heldout_source)
 
     def opened(self, spec: str | None) -> RewardSource | None:
         """Reward code or servers, where they are asked for."""
@@ -49,16 +50,16 @@ class Reward(FlatRole):
     def forward(self, samples: Batch, heldout: bool = False) -> Batch:
         """`reward`, `score` and `reward_failed` per response, and whatever else is logged."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source)
-        if heldout and self.eval_source is not None:
+        if heldout and self.heldout_source is not None:
             logged = {name: column for name, column in columns.items() if name.startswith("log_")}
-            columns = logged | self.by_code(samples, self.eval_source) | {"log_reward": columns["reward"]}
+            columns = logged | self.by_code(samples, self.heldout_source) | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
         """The weighted sum of the reward models' scores."""
         tokens = samples.only("tokens")
         rewards = [model.score(tokens) for model in self.models]
-        weights = self.config.flat.reward_weights or [1.0] * len(rewards)
+        weights = self.config.reward_model.weights or [1.0] * len(rewards)
         total_B = torch.stack([weight * reward_B for weight, reward_B in zip(weights, rewards, strict=True)]).sum(0)
         each = {f"log_model_{i}": reward_B for i, reward_B in enumerate(rewards, 1)} if len(rewards) > 1 else {}
         return {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B), **each}
@@ -71,6 +72,6 @@ class Reward(FlatRole):
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes of reward code."""
-        for source in (self.source, self.eval_source):
+        for source in (self.source, self.heldout_source):
             if source is not None:
                 source.close()

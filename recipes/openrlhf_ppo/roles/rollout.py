@@ -7,10 +7,9 @@ from core import rpc
 from training.roles.rollout import RolloutWorker
 
 from .. import remote_call
-from ..options import FlatRole
 
 
-class Rollout(FlatRole, RolloutWorker):
+class Rollout(RolloutWorker):
     """One engine."""
 
     @rpc(remote_call.rollout_init, idempotent=True, replay="last")

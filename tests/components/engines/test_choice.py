@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.engines import choice
-from components.engines.choice import choose_rollout_engine
+from components.engines.choice import attention_note, choose_attention, choose_rollout_engine
 from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
 from tests.messages import says
 from training.options import PlacementOptions, RolloutOptions
@@ -107,3 +107,16 @@ def test_engines_of_two_devices_share_out_what_there_is() -> None:
     assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
     with pytest.raises(ValueError, match=says("rollout.tensor_parallel=2", "colocate")):
         PlacementOptions().resolved(8, groups=2, tensor_parallel=2)
+
+
+def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    has: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has else None)
+    assert [choose_attention(asked, 0) for asked in ("auto", None, "eager")] == [None, None, "eager"]
+    assert choose_attention("flash_attention_2", 0) == "sdpa"
+    assert re.search(says("flash_attention_2", "GPU", "sdpa"), attention_note("flash_attention_2", 0))
+    assert choose_attention("flash_attention_2", 8) == "sdpa"
+    assert re.search(says("flash_attn", "sdpa"), attention_note("flash_attention_2", 8))
+    has.append("flash_attn")
+    assert [choose_attention(asked, 8) for asked in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
+    assert [attention_note(asked, 8) for asked in ("auto", None, "eager", "flash_attention_2")] == [""] * 4
