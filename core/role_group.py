@@ -207,7 +207,9 @@ class RoleGroup(Generic[W]):
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Pending], list[int]]:
         members = self._some_members(export)
-        chunks, sizes = self._cut(export, args, kwargs, len(members), self._entry.kind == "train")
+        # What may be sent again to one worker enters no collective, so that ranks may be idle in it too.
+        everybody = self._entry.kind == "train" and not export.idempotent
+        chunks, sizes = self._cut(export, args, kwargs, len(members), everybody)
         # With fewer items than workers the last ones have nothing to do and are not called.
         sizes = [size for size in sizes if size]
         return [self._send(m, export, *chunk) for m, chunk in zip(members, chunks[: len(sizes)], strict=False)], sizes

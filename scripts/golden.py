@@ -18,7 +18,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +31,7 @@ from components.data.supervised import encode_demonstrations
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
 from components.engines.causal import without_progress_bars
-from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig
+from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
@@ -139,26 +138,18 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
 def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
     """PPO with a critic, a KL in the loss, and a correction for the engine."""
     from recipes.verl_ppo.algorithm import add_advantages
-    from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
-    from recipes.verl_ppo.main import resolved
+    from recipes.verl_ppo.main import read_config
     from recipes.verl_ppo.roles.actor_rollout_ref import ActorRolloutRefWorker
     from recipes.verl_ppo.roles.critic import CriticWorker
-    from training.config import load_config
-
-    class Damped(VerlPPOConfig):
-        """verl has no key for Adam's epsilon."""
-
-        def engine(self, part: str, steps: int) -> TrainConfig:
-            return replace(super().engine(part, steps), eps=EPS)
 
     options = f"""actor_rollout_ref.model.path={model} data.train_files=task:sort run_dir={stage.folder}
         data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length=8
         actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2} actor_rollout_ref.actor.use_dynamic_bsz=true
         actor_rollout_ref.actor.optim.lr=1e-2 critic.optim.lr=1e-2 actor_rollout_ref.actor.entropy_coeff=0.01
         actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.1
-        algorithm.adv_estimator=gae algorithm.gamma=0.95 algorithm.lam=0.9
+        algorithm.adv_estimator=gae algorithm.gamma=0.95 algorithm.lam=0.9 train.eps={EPS} critic.eps={EPS}
         algorithm.rollout_correction.rollout_is=token"""
-    config, _ = resolved(load_config(Damped, plain_arguments(options.split())))
+    config = read_config(options.split())
     policy, critic = stage.role(ActorRolloutRefWorker, config, "actor_ref"), stage.role(CriticWorker, config)
     policy["init_model"](model, STEPS)
     critic["init_model"](model, STEPS)
@@ -171,7 +162,7 @@ def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]
     for number, samples in enumerate(steps, 1):
         views = [forward(samples.only("tokens")).per_token for forward in forwards]
         seen = samples.with_tokens(**{name: column for view in views for name, column in view.items()})
-        experience = add_advantages(seen, config, config.algorithm.kl_ctrl.kl_coef)
+        experience = add_advantages(seen, config, 0.0)
         learnt = {f"critic_{name}": value for name, value in critic["update_critic"](experience, number).items()}
         found.append(summary(experience) | learnt | policy["update_actor"](experience, number))
     return found

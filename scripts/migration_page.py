@@ -7,6 +7,7 @@ python scripts/migration_page.py --check    exit 1 if one of them is not what wo
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
+from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
-from recipes.verl_ppo.keys import KEYS  # noqa: E402
-from training.adapter import Adapter  # noqa: E402
+from training.adapter import Adapter, Refused  # noqa: E402
 from training.schema import options_of  # noqa: E402 (the project may not be installed)
 
 FROM_OPENRLHF = """\
@@ -82,9 +83,9 @@ What is different on purpose:
 FROM_VERL = """\
 # From verl
 
-<!-- Written by scripts/migration_page.py from config.py and keys.yaml of the recipe: change those, not this page. -->
+<!-- Written by scripts/migration_page.py from verl.yaml of the recipe: change that, not this page. -->
 
-Take the overrides of your `main_ppo` command as they are:
+Take the overrides of your `main_ppo` command as they are, of any release from 0.5.0 on:
 
 ```bash
 python3 -m verl.trainer.main_ppo  algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
@@ -92,44 +93,46 @@ bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=
 ```
 
 `run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. `+key=value` and `++key=value` mean
-`key=value`; YAML comes with `--config FILE`, not from Hydra. A key that is not taken is never ignored: it ends the
-command with exit code 2 and one line that says why and what to use, unless it asks for what happens anyway. One that
-is taken without effect is named at the start. `--dry_run` shows the plan and starts nothing.
+`key=value`. A YAML file of verl's, its own `ppo_trainer.yaml` too, is read with `--config FILE`: `${...}` is resolved
+as Hydra does it, with the command line's values; files that `defaults` names are not read.
+
+Every key stands for an option that all recipes here share (`--help` prints them), and both names work, also side by
+side. A key that is not taken is never ignored: the command ends with exit code 2 and every reason at once, each with
+what to use. One that changes no results is named at the start. `--dry_run` shows the plan and starts nothing.
 
 Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks;
-`..._micro_batch_size_per_gpu` count sequences on one. The start of a run says what that comes to.
+`..._micro_batch_size_per_gpu` count sequences on one. The options count responses: `train.mini_batch_size` is
+`ppo_mini_batch_size` times `rollout.n`. The start of a run says what that comes to.
 
 What is different on purpose:
 
-- **Losses** are means over the tokens (or answers) of a whole optimizer step on all ranks; micro-batch sizes and the
+- **Losses** are means over the tokens (or responses) of a whole optimizer step on all ranks; micro-batch sizes and the
   number of ranks change memory and speed, never what a mini-batch comes to. A mini-batch divides a step.
 - **Epochs**: prompts at the end of one that fill no step begin the next one's first step; there they are dropped.
-- **`balance_batch`** balances the passes before the update; updates are balanced in any case. There it changes with the
-  number of ranks which answers are in which mini-batch, here it does not: ranks change nothing but rounding.
+- **`balance_batch`** is always on, and changes no mini-batch; there which responses are in which changes with the
+  number of ranks.
 - **fsdp and fsdp2** are the same: torch's fully_shard. `param_offload`, `optimizer_offload` and `offload_policy` are
   one thing, and hold for weights, gradients and optimizer states while the policy trains.
 - **Precision**: without `model_dtype` it is bfloat16 with float32 master weights where there are GPUs; `fp32` is what
   it is there: float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`. On a CPU `fp32` is
   float32 throughout.
+- **Sequence parallelism and `fsdp_size`** spread what the plan shows otherwise; results are the same.
 - **LoRA** with a KL loads a second copy of the model as the reference; there the adapter is switched off.
-- **A tokenizer without a token for padding** pads with its end token, as there.
 - **The hybrid engine** has an engine of its own in each process, of one device; `tensor_model_parallel_size` is read
-  where the roles are apart (`hybrid_engine=false`).
+  where the engines have devices of their own (`hybrid_engine=false`, or `rollout.nnodes`).
 - **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have
   defaults, and win.
 - **`lr_warmup_steps`** counts steps of the run, as there; the learning rate changes with each optimizer step.
 - **`critic_warmup`** has no effect without a critic; there the policy would wait all the same.
-- **`rollout_correction`** takes rejected tokens out of the loss; their answers count among those to their prompt.
-  `bypass_mode` with `rollout_is` or `rollout_rs`, which judge the policy anew in each mini-batch there, is not here
-  yet, nor is `seq_max_`.
+- **`rollout_correction`** takes rejected tokens out of the loss; their responses count among those to their prompt.
 - **KL estimates** are kept within 10 nats, k1 and k2 too. docs/algorithms.md lists every formula, and every place where
   it differs. `actor/ppo_kl` is the k3 estimate, never negative; there it is the mean log-ratio.
-- **Reward functions** run in processes of their own, with a deadline. An answer whose reward cannot be computed is
+- **Reward functions** run in processes of their own, with a deadline. A response whose reward cannot be computed is
   named, counted and gets 0; above a tenth of a batch the run stops. Reward models are classifiers with the policy's
-  vocabulary; with `reward_model.function_weight` the function's score is added.
-- **Validation** draws from all tokens. It is greedy unless `val_kwargs.do_sample` is set, as there; at the start and
-  the end the run's own score is taken at temperature 1 and greedy besides, which makes three passes. `test_freq=-1`
-  still validates at the end. Its answers are not kept.
+  vocabulary, run by transformers; with `reward_model.function_weight` the function's score is added.
+- **Validation** is drawn as `val_kwargs` says, greedy unless `do_sample` is set; at the start and the end the run's own
+  score is taken at temperature 1 from all tokens, and greedy, which makes three passes. `test_freq=-1` still validates
+  at the end. Its responses are not kept.
 - **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one for one, until the step is full or the data
   ends.
 - **Rows** for an agent or with tools are an error without `agent.func_path`.
@@ -211,47 +214,48 @@ def from_openrlhf() -> str:
 
 def from_verl() -> str:
     """docs/from_verl.md."""
-    other: dict[str, list[str]] = {}
-    for name, key in KEYS["aliases"].items():
-        other.setdefault(key, []).append(name)
-    options = options_of(VerlPPOConfig)
-    ours = [option for option in options if option.name.startswith(tuple(KEYS["ours"]))]
-    taken = [option for option in options if option not in ours]
-    defaults = {option.name: shown_default(option.name, option.default, KEYS["other_defaults"]) for option in options}
-    idle = [(names(entry["keys"]), entry["why"]) for entry in KEYS["idle"]]
-    refused = [
+    defaults = {option.name: option.default for option in options_of(VerlPPOConfig)}
+    taken = [
         (
-            names(entry["keys"]),
-            entry["why"] + (f" (`{entry['harmless']}` is let through)" if "harmless" in entry else ""),
+            f"`{key}`",
+            f"`{target.name}`",
+            shown_default(target.name, defaults[target.name], {}),
+            ", ".join(f"{there}: {here}" for there, here in target.values.items() if there != str(here)),
         )
-        for entry in KEYS["refused"]
+        for key, target in VERL.options.items()
     ]
-    count = {part: sum(len(entry["keys"]) for entry in KEYS[part]) for part in ("idle", "refused")}
+
+    def grouped(part: Mapping[str, Refused]) -> list[tuple[str, str]]:
+        """(names, why), without what is silent."""
+        rows = groupby(part.items(), key=lambda item: (item[1].why, item[1].harmless))
+        found = [(why, harmless, names([name for name, _ in group])) for (why, harmless), group in rows]
+        return [
+            (keys, why + (f" (`{harmless}` is let through)" if harmless else ""))
+            for why, harmless, keys in found
+            if why
+        ]
+
     lines = [
         FROM_VERL,
-        f"## Keys that work ({len(taken)})",
+        f"## Keys that are an option ({len(taken)})",
         "",
-        *table(
-            ("key", "also", "default", "what it does here"),
-            [(f"`{o.name}`", names(other.get(o.name, [])), defaults[o.name], o.meaning) for o in taken],
-        ),
+        *table(("key", "option", "default", "values"), taken),
         "",
-        f"## Keys without effect ({count['idle']})",
+        f"## Keys that come to one together with others ({len(VERL.computed)})",
+        "",
+        "`*` stands for any part of a name.",
+        "",
+        *table(("keys",), [(f"`{key}`",) for key in VERL.computed]),
+        "",
+        "## Keys without effect",
         "",
         "They steer how verl goes about something that is done otherwise here; whatever they are, the result stays.",
         "",
-        *table(("keys", "why"), idle),
+        *table(("keys", "why"), grouped(VERL.no_effect)),
         "",
-        f"## Keys that are not taken ({count['refused']})",
+        "## Keys that are not taken",
         "",
-        *table(("keys", "why, and what to use"), refused),
-        "",
-        f"## Options that verl does not have ({len(ours)})",
-        "",
-        *table(
-            ("option", "also", "default", "what it does"),
-            [(f"`{o.name}`", names(other.get(o.name, [])), defaults[o.name], o.meaning) for o in ours],
-        ),
+        *table(("keys", "why, and what to use"), grouped(VERL.refused)),
     ]
     return "\n".join(lines) + "\n"
 

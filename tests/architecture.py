@@ -55,7 +55,7 @@ RECIPE_LINES = {
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Still above what they are to be: core 2,700, training 5,500, verl_ppo 950."""
-TABLES = {"flags.yaml", "keys.yaml", "names.yaml", "synonyms.yaml"}
+TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
 CLOSURE_LINES = {"recipes/grpo": 17340}

@@ -4,15 +4,17 @@ arithmetic.
     options:             # name there: name here
       pretrain: model.path
       param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: use bf16}
+      optim: {in: train, names: {lr: learning_rate}}  # optim.lr: train.learning_rate
     computed:            # name there: kind of its value; `compute` makes options of all of them together
       max_len: int
+      float: [adam_beta1, adam_beta2]  # or a kind, and the names of that
     no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
       - {why: every step is logged, kind: int, harmless: 1, names: [logging_steps]}
     refused:             # not taken; `why` says what to use instead
       - {why: give one dataset, kind: text, names: [dataset_probs]}
 
-A name of the last two may be a pattern, as `*.megatron.*`. The kind is that of the value on the command line: switch,
-int, float, text, pair, list or mapping.
+A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. The kind is that of the
+value on the command line: switch, int, float, text, pair, list or mapping.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ KINDS: Mapping[str, Any] = {
     "list": list[str],
     "mapping": dict[str, Any],
 }
+NO_VALUE = ("null", "???", "")
+"""What stands where an option is not set."""
+UNSET = (*NO_VALUE, "{}", "[]")
+"""Values that ask for nothing."""
+MOST_NAMES = 8
+"""So many names are in a note, at most: a file may have hundreds."""
 ANY = "*"
 """The harmless value of what is never refused."""
 
@@ -52,8 +60,10 @@ class Refused:
 
     def lets_through(self, value: Any) -> bool:
         """Whether the value asks for nothing that is missing here."""
+        if isinstance(value, Mapping) and value:
+            return all(self.lets_through(each) for each in value.values())
         text = as_text(value)
-        off = self.kind is bool and text in ("false", "no", "off", "0")
+        off = text in UNSET or (self.kind is bool and text in ("false", "no", "off", "0"))
         if self.harmless in ("", ANY):
             return off or self.harmless == ANY
         return off or _as_number(text) == _as_number(self.harmless.lower())
@@ -101,6 +111,8 @@ class Computed:
     options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    """Option here -> what its value was written as."""
 
 
 Compute = Callable[[Mapping[str, Any], Mapping[str, Any]], Computed]
@@ -129,10 +141,10 @@ class Adapter:
         chosen = [table[section] for section in sections] or [table]
         parts: dict[str, dict[str, Any]] = {"options": {}, "computed": {}, "no_effect": {}, "refused": {}}
         for section in chosen:
-            for name, target in (section.get("options") or {}).items():
-                parts["options"][name] = _target(target)
+            parts["options"] |= _targets(section.get("options") or {})
             for name, kind in (section.get("computed") or {}).items():
-                parts["computed"][name] = KINDS[kind]
+                of_kind = dict.fromkeys(kind, KINDS[name]) if isinstance(kind, list) else {name: KINDS[kind]}
+                parts["computed"] |= of_kind
             for part in ("no_effect", "refused"):
                 for entry in section.get(part) or ():
                     parts[part] |= dict.fromkeys(entry["names"], _entry(entry, takes_all=part == "no_effect"))
@@ -144,8 +156,9 @@ class Adapter:
             if target.values:
                 return bool if target.values.keys() <= {"true", "false"} else str
             return fields.get(target.name, str)
-        if name in self.computed:
-            return self.computed[name]
+        if (computed := self._computed_of(name)) is not None:
+            is_entry = computed != name and self.computed[computed] == KINDS["mapping"]
+            return str if is_entry else self.computed[computed]
         _, entry = self._entry_of(name)
         return None if entry is None else entry.kind
 
@@ -165,7 +178,7 @@ class Adapter:
             has_effect, entry = self._entry_of(option.name)
             if (target := self._target_of(option.name)) is not None:
                 self._translate_one(option, target, found)
-            elif option.name in self.computed:
+            elif self._computed_of(option.name) is not None:
                 raw[option.name] = option
                 after = []
             elif entry is None:
@@ -178,7 +191,7 @@ class Adapter:
                 found.faults.append(f"{option}: {entry.why}")
             else:
                 idle.setdefault(entry.why, []).append(option.name)
-        found.notes += [f"no effect of {', '.join(dict.fromkeys(names))}: {why}" for why, names in idle.items()]
+        found.notes += [f"no effect of {_some(list(dict.fromkeys(names)))}: {why}" for why, names in idle.items()]
         if raw and self.compute is not None:
             self._compute(raw, found, after)
         return found
@@ -201,10 +214,23 @@ class Adapter:
                 return Target(target.name + name.removeprefix(there))
         return None
 
+    def _computed_of(self, name: str) -> str | None:
+        """A name or pattern of `computed`, or the mapping there of which it is an entry `NAME.key`."""
+        if name in self.computed:
+            return name
+        mappings = (there for there, kind in self.computed.items() if kind == KINDS["mapping"])
+        if (mapping := next((there for there in mappings if name.startswith(f"{there}.")), None)) is not None:
+            return mapping
+        own, other = _longest(name, self.computed), _longest(name, [*self.no_effect, *self.refused])
+        return own if own and len(own) > len(other) else None
+
     def _translate_one(self, option: Given, target: Target, found: Translation) -> None:
         value = target.values.get(as_text(option.value), option.value)
-        if target.otherwise and as_text(option.value) not in target.values:
+        if target.otherwise and as_text(option.value) not in (*target.values, *NO_VALUE):
             found.faults.append(f"{option}={as_text(option.value)}: {target.otherwise}")
+            return
+        if value is option.value and as_text(value) in NO_VALUE:
+            found.options = [earlier for earlier in found.options if earlier.name != target.name]
             return
         found.options.append(Given(target.name, value, option.source))
         found.written[target.name] = option.name
@@ -216,7 +242,8 @@ class Adapter:
         found.options += [Given(name, value) for name, value in result.options.items()]
         found.options += [option for option in after if option.name in result.options]
         found.notes += result.notes
-        found.faults += result.faults
+        found.faults = [*result.faults, *found.faults]
+        found.written |= result.written
         if len(raw) == 1:
             found.written = dict.fromkeys(result.options, next(iter(raw))) | found.written
 
@@ -226,11 +253,21 @@ class Adapter:
         for has_effect, entries in parts:
             if name in entries:
                 return has_effect, entries[name]
-        for has_effect, entries in parts:
-            for pattern, entry in entries.items():
-                if "*" in pattern and fnmatch.fnmatchcase(name, pattern):
-                    return has_effect, entry
-        return True, None
+        pattern = _longest(name, [*self.no_effect, *self.refused])
+        return pattern in self.refused, self.no_effect.get(pattern) or self.refused.get(pattern)
+
+
+def _longest(name: str, patterns: Iterable[str]) -> str:
+    """The longest pattern that a name fits; empty: none."""
+    fitting = (pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
+    return max(fitting, key=len, default="")
+
+
+def _some(names: list[str]) -> str:
+    """All of a few names, and of many how many more there are."""
+    shown = names if len(names) <= MOST_NAMES else names[: MOST_NAMES - 1]
+    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    return ", ".join(shown) + more
 
 
 def as_text(value: Any) -> str:
@@ -238,6 +275,19 @@ def as_text(value: Any) -> str:
     if value is None:
         return "null"
     return " ".join(map(str, value)).lower() if isinstance(value, list | tuple) else str(value).lower()
+
+
+def _targets(found: Mapping[str, Any], there: str = "", here: str = "") -> dict[str, Target]:
+    """Of every name, those within groups too."""
+    targets: dict[str, Target] = {}
+    for name, target in found.items():
+        if isinstance(target, Mapping) and "names" in target:
+            group = f"{target['in']}." if "in" in target else ""
+            targets |= _targets(target["names"], f"{there}{name}.", group)
+        else:
+            own = _target(target)
+            targets[f"{there}{name}"] = Target(f"{here}{own.name}", own.values, own.otherwise)
+    return targets
 
 
 def _target(found: str | Mapping[str, Any]) -> Target:

@@ -98,8 +98,8 @@ class Command(ABC, Generic[C]):
             asked = self.read(arguments)
             with assuming(asked.machines):
                 plan = self.plan(asked, arguments)
-                notes = [*adapter_notes(self.schema, arguments), *plan.notes]
-                plan.notes = [self.renamed(note, arguments) for note in notes]
+                notes = [self.renamed(note, arguments) for note in plan.notes]
+                plan.notes = [*adapter_notes(self.schema, arguments), *notes]
                 if plan.is_all(asked, self.given(arguments)):
                     return 0
                 self.check(plan)

@@ -117,7 +117,7 @@ def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = 
         for option in unknown:
             told = answer(option.name, meanings, recipe_of(schema), adapter_of(schema).names())
             faults.append(f"{_of_source(option)}unknown option {option.name!r}{told}")
-    found.faults = [*faults, *unresolved, *found.faults]
+    found.faults = [*found.faults, *faults, *unresolved]
     return found
 
 
@@ -211,7 +211,7 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
     found: list[Given] = []
     faults: list[str] = []
     for option in given:
-        if "${" not in str(option.value):
+        if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
             found.append(option)
             continue
         try:

@@ -6,11 +6,12 @@ B responses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from components.batch import Batch
 from components.data.samples import for_samples
+from components.engines.config import SamplingConfig
 from training.evaluation_metrics import best_metric, heldout_metrics
 from training.tracking import console_line
 
@@ -27,11 +28,11 @@ class Evaluation:
 
     prompts: Batch | None
     """As `PromptSource.take` gives them."""
-    response: Callable[[Batch, float], Batch]
-    """(prompts with `sample_id`, temperature) -> one scored response to each, with `action_mask`, `score`, `prompt_id`,
+    response: Callable[[Batch, SamplingConfig], Batch]
+    """(prompts with `sample_id`, sampling) -> one scored response to each, with `action_mask`, `score`, `prompt_id`,
     `datasource`, `truncated` and any `log_...`. It should draw the same random numbers every time.
     """
-    temperature: float
+    sampling: SamplingConfig
     """Of the responses behind pass1 and passN."""
     samples_per_prompt: int
     """N."""
@@ -64,13 +65,15 @@ class Evaluation:
         """Mean score, sampled at temperature 1 and greedy."""
         if self.prompts is None:
             return {}
-        return {name: float(self.responses(temperature, 1)["score"].mean()) for name, temperature in SCORES}
+        usual = replace(self.sampling, top_p=1.0, top_k=0)
+        drawn = {name: replace(usual, temperature=temperature) for name, temperature in SCORES}
+        return {name: float(self.responses(sampling, 1)["score"].mean()) for name, sampling in drawn.items()}
 
     def evaluate(self) -> dict[str, float]:
         """pass1 and passN, by source (see `heldout_metrics`), and the recipe's own."""
         if self.prompts is None:
             return {}
-        responses = self.responses(self.temperature, self.samples_per_prompt)
+        responses = self.responses(self.sampling, self.samples_per_prompt)
         metrics = heldout_metrics(
             responses["score"],
             responses["prompt_id"],
@@ -81,10 +84,10 @@ class Evaluation:
         )
         return {f"eval/{name}": value for name, value in metrics.items()} | dict(self.further(responses))
 
-    def responses(self, temperature: float, count: int) -> Batch:
+    def responses(self, sampling: SamplingConfig, count: int) -> Batch:
         """`count` scored responses to each prompt."""
         assert self.prompts is not None
-        return self.response(for_samples(self.prompts, count), temperature)
+        return self.response(for_samples(self.prompts, count), sampling)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""

@@ -131,7 +131,8 @@ def read_prompts(
 ) -> PromptSource:
     """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
-    if source.too_long:
+    if count := source.too_long or source.cut:
         what = "held-out prompts" if heldout else "prompts"
-        info(f"{source.too_long} {what} of more than {option}={data.max_prompt_tokens} tokens are left out")
+        done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
+        info(f"{count} {what} of more than {option}={data.max_prompt_tokens} tokens are {done}")
     return source

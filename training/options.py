@@ -107,7 +107,7 @@ class ModelOptions(Options):
     chat_template: str | None = None
     """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
     pad_token: str | None = None
-    """Token that fills short rows, for a tokenizer that names none; its end token will do."""
+    """Token that fills short rows. Default: the tokenizer's own, or its end token where it names none."""
     tokenizer_path: str | None = None
     """Folder or hub name of another tokenizer with the same vocabulary. Default: the model's own."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
@@ -127,19 +127,14 @@ class ModelOptions(Options):
         path = resolve_model(self.path)
         return replace(self, path=model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path))
 
-    def tokenizer(self, path: str | None = None, pad_with_end: bool = False) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, or that of the model at `path`, with the template and token given here.
-
-        Args:
-            path: of the other model.
-            pad_with_end: where nothing names a token for padding, the end token is that too.
+    def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, or that of the model at `path`, with the template and token given here. It pads with
+        its end token where it has no other.
         """
         from components.data.text import load_tokenizer
 
         found = self.tokenizer_path or path or self.path
-        return load_tokenizer(
-            found, chat_template=self.chat_template, pad_token=self.pad_token, pad_with_end=pad_with_end
-        )
+        return load_tokenizer(found, chat_template=self.chat_template, pad_token=self.pad_token, pad_with_end=True)
 
 
 @dataclass(kw_only=True)
@@ -164,7 +159,12 @@ class DataOptions(Options):
     max_samples: int | None = None
     """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are left out, and counted."""
+    """Tokens of a prompt, at most."""
+    overlong: Literal["leave_out", "error", "left", "right", "middle"] = "leave_out"
+    """What becomes of longer prompts: they are left out and counted, are an error, or the part is named that is cut
+    out."""
+    shuffle: bool = True
+    """Go through the prompts in another order in each epoch."""
     epochs: int = 1
     """How often the prompts are gone through, each time in another order."""
 
@@ -197,15 +197,24 @@ class DataOptions(Options):
         """Rows as token ids, in an order that follows from the seed, without those that are too long."""
         from components.data.prompts import PromptSource
 
-        return PromptSource(
+        found = PromptSource(
             rows,
             tokenizer,
             seed,
-            shuffle=shuffle,
+            shuffle=shuffle and self.shuffle,
             apply_chat_template=self.apply_chat_template,
             input_template=self.input_template,
             max_prompt_tokens=self.max_prompt_tokens,
+            overlong="left" if self.overlong == "error" else self.overlong,
         )
+        if self.overlong == "error" and found.cut:
+            row, length = found.longest
+            raise ValueError(
+                f"{found.cut} of {len(rows)} prompts have more than data.max_prompt_tokens={self.max_prompt_tokens} "
+                f"tokens, the longest {length} (row {row}); raise it, or set data.overlong to leave_out, left, right "
+                "or middle"
+            )
+        return found
 
 
 @dataclass(kw_only=True)
@@ -556,12 +565,18 @@ class EvaluationOptions(Options):
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
     split: str | None = None
     """Which split of it. Default: train; of a task: heldout."""
-    max_samples: int = 2048
-    """How many of them."""
+    max_samples: int | None = 2048
+    """How many of them. null: all, of a generated task 2,048."""
     every: int = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
     temperature: float = 1.0
     """Of the responses behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    top_p: float = 1.0
+    """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
+    top_k: int = 0
+    """Of the same: from so many likeliest tokens; 0: from all."""
     samples_per_prompt: int = 4
     """N: responses per held-out prompt."""
     best_metric: str = ""
@@ -575,6 +590,10 @@ class EvaluationOptions(Options):
             yield f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only"
         if self.temperature < 0:
             yield f"evaluation.temperature={self.temperature}; set it to 0 or more"
+        try:
+            SamplingConfig(top_p=self.top_p, top_k=self.top_k)
+        except ValueError as error:
+            yield f"evaluation.{error}"
         if self.temperature == 0 and self.samples_per_prompt > 1:
             yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
 

@@ -86,18 +86,6 @@ class PolicyCommand(Command[C]):
         """A configuration with everything filled in that was left to the machine."""
         return resolved(asked, detect_devices())
 
-    def needs(self, config: C, job: Job) -> dict[str, Need]:
-        """What a process of each role takes that holds a model."""
-        train, model, responses = config.train, config.model.path, config.step_size
-        estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        limits = (train.forward_max_tokens or train.max_tokens, responses)
-        actor = config.train_engine(1)
-        return {
-            Role.ACTOR: estimate.trained(Role.ACTOR, model, actor, config.mini_batch_size, publishes=True),
-            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), responses),
-            Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
-        }
-
     def plan(self, asked: C, arguments: list[str]) -> Plan:
         """See `Command.plan`."""
         config = self.resolved(asked)
@@ -113,17 +101,32 @@ class PolicyCommand(Command[C]):
             needs=self.needs(config, job),
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
-                f"{train.engine} zero_stage={train.stage} {train.precision}{attention}",
+                f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
                 asked.rollout.chosen(job.device_type == "GPU", asked.model.path, asked.evaluation.temperature)[1],
             ],
             notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,
         )
 
+    def needs(self, config: C, job: Job) -> dict[str, Need]:
+        """What a process of each role that holds a model will take."""
+        model, size, limits = config.model.path, config.step_size, (config.forward_limits[0], config.step_size)
+        estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+        engine = config.train_engine(1)
+        return {
+            Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, config.mini_batch_size, publishes=True),
+            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), size),
+            Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
+        }
+
+    def count_prompts(self, config: C) -> int:
+        """How many rows there are to train on; see `check_prompts`."""
+        return check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
+
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""
         config = plan.config
-        count = check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
+        count = self.count_prompts(config)
         if config.steps(count * config.data.epochs) < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.samples import add_rewards, for_samples, main_branches, with_status
-from components.engines.config import EVALUATION_STEP, SamplingConfig
+from components.engines.config import SamplingConfig
 from training.checkpoint import Checkpoints
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
@@ -238,7 +238,8 @@ class PolicyRun(Run[Batch]):
 
     def _evaluate_start(self) -> None:
         """Evaluate the policy before the first step."""
-        self.evaluation.start(self.step)
+        if self.config.evaluation.at_start:
+            self.evaluation.start(self.step)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the policy after a step; returns metrics."""
@@ -256,9 +257,9 @@ class PolicyRun(Run[Batch]):
         self.note_first_step()
         return self.evaluation.is_best(metrics)
 
-    def _respond_heldout(self, prompts: Batch, temperature: float) -> Batch:
-        """One scored rollout of each. Evaluations always draw the same random numbers."""
-        rollouts = self.generate(prompts, self.config.sampling(EVALUATION_STEP, temperature))
+    def _respond_heldout(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One scored rollout of each."""
+        rollouts = self.generate(prompts, sampling)
         check_staleness(rollouts, self.version)
         return main_branches(self._score_heldout(rollouts))
 
@@ -287,7 +288,7 @@ class PolicyRun(Run[Batch]):
         self.evaluation = Evaluation(
             prompts=self._heldout_prompts(),
             response=self.clock.outside_step("evaluate", self._respond_heldout),
-            temperature=config.evaluation.temperature,
+            sampling=config.heldout_sampling,
             samples_per_prompt=config.evaluation.samples_per_prompt,
             best_metric_key=config.evaluation.best_metric,
             info=self.info,
@@ -361,7 +362,8 @@ class PolicyRun(Run[Batch]):
     def _steps_left(self) -> int:
         """Steps that the prompts fill which were not yet trained on."""
         in_flight = 0 if self.in_flight is None else len(self.in_flight)
-        return self.config.steps(self.prompts.left(self.config.data.epochs) + in_flight)
+        steps, most = self.config.steps(self.prompts.left(self.config.data.epochs) + in_flight), self.config.max_steps
+        return steps if most is None else min(steps, max(most - self.step - self.stream.queued, 0))
 
     def _heldout_prompts(self) -> Batch | None:
         """All held-out prompts as one batch, or None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import RolloutConfig, SamplingConfig, TrainConfig
+from components.engines.config import EVALUATION_STEP, RolloutConfig, SamplingConfig, TrainConfig
 from training.adapter import Adapter
 from training.options import (
     LORAS_OWN,
@@ -96,6 +96,8 @@ class RLOptions(RunOptions):
     """Prompts of a training step."""
     samples_per_prompt: int = 8
     """Responses, or episodes, to each."""
+    max_steps: int | None = None
+    """Training steps, at most. Default: as many as the prompts fill."""
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
@@ -139,7 +141,7 @@ class RLOptions(RunOptions):
 
     def _faults_of_sizes(self) -> Iterator[str]:
         counts = ("prompts_per_step", "samples_per_prompt")
-        yield from at_least(self, "", 1, *counts)
+        yield from at_least(self, "", 1, *counts, "max_steps")
         if min(getattr(self, name) for name in counts) < 1:
             return
         if self.step_size % self.mini_batch_size:
@@ -244,7 +246,8 @@ class RLOptions(RunOptions):
     def steps(self, num_prompts: int) -> int:
         """Steps that so many prompts fill; filtered prompts leave less for the last one, or fewer steps."""
         beyond = self.prompts_per_step - 1 if self.filter_range else 0
-        return (num_prompts + beyond) // self.prompts_per_step
+        steps = (num_prompts + beyond) // self.prompts_per_step
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def arithmetic(self, num_prompts: int) -> str:
         """How much of what a run does, in a sentence."""
@@ -281,6 +284,13 @@ class RLOptions(RunOptions):
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the responses of a step are drawn; evaluations name a temperature of their own."""
         return self.rollout.sampling(self.seed, step, temperature)
+
+    @property
+    def heldout_sampling(self) -> SamplingConfig:
+        """How the responses to held-out prompts are drawn: always with the same random numbers."""
+        own = self.evaluation
+        usual = self.sampling(EVALUATION_STEP, own.temperature)
+        return replace(usual, top_p=own.top_p, top_k=own.top_k)
 
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""

@@ -70,7 +70,7 @@ def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for other, wanted in field.metadata.items():
             found = operator.attrgetter(other)(config)
             is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
-            if not is_wanted:
+            if not is_wanted and value != field.default:
                 yield name, f"{prefix}{other}={found}"
         if dataclasses.is_dataclass(value):
             yield from idle_options(value, f"{name}.")

@@ -287,7 +287,7 @@ class SupervisedOptions(RunOptions):
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """Of the model at `path`; it pads with its end token where it has no other."""
-        return self.model.tokenizer(path, pad_with_end=True)
+        return self.model.tokenizer(path)
 
     def engine(self, total_steps: int) -> TrainConfig:
         """The training engine, in a run of so many optimizer steps."""

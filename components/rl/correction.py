@@ -87,7 +87,7 @@ def rejection_weights(
     action_mask_N: Tensor,
     lengths_B: Tensor,
     *,
-    level: Level,
+    level: Level | Literal["max"],
     estimator: Estimator,
     low: float | None,
     high: float,
@@ -95,9 +95,9 @@ def rejection_weights(
     """1 for the tokens that are trained on, 0 for those where p and q are too far apart.
 
     - `k1`: kept while low <= p / q <= high, the ratio of the level. (verl bounds q / p: its low is 1 / high here.)
-    - `k2`, `k3`: kept while d^2 / 2, or exp(d) - 1 - d, is at most high: of the token, their sum over the sequence, or
-      their mean over it ("geometric"). Neither is ever negative, so that what points up in one token and down in
-      another does not cancel, as it does in the ratio of a sequence.
+    - `k2`, `k3`: kept while d^2 / 2, or exp(d) - 1 - d, is at most high: of the token, their sum over the sequence,
+      their mean over it ("geometric"), or the largest in it ("max"). Neither is ever negative, so that what points up
+      in one token and down in another does not cancel, as it does in the ratio of a sequence.
 
     Masked importance sampling (MIS) is this with k1 times `importance_weights`. OpenRLHF's seq-mask-tis promises to
     clamp the latter and forgets it; here they are two functions, and each does what it says.
@@ -126,10 +126,16 @@ def rejection_weights(
     _check_bounds(least, high)
     d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     if estimator == "k1":
+        if level == "max":
+            raise ValueError("level='max' with estimator='k1' sees only one side of a ratio; use k2 or k3")
         kept_N = _ratios(d_N, action_mask_N, lengths_B, level)
     else:
         estimate_N = d_N.square() / 2 if estimator == "k2" else _k3(d_N)
-        kept_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
+        if level == "max":
+            largest = [x_S.max().expand(len(x_S)) for x_S in estimate_N.split(lengths_B.tolist()) if len(x_S)]
+            kept_N = torch.cat([estimate_N[:0], *largest])
+        else:
+            kept_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
     return chosen(action_mask_N, _within(kept_N, least, high))
 
 

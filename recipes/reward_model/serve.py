@@ -127,7 +127,7 @@ def load_service(config: ServeConfig) -> ScoringService:
             max_tokens=config.max_tokens,
             max_sequences=config.batch_size or 0,
         )
-        tokenizer = own.tokenizer(pad_with_end=True)
+        tokenizer = own.tokenizer()
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     return ScoringService(

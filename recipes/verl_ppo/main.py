@@ -1,134 +1,114 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from components.engines.memory import Need, together
 from core import Job, JobBuilder
 from core.placement import detect_devices
-from training.command import Command
 from training.launch import STOP_GRACE_S, threads_each
-from training.machines import cores_here
-from training.plan import Plan, steps_text
+from training.plan import Estimate
+from training.policy_command import PolicyCommand
 from training.schema import ConfigError
-from training.warm_start import resolve_model
 
-from .config import VerlPPOConfig, idle_notes, plain_arguments
+from .adapter import plain_arguments
+from .config import VerlPPOConfig
 from .data import check_inputs
-from .keys import refuse, renamed
-from .layout import memory_needs
-from .resource_pool import POLICY_ROLES, Role
+from .resource_pool import POLICY_ROLES
 
-LEARNERS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.Critic)
+LEARNERS = ("actor", "actor_rollout", "actor_rollout_ref", "critic")
 """Roles whose processes enter collectives together."""
 
 
 def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:  # noqa: ARG001 (for yours to look at)
-    """What each role runs. Put workers of your own in here; trainer.role_mapping gives a role of your own its pool."""
-    policy = f"{__package__}.roles.actor_rollout_ref:ActorRolloutRefWorker"
+    """What each role runs. Put workers of your own in here; placement.role_pools gives a role of your own its pool."""
     return {
-        **{str(role): policy for role in POLICY_ROLES},
-        Role.Critic: f"{__package__}.roles.critic:CriticWorker",
-        Role.RewardModel: f"{__package__}.roles.reward_model:RewardModelWorker",
+        **dict.fromkeys(POLICY_ROLES, f"{__package__}.roles.actor_rollout_ref:ActorRolloutRefWorker"),
+        "critic": f"{__package__}.roles.critic:CriticWorker",
+        "rm": f"{__package__}.roles.reward_model:RewardModelWorker",
     }
-
-
-def resolved(asked: VerlPPOConfig) -> tuple[VerlPPOConfig, str]:
-    """The same with everything filled in that was left to the machine; and who generates, and why, in a line."""
-    gpus, config = detect_devices(), copy.deepcopy(asked)
-    own, trainer = config.actor_rollout_ref, config.trainer
-    try:
-        rollout, engine = asked.rollout.chosen(gpus, own.model.path, 0.0, 1.0, asked.val_temperature)
-    except ValueError as error:
-        raise ConfigError(renamed(str(error))) from error
-    own.rollout.name = rollout.engine
-    own.rollout.free_cache_engine = own.rollout.free_cache_engine and gpus > 0
-    trainer.n_gpus_per_node = trainer.n_gpus_per_node or max(gpus, 1)
-    for shards in (own.actor.fsdp_config, config.critic.model.fsdp_config):
-        shards.choose(gpus)
-    cores, pools = cores_here(), config.pools
-    most = max(pools.workers(role) // pools.nodes(role) for role in pools.mapping)
-    # On a cluster the machine at hand says nothing; Ray refuses there what does not fit.
-    too_many = not gpus and cores is not None and most > cores
-    refuse({"cores": too_many}, most=most, cores=cores)
-    return replace(config), engine
 
 
 def build_job(config: VerlPPOConfig) -> Job:
     """What runs where."""
-    pools, workers, trainer = config.pools, role_worker_mapping(config), config.trainer
-    builder = JobBuilder().config(config).node_num(trainer.nnodes)
+    own, workers = config.placement, role_worker_mapping(config)
+    builder = JobBuilder().config(config).node_num(own.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role("trainer").run(f"{__package__}.trainer:VerlPPOTrainer")
-    for role, pool in pools.mapping.items():
-        refuse({"no_worker": role not in workers}, role=role)
+    for role in config.roles:
+        if role not in workers:
+            raise ConfigError(f"placement.role_pools has {role}, but role_worker_mapping of main.py does not; add it")
         builder.role(role)
-        devices = config.rollout.tensor_parallel if role == config.rollout_role else 1
-        count = pools.workers(role) // devices
+        devices = config.rollout.tensor_parallel if role == "rollout" else 1
+        count = own.workers(role) // devices
         if role in LEARNERS:
-            builder.train(workers[role]).nnodes(pools.nodes(role)).nproc_per_node(count // pools.nodes(role))
+            builder.train(workers[role]).nnodes(own.nodes_of(role)).nproc_per_node(count // own.nodes_of(role))
         else:
             builder.run(workers[role]).total(count).max_restarts(config.max_restarts)
         # Roles work one after the other, each with all cores, but where generation is ahead of training.
-        threads = threads_each(pools.get_n_gpus() if config.asynchronous.ahead else count)
+        processes = sum(sum(counts) for counts in own.pools.values())
+        threads = threads_each(processes if config.asynchronous.ahead else count)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
-        if trainer.share_processes:
-            builder.process(pool)
-    for pool in pools.resource_pool_spec:
-        roles = pools.roles_of(pool)
-        if len(roles) > 1 and (detect_devices() or trainer.share_processes):
+        if own.share_processes:
+            builder.process(own.mapping[role])
+    for pool in own.pools:
+        roles = [role for role in own.roles_of(pool) if role in config.roles]
+        if len(roles) > 1 and (detect_devices() or own.share_processes):
             builder.with_collocation(*roles)
     return builder.build()
 
 
-class VerlCommand(Command[VerlPPOConfig]):
-    """See `Command`."""
-
-    models = frozenset({"actor_rollout_ref.model.path"})
+class VerlCommand(PolicyCommand[VerlPPOConfig]):
+    """See `PolicyCommand`."""
 
     def words(self, arguments: list[str]) -> list[str]:
         """Hydra's way of writing as that of `load_config`."""
         return plain_arguments(arguments)
 
-    def plan(self, asked: VerlPPOConfig, arguments: list[str]) -> Plan:
-        """See `Command.plan`."""
-        (config, engine), data = resolved(asked), asked.data
-        job = build_job(config)
-        return Plan(
-            recipe=self.folder.name,
-            job=job,
-            config=config,
-            changed=self.changed(arguments),
-            needs=memory_needs(config, job),
-            steps=steps_text(config.arithmetic, ",".join(data.train_files), max(data.train_max_samples, 0) or None),
-            choices=[f"fsdp, {config.dtype}", engine],
-            notes=[*config.notes(self.given(arguments)), *idle_notes(arguments)],
-            overlaps=config.asynchronous.ahead > 0,
-        )
+    def resolved(self, asked: VerlPPOConfig) -> VerlPPOConfig:
+        """See `PolicyCommand.resolved`; matrix products are in bfloat16 on GPUs alone."""
+        config, on_gpu = super().resolved(asked), detect_devices() > 0
+        own = [config.train, config.critic]
+        chosen = {"auto": "bf16" if on_gpu else "fp32", "bf16_autocast": "bf16_autocast" if on_gpu else "fp32"}
+        train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in own)
+        return replace(config, train=train, critic=critic)
 
-    def check(self, plan: Plan) -> None:
-        """See `Command.check`."""
-        plan.steps = plan.config.arithmetic(check_inputs(plan.config))
+    def needs(self, config: VerlPPOConfig, job: Job) -> dict[str, Need]:
+        """What a process of each role takes: the parts of the policy that its name says, or a model of its own."""
+        policy, dtype, limits = config.model.path, config.dtype, config.forward_limits
+        estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+        needs, critic = dict[str, Need](), config.critic.path or policy
+        for role in job.placement.processes:
+            held, parts = list[Need](), role.lower().split("_")
+            if "actor" in parts:
+                engine = config.train_engine(1)
+                held.append(estimate.trained(role, policy, engine, config.mini_batch_size, publishes=True))
+            if "rollout" in parts:
+                held.append(estimate.sampled(role, policy, config.rollout_engine(), config.step_size))
+            if "ref" in parts and config.needs_reference:
+                held.append(estimate.inferred(policy, dtype, limits))
+            if "critic" in parts:
+                engine, batch = config.engine("critic", 1), config.size_of("critic")
+                held.append(estimate.trained(role, critic, engine, batch, has_head=False))
+            if "rm" in parts:
+                passes = (config.reward.model_max_tokens, config.reward.model_micro_batch_size or 0)
+                held.append(estimate.inferred(config.reward.model_path, dtype, passes, has_head=False))
+            needs[role] = together(Need(), *held)
+        return needs
 
-    def checkpoints(self, config: VerlPPOConfig) -> str | None:
-        """See `Command.checkpoints`."""
-        return config.trainer.default_local_dir
-
-    def ready(self, config: VerlPPOConfig) -> VerlPPOConfig:
-        """See `Command.ready`."""
-        model = config.actor_rollout_ref.model
-        model.path = resolve_model(model.path)
-        return config
+    def count_prompts(self, config: VerlPPOConfig) -> int:
+        """See `PolicyCommand.count_prompts`."""
+        return check_inputs(config)
 
 
-COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent)
+COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent, build_job)
 main = COMMAND.main
 
 
 def read_config(arguments: list[str]) -> VerlPPOConfig:
     """What a command line asks for, with everything filled in that was left to the machine."""
-    return resolved(COMMAND.read(COMMAND.words(arguments)))[0]
+    return COMMAND.read_resolved(COMMAND.words(arguments))
 
 
 if __name__ == "__main__":

@@ -55,17 +55,17 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, fl
         `{advantages,returns,values}/...` over the tokens that are trained on, `vf_explained_var`. `response_length/...`
         and, without the empty responses, `response_length_non_aborted/...`, in tokens, those of an agent's environment
         included; their `clip_ratio` counts those that were cut off. `prompt_length/...`, whose `clip_ratio` counts
-        those of data.max_prompt_length tokens. `num_turns/...` of episodes. Where the trainer computed
+        those of data.max_prompt_tokens tokens. `num_turns/...` of episodes. Where the trainer computed
         log-probabilities of its own, `training/...` and `rollout_corr/...`. And what is left of `rollout_metrics`.
     """
-    own = config.algorithm.rollout_correction
-    bounds = own.weight_bounds[:2] if own.rollout_is == "token" else ()
+    own = config.algorithm
+    bounds = own.correction_range if own.correction != "none" and own.correction_level == "token" else ()
     every = (
         experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
     )
     told = renamed(rollout_metrics(every, *bounds))
     metrics = {name: value for name, value in told.items() if name not in TOLD_BELOW}
-    metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_length)
+    metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_tokens)
     if "num_turns" in experience:
         metrics |= _spread("num_turns", experience["num_turns"])
     if "logprob" in every:

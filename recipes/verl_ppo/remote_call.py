@@ -29,7 +29,6 @@ class VerlCalls(PolicyCalls):
 
     def __init__(self, trainer: Any, config: "RLOptions") -> None:
         super().__init__(trainer, config)
-        self.keys = trainer.config
         self.actor = trainer.actor_wg
         self.rollout = trainer.rollout_wg
         self.critic = trainer.critic_wg
@@ -50,9 +49,9 @@ class VerlCalls(PolicyCalls):
         policies = dict.fromkeys([self.actor, self.rollout])
         loading = []
         if self.critic is not None:
-            loading.append(self.critic.init_model(self.keys.critic.model.path or path, steps))
+            loading.append(self.critic.init_model(self.trainer.config.critic.path or path, steps))
         if self.reward_model is not None:
-            loading.append(self.reward_model.init_model(self.keys.reward_model.model.path))
+            loading.append(self.reward_model.init_model(self.trainer.config.reward.model_path))
         if self.reference is not None and self.reference not in policies:
             loading.append(self.reference.init_model(path, steps))
         for future in loading:

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from components.data.code_tests import code_score
 from components.data.reward_workers import ScoreWorkers
-from components.data.rewards import RewardSettings
 from components.data.score_functions import PREDICTION, ScoreCode, ScoreFunction, default_functions
 
 from .config import VerlPPOConfig
-from .keys import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,45 +26,30 @@ the end of a name stands for any end.
 
 def score_code(config: VerlPPOConfig) -> ScoreCode:
     """The function that was asked for: the user's, or the built-in ones."""
-    own, functions = config.custom_reward_function, default_functions() | OWN_FUNCTIONS
-    kwargs = dict(own.reward_kwargs)
-    if own.path is None:
-        method = kwargs.pop("method", "strict")
-        refuse({"function_kwargs": kwargs or method not in ("strict", "flexible")}, given=dict(own.reward_kwargs))
+    own, functions = config.reward, default_functions() | OWN_FUNCTIONS
+    arguments = dict(own.arguments)
+    if own.source is None:
+        method = arguments.pop("method", "strict")
+        if arguments or method not in ("strict", "flexible"):
+            raise ValueError(
+                f"reward.arguments={own.arguments}, but the built-in functions take only method=strict or "
+                "method=flexible (of openai/gsm8k); change that, or set reward.source"
+            )
         if method == "flexible":
             functions["openai/gsm8k"] = functions["gsm8k_flexible"]
     return ScoreCode(
-        path=own.path,
-        name=own.name,
-        kwargs=kwargs,
-        lists=config.reward_model.reward_manager == "batch",
+        path=own.source,
+        name=own.function,
+        kwargs=arguments,
+        lists=own.whole_batches,
         functions=functions,
-        optional=config.reward_model.enable and not config.reward_model.function_weight,
+        optional=bool(own.model_path) and not own.function_weight,
     )
-
-
-def overlong_buffer(config: VerlPPOConfig) -> tuple[int, int, float] | None:
-    """Of the manager dapo: the tokens of the longest response, those of its buffer, and what it loses at most; None
-    without a buffer.
-    """
-    own = config.reward_model
-    given: dict[str, Any] = dict(own.reward_kwargs)
-    buffer: Mapping[str, Any] = given.pop("overlong_buffer_cfg", None) or {}
-    longest = given.pop("max_resp_len", None) or config.data.max_response_length
-    unknown = [*given, *({*buffer} - {"enable", "len", "penalty_factor", "log"})]
-    takes_none = own.reward_manager != "dapo" and own.reward_kwargs
-    refuse({"manager_kwargs": unknown or takes_none}, given=dict(own.reward_kwargs), manager=own.reward_manager)
-    if not buffer.get("enable"):
-        return None
-    tokens, factor = buffer.get("len", 0), buffer.get("penalty_factor", 1.0)
-    refuse({"buffer": not 1 <= tokens <= longest or factor < 0}, given=dict(buffer), longest=longest)
-    return longest, tokens, factor
 
 
 def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
     """Refuse, with a ValueError, a reward that cannot be, or that does not suit the rows of each part."""
     code = score_code(config)
-    overlong_buffer(config)
     if config.agent.func_path is not None:
         return
     code.check()
@@ -78,11 +61,17 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
     """ValueError where there is no function for a data source that needs one."""
     unknown = ", ".join(map(repr, code.unknown(sources)))
-    refuse({"no_function": unknown and not code.optional}, unknown=unknown, known=", ".join(sorted(code.functions)))
+    if unknown and not code.optional:
+        raise ValueError(
+            f"there is no reward function for the data source {unknown}; set reward.source to a Python file with "
+            "compute_score(data_source, solution_str, ground_truth, extra_info=None), data.source_key to the column "
+            "with the data source, or score with a reward model (reward.model_path); there are functions for "
+            f"{', '.join(sorted(code.functions))}"
+        )
 
 
 class RewardManager:
-    """Rewards responses, in verl's three ways: naive, batch and dapo. It holds processes until it is closed."""
+    """Rewards responses by a function, a reward model, or both. It holds processes until it is closed."""
 
     def __init__(
         self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", info: Callable[[str], None]
@@ -94,10 +83,9 @@ class RewardManager:
             tokenizer: of the policy.
             info: told which responses have no reward, the first few by name.
         """
-        self._code, self._buffer, own = score_code(config), overlong_buffer(config), config.reward_model
-        self._tokenizer, self._info, self._weight = tokenizer, info, own.function_weight
-        settings = RewardSettings(**config.shared("reward"))
-        self._workers = None if config.agent.func_path else ScoreWorkers(self._code, settings)
+        self._code, self._config = score_code(config), config
+        self._tokenizer, self._info, self._weight = tokenizer, info, config.reward.function_weight
+        self._workers = None if config.agent.func_path else ScoreWorkers(self._code, config.reward.settings())
 
     def __call__(self, samples: "Batch") -> "Batch":
         """Reward B responses.
@@ -114,7 +102,7 @@ class RewardManager:
             function_weight times the function's, and the score is the function's where there is one.
 
         Raises:
-            RewardError: the function failed for more responses than reward_model.max_failed_share allows.
+            RewardError: the function failed for more responses than reward.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
         from components.data.samples import add_rewards, response_texts, with_rewards
@@ -160,8 +148,10 @@ class RewardManager:
         """Take reward away from responses that come close to the longest that is allowed."""
         from components.rl.rewards import overlong_penalty
 
-        if self._buffer is None:
+        own, longest = self._config.algorithm, self._config.rollout.max_new_tokens
+        if own.overlong_buffer is None:
             return scored
-        reward_B = overlong_penalty(scored["reward"], scored.sum_tokens(scored["action_mask"]), *self._buffer)
+        lengths_B = scored.sum_tokens(scored["action_mask"])
+        reward_B = overlong_penalty(scored["reward"], lengths_B, longest, own.overlong_buffer, own.overlong_penalty)
         lost_B = reward_B - scored["reward"]
         return scored.with_sequences(reward=reward_B, log_overlong_reward=lost_B, log_overlong=(lost_B < 0).float())

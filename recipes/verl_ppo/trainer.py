@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 from components.batch import Batch
 from core import BaseTrainer, Future, WorkerGroup
 
-from .algorithm import KLController, add_advantages
+from .algorithm import AdaptedKL, add_advantages
 from .config import VerlPPOConfig
 from .metrics import balanced, unbalanced
 from .roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -30,25 +29,23 @@ class VerlPPOTrainer(BaseTrainer):
         """Make a worker group for each role, read the prompts, load the models, resume if there is a checkpoint."""
         config = self.config
         policy = cache(lambda role: WorkerGroup(role, ActorRolloutRefWorker))
-        self.actor_wg = policy(config.policy_role)
-        self.rollout_wg = policy(config.rollout_role)
-        self.ref_wg = policy(config.pools.holder("ref")) if config.needs_reference else None
+        self.actor_wg = policy(config.placement.holder("actor"))
+        self.rollout_wg = policy(config.placement.holder("rollout"))
+        self.ref_wg = policy(config.placement.holder("ref")) if config.needs_reference else None
         self.critic_wg = WorkerGroup("critic", CriticWorker) if config.needs_critic else None
-        self.rm_wg = WorkerGroup("rm", RewardModelWorker) if config.reward_model.enable else None
-        self.kl = KLController(config)
-        self.policy_run = VerlRun(self, config, Path(__file__).parent, {"kl": self.kl})
+        self.rm_wg = WorkerGroup("rm", RewardModelWorker) if config.reward.model_path else None
+        self.kl = AdaptedKL(config)
+        self.policy_run = VerlRun(self, config, {"kl": self.kl})
 
     def fit(self) -> None:
-        """One training step per batch of scored rollouts, `rollout.n` of each prompt."""
+        """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
         config, training = self.config, self.policy_run
-        if config.trainer.val_only:
+        if config.evaluate_only:
             training.validate(self.rollout_wg.generate_sequences, self.score)
             return
         for rollouts in training.rollouts(self.rollout_wg.generate_sequences, self.score):
-            batch, metrics = rollouts, dict[str, float]()
-            if config.trainer.balance_batch:
-                batch, metrics = balanced(rollouts, len(self.actor_wg))
-            if not config.algorithm.rollout_correction.bypass_mode:
+            batch, metrics = balanced(rollouts, len(self.actor_wg))
+            if not config.algorithm.bypass:
                 batch = self.compute("old_log_prob", self.actor_wg.compute_log_prob, batch)
             if self.ref_wg is not None:
                 batch = self.compute("ref", self.ref_wg.compute_ref_log_prob, batch)
@@ -88,7 +85,7 @@ class VerlPPOTrainer(BaseTrainer):
     @property
     def trains_policy(self) -> bool:
         """Whether the critic, if there is one, has had its head start."""
-        return self.critic_wg is None or self.policy_run.step > self.config.trainer.critic_warmup
+        return self.critic_wg is None or self.policy_run.step > self.config.critic.warmup_steps
 
     def update_weights(self) -> bool:
         """Let the engines sample from what was learnt; returns whether their weights have a new version."""

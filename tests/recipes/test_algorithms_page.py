@@ -16,6 +16,7 @@ from recipes.openrlhf_ppo import config
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.reward_model.config import RewardModelConfig
 from recipes.verl_ppo import config as verl
+from recipes.verl_ppo.adapter import ESTIMATORS, VERL
 from recipes.verl_ppo.config import VerlPPOConfig
 from training.schema import options_of
 
@@ -44,11 +45,16 @@ def test_every_choice_of_the_recipe_is_on_the_page(schema: ModuleType, kind: str
 
 
 def test_verls_names_of_estimators_of_the_kl_are_on_the_page() -> None:
-    assert {name + end for name in verl.KL_NAMES for end in ("", "+")} <= IN_CODE
+    assert {name + end for name in (*ESTIMATORS, "k1", "k2", "k3", "abs") for end in ("", "+")} <= IN_CODE
 
 
 def test_what_the_page_calls_an_option_is_one() -> None:
-    verls = [option.name.removeprefix("actor_rollout_ref.") for option in options_of(VerlPPOConfig)]
+    keys = [*VERL.options, *VERL.computed, *(option.name for option in options_of(VerlPPOConfig))]
+    verls = [key.removeprefix("actor_rollout_ref.") for key in keys]
+    verls += [f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "type", "target_kl", "horizon")]
+    verls += ["algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"]
+    verls += ["actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high", "reward_model.reward_manager"]
+    verls += ["reward_model.enable"]
     dotted = {name for name in IN_CODE if re.fullmatch("(actor|critic|algorithm|reward_model)([.][a-z_]+)+", name)}
     schemas = (PPOConfig, RewardModelConfig, DPOConfig)
     options = {option.name for schema in schemas for option in options_of(schema)} | {"actor_rollout_ref", "low_high"}
@@ -57,7 +63,8 @@ def test_what_the_page_calls_an_option_is_one() -> None:
     named = {name for name in IN_CODE if re.fullmatch(r"[a-z]+(_[a-z]+)+", name)}
     functions = {name for module in (*MODULES, "masked") for name in public(module)}
     kinds = [getattr(schema, kind) for schema in (config, verl) for kind in ("Estimator", "PolicyLoss")]
-    choices = {choice for kind in kinds for choice in get_args(kind)} | set(verl.KL_NAMES)
+    choices = {choice for kind in kinds for choice in get_args(kind)} | set(ESTIMATORS)
+    choices |= {value for target in VERL.options.values() for value in target.values}
     elsewhere = {"token_logprobs", "chi_square_token", "chi_square_sequence", "effective_sample_size"}
     metrics = elsewhere | {"mismatch_k3", "outside_share"}
     assert named - options - functions - choices - metrics == set()

@@ -9,7 +9,7 @@ import torch
 
 from components.batch import Batch
 from components.rl.aggregation import Totals
-from recipes.verl_ppo.algorithm import KLController, add_advantages, kl_kind, minibatches, policy_loss, surrogate
+from recipes.verl_ppo.algorithm import AdaptedKL, add_advantages, compared, minibatches, policy_loss, surrogate
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import read_config
 from tests.messages import says
@@ -92,7 +92,7 @@ def test_gdpo_normalises_each_reward_for_itself() -> None:
     deviation = math.sqrt(sum(x * x for x in total) / 4)
     found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", **logs)
     assert found == pytest.approx([x / deviation for x in total], abs=1e-4)
-    with pytest.raises(ValueError, match=says("gdpo_reward_keys", " c,", "a, b")):
+    with pytest.raises(ValueError, match=says("gdpo_rewards", " c,", "a, b")):
         advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,c]", **logs)
 
 
@@ -108,17 +108,20 @@ def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
 
 def test_the_weight_of_the_kl_follows_its_target() -> None:
     adaptive = "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=100"
-    control = KLController(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
+    control = AdaptedKL(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
     # Half a nat over two tokens, in one of four responses: 1/16, a quarter beyond the target, and a fifth counts.
     metrics = control.adapt(responses())
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0625)
     assert control.coef == pytest.approx(0.001 * (1 + 0.2 * 4 / 100))
-    assert KLController(config()).adapt(responses()) == {}
+    assert AdaptedKL(config()).adapt(responses()) == {}
 
 
 def test_verls_names_of_the_kl_estimators_are_ours() -> None:
     names = ["kl", "k1", "abs", "mse", "low_var_kl", "low_var_kl+", "k3+"]
-    assert [kl_kind(name) for name in names] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
+    found = [config("algorithm.use_kl_in_reward=True", f"algorithm.kl_penalty={name}").algorithm for name in names]
+    assert [own.kl_estimator for own in found] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
+    in_loss = [f"actor_rollout_ref.actor.{option}" for option in ("use_kl_loss=True", "kl_loss_type=mse")]
+    assert config(*in_loss).kl_in_loss == (0.001, "k2")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,9 @@ def test_verls_names_of_the_kl_estimators_are_ours() -> None:
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=3.0", None, 8),
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=1.5", None, 4),
         ("rollout_rs=token_k1,seq_sum_k2 rollout_rs_threshold=9.0,0.5", None, 4),
+        # Half the square of log 4 is .96, in one token of two responses.
+        ("rollout_rs=seq_max_k2 rollout_rs_threshold=0.9", None, 4),
+        ("rollout_rs=seq_max_k2 rollout_rs_threshold=1.0", None, 8),
     ],
 )
 def test_what_the_engine_judges_otherwise_is_weighed_or_left_out(
@@ -214,10 +220,37 @@ def test_where_the_engine_is_believed_the_loss_tells_how_far_it_is_off() -> None
     assert "engine_gap" not in policy_loss(Even(), micro, totals, config()).metrics
 
 
+def test_where_the_engine_is_believed_it_is_compared_with_the_policy_of_each_pass() -> None:
+    mask_N = torch.tensor([False, True, True])
+    # The policy holds the first token for twice as likely as the engine, and the other for four times.
+    engine_N = math.log(1 / 4) - torch.tensor([9.0, math.log(2), math.log(4)])
+    micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
+    micro = micro.with_tokens(advantage=torch.tensor([0.0, 1.0, 10.0]))
+    own = "algorithm.rollout_correction."
+    given = [f"{own}bypass_mode=True", f"{own}rollout_is=token", f"{own}rollout_is_threshold=3.0"]
+    totals = Totals(tokens=2, sequences=1)
+
+    def loss(*options: str) -> float:
+        return float(policy_loss(Even(), micro, totals, config(*given, *options)).metrics["policy_loss"])
+
+    # Weights 2 and 3 of log 4 each; the ratio of PPO is its own, 1.2 at most.
+    assert loss(f"{own}loss_type=reinforce") == pytest.approx(math.log(4) * (2 * 1 + 3 * 10) / 2)
+    assert loss() == pytest.approx(-1.2 * (1 + 10) / 2)
+    # The second token is left out, and counts among the tokens nevertheless.
+    assert loss(f"{own}rollout_rs=token_k1", f"{own}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
+
+
+def test_a_single_response_to_a_prompt_is_worth_its_reward() -> None:
+    for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline"):
+        own = config(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
+        found = compared(responses(), torch.tensor([4.0, 1.0, 4.0, 5.0]), own)
+        assert found.tolist() == [4.0, 1.0, 4.0, 5.0]
+
+
 def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
-    own: Any = config("actor_rollout_ref.actor.ppo_epochs=2")
-    order = minibatches(24, own, "actor", 3)
+    responses = Batch([1] * 24, {"action_mask": torch.ones(24, dtype=torch.bool)})
+    order = minibatches(responses, config("actor_rollout_ref.actor.ppo_epochs=2"), "actor", 3)
     assert [chosen.tolist() for chosen in order] == [list(range(12)), list(range(12, 24))] * 2
-    shuffled = minibatches(24, config("actor_rollout_ref.actor.shuffle=True"), "actor", 3)
+    shuffled = minibatches(responses, config("actor_rollout_ref.actor.shuffle=True"), "actor", 3)
     assert [len(chosen) for chosen in shuffled] == [12, 12]
     assert sorted(torch.cat(shuffled).tolist()) == list(range(24)) != torch.cat(shuffled).tolist()

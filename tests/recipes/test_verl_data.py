@@ -17,13 +17,15 @@ from components.data.reward_workers import ScoreWorkers
 from components.data.rewards import RewardSettings
 from components.data.score_functions import ScoreCode
 from components.data.scorers import gsm8k
-from recipes.verl_ppo.config import VerlPPOConfig, plain_arguments
-from recipes.verl_ppo.data import check_inputs, prompt_source, read_rows
+from recipes.verl_ppo.adapter import plain_arguments
+from recipes.verl_ppo.config import VerlPPOConfig
+from recipes.verl_ppo.data import check_inputs
 from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
 from training.config import load_config
+from training.inputs import read_prompts
 from training.schema import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
@@ -87,10 +89,10 @@ def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path
     config = config_of(
         f"data.train_files={tmp_path}/out/train.parquet", f"data.val_files=[{tmp_path}/out/test.parquet]"
     )
-    train, heldout = read_rows(config), read_rows(config, heldout=True)
+    train, heldout = config.rows(), config.rows(heldout=True)
     assert (len(train), len(heldout)) == (len(given["train"]), len(given["test"]))
     check_rewards(config, train, heldout)
-    batch = prompt_source(config_of("data.max_prompt_length=2000"), train[:50], byte_tokenizer()).take(2)
+    batch = config_of("data.max_prompt_length=2000").data.source(train[:50], byte_tokenizer(), 0).take(2)
     assert batch["prompt"][0].startswith("<user>")
     assert batch["extra_info"][0]["split"] == "train"
 
@@ -169,17 +171,17 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
     said: list[str] = []
     path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
     config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
-    source = prompt_source(config, read_rows(config), byte_tokenizer(), info=said.append)
+    source = read_prompts(config.data, config.rows(), byte_tokenizer(), config.seed, info=said.append)
     return source.take(len(source))["prompt"], said
 
 
 @pytest.mark.parametrize(
     ("options", "prompts", "facts"),
     [
-        (["data.filter_overlong_prompts=true"], ["ab"], ["2 prompts", "data.max_prompt_length=4"]),
-        (["data.truncation=left"], ["ab", "bcde", "defg"], ["2 prompts", "data.truncation=left"]),
-        (["data.truncation=right"], ["ab", "abcd", "abcd"], ["2 prompts", "data.truncation=right"]),
-        (["data.truncation=middle"], ["ab", "abde", "abfg"], ["2 prompts", "data.max_prompt_length=4"]),
+        (["data.filter_overlong_prompts=true"], ["ab"], ["2 prompts", "data.max_prompt_tokens=4"]),
+        (["data.truncation=left"], ["ab", "bcde", "defg"], ["2 prompts", "data.overlong=left"]),
+        (["data.truncation=right"], ["ab", "abcd", "abcd"], ["2 prompts", "data.overlong=right"]),
+        (["data.truncation=middle"], ["ab", "abde", "abfg"], ["2 prompts", "data.max_prompt_tokens=4"]),
         (["data.max_prompt_length=7"], ["ab", "abcde", "abcdefg"], []),
     ],
 )
@@ -193,14 +195,14 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
 
 
 def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "filter_overlong_prompts", "left")):
+    with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "data.overlong", "leave_out", "left")):
         sourced(tmp_path)
 
 
 def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_path: Path) -> None:
     path = verl_rows(tmp_path / "rows.jsonl", "ab", [{"role": "user", "content": "ab"}])
     config = config_of(f"data.train_files={path}", "data.shuffle=false")
-    batch = prompt_source(config, read_rows(config), byte_tokenizer()).take(2)
+    batch = config.data.source(config.rows(), byte_tokenizer(), config.seed).take(2)
     assert batch["prompt"] == ["ab", "<user>ab\n<assistant>"]
     assert batch["datasource"] == ["exact_match"] * 2
 
@@ -209,7 +211,7 @@ def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not(
     def prompts(*options: str, heldout: bool = False) -> list[str]:
         limits = ["data.train_max_samples=20", "data.val_max_samples=20", "data.val_files=task:sort"]
         config = config_of(*limits, *options)
-        source = prompt_source(config, read_rows(config, heldout), byte_tokenizer(), heldout)
+        source = config.data.source(config.rows(heldout), byte_tokenizer(), config.seed, shuffle=not heldout)
         return source.take(len(source))["prompt"]
 
     assert len(set(prompts())) == 20
@@ -218,14 +220,14 @@ def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not(
     assert prompts("seed=1", heldout=True) == prompts(heldout=True)
     assert not set(prompts()) & set(prompts(heldout=True))
     config = config_of()
-    assert read_rows(config, heldout=True) == []
+    assert config.rows(heldout=True) == []
 
 
 def test_a_source_is_resumed_in_the_middle_of_an_epoch() -> None:
     config = config_of("data.train_max_samples=10", "data.truncation=left", "data.max_prompt_length=3")
-    source = prompt_source(config, read_rows(config), byte_tokenizer(), info=lambda line: None)
+    source = config.data.source(config.rows(), byte_tokenizer(), config.seed)
     source.take(13)
-    other = prompt_source(config, read_rows(config), byte_tokenizer(), info=lambda line: None)
+    other = config.data.source(config.rows(), byte_tokenizer(), config.seed)
     other.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert other.take(9)["prompt_id"].tolist() == source.take(9)["prompt_id"].tolist()
 
@@ -253,26 +255,22 @@ BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ("actor_rollout_ref.model.path=nowhere", ["actor_rollout_ref.model.path=nowhere"]),
-        ("critic.model.path=nowhere", ["critic.model.path=nowhere"]),
+        ("actor_rollout_ref.model.path=nowhere", ["model.path=nowhere"]),
+        ("critic.model.path=nowhere", ["critic.path=nowhere"]),
         (f"{RM}HERE/labels", ["HERE/labels", "2 labels"]),
         (f"{RM}HERE/words", ["HERE/words", "vocabulary"]),
         ("data.train_files=nowhere.parquet", ["nowhere.parquet"]),
-        ("data.train_files=HERE/other.jsonl", ["data source 'other'", "custom_reward_function"]),
+        ("data.train_files=HERE/other.jsonl", ["data source 'other'", "reward.source"]),
         (f"{RM}HERE/rm reward_model.function_weight=1 data.train_files=HERE/other.jsonl", ["data source 'other'"]),
         ("data.train_files=HERE/gsm8k.jsonl data.val_files=HERE/x.jsonl", ["'openai/gsm8k'", "'x'"]),
         ("custom_reward_function.path=nowhere.py", ["nowhere.py"]),
         ("custom_reward_function.reward_kwargs.method=loose", ["loose", "method=strict"]),
-        ("reward_model.reward_kwargs.max_resp_len=9", ["max_resp_len", "dapo"]),
+        ("reward_model.reward_kwargs.max_len=9", ["max_len", "max_resp_len"]),
+        (
+            f"{BUFFER}.enable=true reward_model.reward_kwargs.max_resp_len=8",
+            ["max_resp_len=8", "max_response_length=9"],
+        ),
         (f"reward_model.reward_manager=dapo {BUFFER}.enable=true {BUFFER}.len=99", ["len", 99, 1, 9]),
-        (
-            "data.train_max_samples=3 trainer.total_epochs=1",
-            ["data.train_files", "3 prompts", "data.train_batch_size=4"],
-        ),
-        (
-            "data.val_files=task:sort data.val_max_samples=3 trainer.n_gpus_per_node=4",
-            ["3 held-out prompts", "4 processes", "data.val_max_samples"],
-        ),
         ("data.train_files=HERE/tools.jsonl", ["row 0", "extra_info.need_tools_kwargs"]),
         ("data.train_files=HERE/agent.jsonl", ["row 0", "agent_name", "'tool_agent'"]),
     ],
@@ -304,14 +302,10 @@ def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models
         check_inputs(config_of(*own))
 
 
-def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token_and_it_is_said(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token(tmp_path: Path) -> None:
     byte_tokenizer(pad_token=None).save_pretrained(tmp_path)
-    config = config_of(f"actor_rollout_ref.model.tokenizer_path={tmp_path}", "data.train_max_samples=2")
-    tokenizer, said = config.tokenizer(), list[str]()
+    tokenizer = config_of(f"actor_rollout_ref.model.tokenizer_path={tmp_path}").model.tokenizer()
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<eos>", "<eos>")
-    prompt_source(config, read_rows(config), tokenizer, info=said.append)
-    assert len(said) == 1
-    assert "'<eos>'" in said[0]
 
 
 # --- the rewards

@@ -12,10 +12,9 @@ from recipes.verl_ppo.metrics import balanced, experience_metrics, heldout_metri
 
 
 def config(rollout_is: str | None = None) -> Any:
-    correction = SimpleNamespace(rollout_is=rollout_is, weight_bounds=(0.0, 1.5, "clamp"))
-    return SimpleNamespace(
-        data=SimpleNamespace(max_prompt_length=2), algorithm=SimpleNamespace(rollout_correction=correction)
-    )
+    kind = "none" if rollout_is is None else "tis"
+    algorithm = SimpleNamespace(correction=kind, correction_level=rollout_is, correction_range=(0.0, 1.5))
+    return SimpleNamespace(data=SimpleNamespace(max_prompt_tokens=2), algorithm=algorithm)
 
 
 def experience() -> Batch:

@@ -1,6 +1,5 @@
 """verl's keys in recipes/verl_ppo: what they mean here, which are refused, and what job they make."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -10,20 +9,18 @@ from typing import Any
 
 import pytest
 
-from recipes.verl_ppo.config import VerlPPOConfig, idle_notes, plain_arguments
-from recipes.verl_ppo.keys import KEYS
-from recipes.verl_ppo.main import main
-from recipes.verl_ppo.resource_pool import ResourcePoolManager, Role
-from recipes.verl_ppo.run import shared_options
+from recipes.verl_ppo.adapter import VERL, plain_arguments
+from recipes.verl_ppo.config import VerlPPOConfig
+from recipes.verl_ppo.main import main, read_config
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
-from training.config import given_options, load_config
-from training.schema import ConfigError, options_of
+from training.config import adapter_notes, load_config
+from training.schema import ConfigError, fields_of
 
 ROOT = Path(__file__).parents[2]
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-APART = ["actor_rollout_ref.hybrid_engine=false", "trainer.role_mapping={actor: train, critic: train, rollout: sample}"]
+APART = ["trainer.role_mapping={actor: train, critic: train, rollout: sample}"]
 
 
 def read(*arguments: str) -> VerlPPOConfig:
@@ -37,114 +34,149 @@ def small(*arguments: str) -> VerlPPOConfig:
 def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     arguments = plain_arguments(shlex.split(GRPO_ON_GSM8K))
     config = read(*arguments)
-    assert (config.needs_critic, config.needs_reference, config.reward_model.enable) == (False, True, False)
+    assert (config.needs_critic, config.needs_reference, config.reward.model_path) == (False, True, "")
     assert (config.prompts_per_step, config.samples_per_prompt, config.rollout.max_new_tokens) == (1024, 5, 1024)
-    assert config.minibatch_sequences("actor") == 256 * 5
-    engine = config.engine("actor", steps=105)
-    # 1024 / 256 optimizer steps in each of 105 steps, 32 sequences at a time; 16 and 8 without gradients.
-    assert (engine.total_steps, engine.max_sequences, engine.forward_max_sequences) == (420, 32, 16)
+    assert config.mini_batch_size == 256 * 5
+    assert (config.algorithm.kl_coef, config.algorithm.kl_estimator, config.algorithm.kl_in_reward) == (
+        1e-3,
+        "k3",
+        False,
+    )
+    engine = read_config(arguments).engine("actor", steps=105)
+    # 1024 / 256 optimizer steps in each of 105 steps, 32 sequences at a time; 8 without gradients, the reference's.
+    assert (engine.total_steps, engine.max_sequences, engine.forward_max_sequences) == (420, 32, 8)
+    # Room for 32 of the longest, 512 + 1024 tokens.
+    assert (engine.max_tokens, engine.forward_max_tokens) == (32 * 1536, 8 * 1536)
     assert (engine.learning_rate, engine.weight_decay, engine.betas) == (1e-6, 0.01, (0.9, 0.999))
     assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
-    assert config.forward_limits("ref")[1] == 8
-    assert config.steps(7473) == 15 * 7473 // 1024 == 109
-    sinks = shared_options(config).log.sinks()
+    assert config.steps(7473 * config.data.epochs) == 15 * 7473 // 1024 == 109
+    sinks = config.log.sinks()
     assert (sinks["wandb"].project, sinks["wandb"].run_name) == ("verl_grpo_example_gsm8k", "qwen3_8b_function_rm")
-    assert config.data.train_files == ["data/gsm8k/train.parquet"]
-    notes = [*config.notes(given_options(VerlPPOConfig, arguments)), *idle_notes(arguments)]
+    assert (config.data.path, config.evaluation.path) == ("data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
+    assert (config.data.overlong, config.evaluation.temperature) == ("leave_out", 0.0)
+    notes = [*config.notes({"critic.warmup_steps"}), *adapter_notes(VerlPPOConfig, arguments)]
     assert [note.split(": ")[0] for note in notes] == [
-        "tensor_model_parallel_size",
-        "no effect of data.truncation",
-        "no effect of trainer.critic_warmup",
+        "no effect of critic.*",
         "no effect of actor_rollout_ref.ref.fsdp_config.param_offload",
+        "tensor_model_parallel_size",
     ]
 
 
 def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> None:
-    config = read(*shlex.split(PPO_ON_GSM8K_AND_MATH))
-    assert (config.needs_critic, config.needs_reference, config.reward_model.enable) == (True, False, True)
-    assert config.data.train_files == ["a/gsm8k.parquet", "a/math.parquet"]
-    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
-    assert config.trainer.val_before_train is False
-    assert config.reward_model.reward_kwargs == {
-        "overlong_buffer_cfg": {"enable": True, "len": 128},
-        "max_resp_len": 512,
-    }
+    config = read_config(plain_arguments(shlex.split(PPO_ON_GSM8K_AND_MATH)))
+    assert (config.needs_critic, config.needs_reference) == (True, False)
+    assert config.reward.model_path == "sfairXC/FsfairX-LLaMA3-RM-v0.1"
+    assert config.data.path == "a/gsm8k.parquet,a/math.parquet"
+    assert config.model.attn_implementation == "sdpa"
+    assert config.evaluation.at_start is False
+    # The buffer is dapo's.
+    assert config.algorithm.overlong_buffer is None
     actor, critic = config.engine("actor", 10), config.engine("critic", 10)
     assert (actor.max_tokens, actor.max_sequences, actor.learning_rate) == (24000, 0, 1e-6)
-    assert (critic.max_tokens, critic.forward_max_tokens, critic.learning_rate) == (98304, 98304, 1e-5)
+    assert (critic.max_tokens, critic.learning_rate, config.reward.model_max_tokens) == (98304, 1e-5, 70000)
     assert (critic.total_steps, critic.adam_offload, critic.lr_warmup_ratio) == (80, True, 0.05)
-    assert [config.forward_limits(part)[0] for part in ("actor", "ref", "critic", "rm")] == [24000, 24000, 98304, 70000]
-    assert config.pools.mapping == dict.fromkeys(["actor_rollout", "critic", "rm"], "global_pool")
-    assert config.pools.workers("rm") == 8
+    assert config.roles == ["actor_rollout", "critic", "rm"]
+    assert config.placement.workers("rm") == 8
 
 
 def test_what_is_not_set_is_as_in_verl() -> None:
     config = small()
-    own, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-    assert (config.data.max_prompt_length, config.data.truncation, config.data.shuffle) == (512, "error", True)
-    assert (actor.clip_low, actor.clip_high, actor.clip_ratio_c, actor.grad_clip) == (0.2, 0.2, 3.0, 1.0)
-    assert (actor.loss_agg_mode, actor.entropy_coeff, actor.ppo_epochs, actor.shuffle) == ("token-mean", 0, 1, False)
-    assert (config.critic.ppo_mini_batch_size, config.critic.ppo_micro_batch_size_per_gpu) == (16, 4)
-    assert (config.critic.cliprange_value, config.critic.optim.lr, config.critic.loss_agg_mode) == (
-        0.5,
-        1e-5,
+    own = config.algorithm
+    assert (config.data.max_prompt_tokens, config.data.overlong, config.data.shuffle) == (512, "error", True)
+    assert (own.clip_low, own.clip_high, own.dual_clip, config.train.max_grad_norm) == (0.2, 0.2, 3.0, 1.0)
+    assert (own.loss_aggregation, own.entropy_coef, config.train.epochs, config.train.shuffle) == (
         "token-mean",
+        0,
+        1,
+        False,
     )
-    assert (config.algorithm.gamma, config.algorithm.lam, config.algorithm.adv_estimator) == (1.0, 1.0, "gae")
-    assert (own.rollout.temperature, config.val_temperature, own.rollout.val_kwargs.n) == (1.0, 0.0, 1)
-    assert (config.trainer.total_epochs, config.trainer.save_freq, config.trainer.balance_batch) == (30, -1, True)
-    assert (config.policy_role, config.rollout_role) == ("actor_rollout", "actor_rollout")
-    assert config.algorithm.rollout_correction.bypass_mode is False
+    assert (config.size_of("critic"), config.critic.max_tokens, config.critic.value_clip) == (128, 32768, 0.5)
+    assert (config.critic.learning_rate, config.critic.loss_aggregation) == (1e-5, None)
+    assert (own.gamma, own.lam, own.estimator, own.kl_coef) == (1.0, 1.0, "gae", 0.0)
+    assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
+    assert (config.evaluation.samples_per_prompt, config.data.epochs, config.checkpoint.every) == (1, 30, -1)
+    assert (config.placement.holder("actor"), config.placement.holder("rollout")) == ("actor_rollout", "actor_rollout")
+    # Without a size, a mini-batch has verl's 256 prompts, or all that a step has.
+    sizes = [word for word in SMALL if "mini_batch" not in word]
+    assert read(*sizes).mini_batch_size == 64 * 8
+    assert read(*sizes, "data.train_batch_size=512").mini_batch_size == 256 * 8
+
+
+def test_the_options_of_all_recipes_are_options_here_and_go_beside_verls_keys() -> None:
+    config = small("rollout.temperature=0.7", "train.max_tokens=99", "checkpoint.export_path=x", "critic.value_clip=1")
+    assert (config.rollout.temperature, config.train.micro_batch_size) == (0.7, 4)
+    assert (config.checkpoint.export_path, config.critic.value_clip) == ("x", 1.0)
+    own = read("model.path=m", "data.path=task:sort", "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=3")
+    assert (own.mini_batch_size, own.updates_per_step) == (16, 3)
 
 
 def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
-    epochs = ["trainer.total_epochs=3", "actor_rollout_ref.actor.ppo_epochs=2", "critic.ppo_mini_batch_size=32"]
-    config = small(*epochs, "actor_rollout_ref.actor.optim.lr_warmup_steps=3")
+    epochs = ["trainer.total_epochs=3", f"{A}.ppo_epochs=2", "critic.ppo_epochs=2", "critic.ppo_mini_batch_size=32"]
+    config = read_config([*SMALL, *epochs, f"{A}.optim.lr_warmup_steps=3"])
     # Three epochs of 150 prompts are 450: 7 steps of 64, and 2 prompts.
-    assert config.steps(150) == 7
-    facts = [
-        "7 steps",
-        "64 prompts",
-        "8 responses",
-        "512 sequences",
-        "8 optimizer steps",
-        "16 prompts",
-        "128 sequences",
-    ]
-    facts += ["at most 4 sequences", "1 processes", "last 2", "450 prompts"]
-    assert re.search(says(*facts), config.arithmetic(150))
-    assert (config.minibatch_sequences("actor"), config.minibatch_sequences("critic")) == (128, 256)
+    assert config.steps(150 * 3) == 7
+    facts = ["7 steps", "64 prompts", "8 responses", "512", "8 optimizer steps", "128 responses", "at most 4 responses"]
+    assert re.search(says(*facts, "last 2"), config.arithmetic(150))
+    assert (config.size_of("actor"), config.size_of("critic")) == (128, 256)
     assert (config.engine("actor", 6).total_steps, config.engine("critic", 6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
     # The warm-up counts steps of the run: 3 of 8 optimizer steps.
     engine = config.engine("actor", 6)
     assert engine.learning_rate_at(0) == pytest.approx(1e-6 / 24)
     assert engine.learning_rate_at(22) < engine.learning_rate_at(23) == engine.learning_rate_at(24) == 1e-6
-    limited = small(*epochs, "trainer.total_training_steps=5")
-    assert (limited.steps(150), limited.steps_of(10_000, done=2)) == (5, 3)
+    assert small(*epochs, "trainer.total_training_steps=5").steps(450) == 5
+
+
+def test_validation_is_drawn_as_val_kwargs_says_and_the_score_from_all_tokens() -> None:
+    own = f"{R}.val_kwargs"
+    config = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=0.6", f"{own}.top_p=0.7")
+    drawn = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=1", f"{own}.top_k=20")
+    assert (config.heldout_sampling.temperature, config.heldout_sampling.top_p) == (0.6, 0.7)
+    assert (drawn.heldout_sampling.temperature, drawn.heldout_sampling.top_k) == (1.0, 20)
+    assert config.sampling(1).top_p == 1.0
+    # Temperature alone does nothing; greedy responses are all the same.
+    greedy = ["data.val_files=task:sort", f"{own}.do_sample=false", f"{own}.temperature=1", f"{own}.n=4"]
+    assert (small(*greedy).evaluation.temperature, small(*greedy).evaluation.samples_per_prompt) == (0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        (["algorithm.rollout_correction.rollout_is=token"], ("tis", (0.0, 2.0), "token")),
+        (
+            [
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+            ],
+            ("icepop", (0.5, 5.0), "token"),
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=sequence", "algorithm.rollout_correction.rollout_is_threshold=3"],
+            ("tis", (0.0, 3.0), "sequence"),
+        ),
+        # Releases 0.6.0 and 0.5.0.
+        (
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=4", "algorithm.rollout_is_level=token"],
+            ("tis", (0.0, 4.0), "token"),
+        ),
+        ([f"{A}.tis_imp_ratio_cap=5"], ("tis", (0.0, 5.0), "token")),
+        (["algorithm.rollout_is=False", f"{A}.tis_imp_ratio_cap=-1"], ("none", (0.0, 2.0), "token")),
+    ],
+)
+def test_weights_for_the_engine_are_known_by_the_names_of_three_releases(options: list[str], correction: Any) -> None:
+    own = small(*options).algorithm
+    assert (own.correction, own.correction_range, own.correction_level) == correction
 
 
 def test_rejection_bounds_are_of_the_policys_probability_over_the_engines() -> None:
     prefix = "algorithm.rollout_correction"
     config = small(f"{prefix}.rollout_rs=token_k1, seq_mean_k3", f"{prefix}.rollout_rs_threshold=0.5_4.0, 0.1")
     # verl bounds the inverse ratio: 0.5 to 4 of it is 1/4 to 2 of this.
-    assert config.algorithm.rollout_correction.rejections == [
-        ("token", "k1", 0.25, 2.0),
-        ("seq_mean", "k3", None, 0.1),
-    ]
-    one = small(f"{prefix}.rollout_rs=seq_sum_k1", f"{prefix}.rollout_rs_threshold=4.0").algorithm.rollout_correction
-    assert one.rejections == [("seq_sum", "k1", 0.25, 4.0)]
-    icepop = small(f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=0.5_5.0")
-    assert icepop.algorithm.rollout_correction.weight_bounds == (0.5, 5.0, "zero")
-    preset = small(f"{prefix}.preset=decoupled_seq_is_rs", f"{prefix}.rollout_is_threshold=3").algorithm
-    assert (preset.rollout_correction.rollout_is, preset.rollout_correction.weight_bounds) == (
-        "sequence",
-        (0.0, 3.0, "clamp"),
-    )
-    assert preset.rollout_correction.rejections == [("seq_sum", "k1", 0.5, 2.0)]
-    assert small(f"{prefix}.preset=bypass_ppo_clip").algorithm.rollout_correction.bypass_mode is True
+    assert config.algorithm.rejections == [("token", "k1", 0.25, 2.0), ("geometric", "k3", None, 0.1)]
+    one = small(f"{prefix}.rollout_rs=seq_sum_k1", f"{prefix}.rollout_rs_threshold=4.0").algorithm
+    assert one.rejections == [("sequence", "k1", 0.25, 4.0)]
 
 
-def test_a_run_goes_on_as_resume_mode_says_unless_resume_does() -> None:
+def test_a_run_continues_as_resume_mode_says_unless_resume_does() -> None:
     assert small().resume == "auto"
     assert small("trainer.resume_mode=disable").resume == "none"
     path = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a/step_3"]
@@ -158,25 +190,48 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
         "critic.ppo_mini_batch_size=null",
         f"{A}.optim.lr_warmup_steps=null",
         f"{A}.optim.lr_warmup_steps_ratio=0.5",
-        "algorithm.rollout_correction.rollout_is_threshold=null",
         "trainer.experiment_name='abc'",
         f'{A}.policy_loss.loss_mode="gspo"',
         "trainer.project_name='a','b'",
         "+reward.custom_reward_function.reward_kwargs.scale=2",
-        "+reward.reward_kwargs.max_resp_len=9",
+        "++actor_rollout_ref.model.override_config.max_position_embeddings=32768",
         "actor_rollout_ref.model.use_rmpad=false",
+        "actor_rollout_ref.model.target_modules=[q_proj,v_proj]",
     )
-    assert (config.trainer.max_actor_ckpt_to_keep, config.critic.ppo_mini_batch_size) == (2**62, 16)
-    assert config.engine("actor", 10).lr_warmup_ratio == 0.5
-    assert config.algorithm.rollout_correction.weight_bounds == (0.0, 2.0, "clamp")
-    assert (config.trainer.experiment_name, config.trainer.project_name) == ("abc", "'a','b'")
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
-    assert config.custom_reward_function.reward_kwargs == {"scale": 2}
-    assert config.reward_model.reward_kwargs == {"max_resp_len": 9}
-    assert not config.engine("actor", 1).packing
-    (tmp_path / "c.yaml").write_text("trainer: {device: cuda}\nray_init.num_cpus: 8\n")
+    assert (config.checkpoint.keep, config.critic.mini_batch_size) == (2**31, None)
+    assert (config.train.lr_warmup_ratio, config.train.packing) == (0.5, False)
+    assert (config.log.wandb_name, config.log.wandb_project) == ("abc", "'a','b'")
+    assert (config.algorithm.policy_loss, config.train.lora_target_modules) == ("gspo", "q_proj,v_proj")
+    assert config.reward.arguments == {"scale": 2}
+    assert config.model.config_overrides == {"max_position_embeddings": 32768}
+    (tmp_path / "c.yaml").write_text("trainer: {esi_redundant_time: 3}\nray_init.num_cpus: 8\n")
     for form in ([f"--config={tmp_path}/c.yaml"], ["--config", f"{tmp_path}/c.yaml"]):
-        assert re.search(says("trainer.device", "ray_init.num_cpus"), idle_notes(form)[0])
+        assert re.search(says("trainer.esi_redundant_time", "ray_init.num_cpus"), adapter_notes(VerlPPOConfig, form)[0])
+
+
+def test_a_file_of_verls_keys_is_read_as_hydra_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        """
+        defaults: [ppo_trainer, _self_]
+        actor_rollout_ref:
+          _target_: verl.workers.config.Any
+          model: {path: x, override_config: {rope_theta: 9}}
+          rollout:
+            name: ???
+            n: 4
+            response_length: ${data.max_response_length}
+          actor: {ppo_mini_batch_size: 8, optim: {lr: 1e-5}}
+        critic: {ppo_mini_batch_size: "${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}", enable: null}
+        data: {train_files: [a.parquet, b.parquet], val_files: null, train_batch_size: 16, max_response_length: 64}
+        """
+    )
+    config = read(f"--config={tmp_path}/c.yaml", f"{A}.ppo_mini_batch_size=4")
+    assert (config.samples_per_prompt, config.rollout.max_new_tokens, config.train.learning_rate) == (4, 64, 1e-5)
+    # The command line's value, as what refers to it has it too.
+    assert (config.train.mini_batch_size, config.critic.mini_batch_size) == (16, 16)
+    assert (config.data.path, config.evaluation.path) == ("a.parquet,b.parquet", None)
+    assert (config.critic.enabled, config.rollout.engine) == (None, "auto")
+    assert config.model.config_overrides == {"rope_theta": 9}
 
 
 @pytest.mark.parametrize(
@@ -186,98 +241,126 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
         (["model_dtype=float32"], "fp32", "bf16_autocast"),
         (["model_dtype=fp32", "dtype=bfloat16"], "fp32", "bf16_autocast"),
         (["model_dtype=fp32", "dtype=float32"], "fp32", "fp32"),
+        (["mixed_precision.param_dtype=fp32"], "fp32", "fp32"),
         (["model_dtype=bfloat16"], "bf16", "bf16"),
     ],
 )
 def test_fp32_is_float32_weights_whose_products_are_in_bfloat16_on_gpus(
-    options: list[str], on_cpus: str, on_gpus: str
+    options: list[str], on_cpus: str, on_gpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for gpus, precision in ((0, on_cpus), (8, on_gpus)):
-        config = small(*(f"{A}.fsdp_config.{option}" for option in options))
-        config.actor_rollout_ref.actor.fsdp_config.choose(gpus)
-        assert config.engine("actor", 1).precision == precision
-        assert config.dtype == ("float32" if precision == "fp32" else "bfloat16")
-
-
-def test_pools_say_how_many_machines_there_are() -> None:
-    spec = "trainer.resource_pool_spec={global_pool: [2, 2], other: [1]}"
-    assert (small(spec).trainer.nnodes, small(spec, "trainer.nnodes=3").trainer.nnodes) == (2, 3)
+    for visible, precision in (("", on_cpus), ("0", on_gpus)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        own = [f"{R}.name=hf", "reward_model.num_workers=1"]
+        config = read_config([*SMALL, *own, *(f"{A}.fsdp_config.{option}" for option in options)])
+        assert config.train.precision == precision
+        assert config.critic.precision == ("bf16" if visible else "fp32")
 
 
 def test_options_that_others_make_idle_are_named() -> None:
     named = """
         actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.gpu_memory_utilization=0.6
-        actor_rollout_ref.rollout.enforce_eager=true actor_rollout_ref.rollout.max_model_len=99
-        actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.model.lora_alpha=8
-        actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_low=0.2
-        actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.data_loader_seed=1
-        algorithm.adv_estimator=grpo algorithm.gamma=0.9 algorithm.lam=0.9 algorithm.kl_ctrl.kl_coef=0.1
+        actor_rollout_ref.rollout.enforce_eager=true actor_rollout_ref.model.lora_alpha=8
+        algorithm.adv_estimator=grpo algorithm.gamma=0.9 algorithm.lam=0.9
         algorithm.rollout_correction.rollout_rs_threshold=2 critic.optim.lr=1e-5 data.val_files=task:sort
-        trainer.n_gpus_per_node=1 trainer.resource_pool_spec={global_pool: [1]}
     """
-    arguments = [word.strip() for word in re.split(r"\s+(?=\w+\.)", named.strip())]
-    notes = small(*arguments).notes(given_options(VerlPPOConfig, arguments))
-    names = [name for note in notes for name in note.removeprefix("no effect of ").split(": ")[0].split(", ")]
-    assert sorted(names) == sorted(
-        f"{prefix}.{name}"
-        for prefix, own in {
-            R: "gpu_memory_utilization enforce_eager max_model_len val_kwargs.temperature",
-            A: "clip_ratio data_loader_seed",
-            "actor_rollout_ref.model": "lora_alpha",
-            "algorithm": "gamma lam kl_ctrl.kl_coef rollout_correction.rollout_rs_threshold",
-            "critic": "optim.lr",
-            "trainer": "n_gpus_per_node",
-        }.items()
-        for name in own.split()
+    notes = small(*named.split()).notes(
+        {
+            "algorithm.gamma",
+            "algorithm.lam",
+            "algorithm.rejection_threshold",
+            "critic.learning_rate",
+            "train.lora_alpha",
+            "rollout.gpu_memory",
+            "rollout.enforce_eager",
+        }
     )
+    names = [name for note in notes for name in note.removeprefix("no effect of ").split(": ")[0].split(", ")]
+    assert sorted(names) == [
+        "algorithm.gamma",
+        "algorithm.lam",
+        "algorithm.rejection_threshold",
+        "critic.*",
+        "rollout.enforce_eager",
+        "rollout.gpu_memory",
+        "train.lora_alpha",
+    ]
 
 
 # --- the keys
 
 
-def test_every_key_that_is_not_taken_says_why_and_no_name_has_two_meanings() -> None:
-    options = {option.name for option in options_of(VerlPPOConfig)}
-    refused = VerlPPOConfig.REFUSED
-    assert [name for name, one in refused.items() if len(one.why) < 10] == []
-    assert len(refused) == sum(len(entry["keys"]) for part in ("idle", "refused") for entry in KEYS[part])
-    assert options & set(refused) == set()
-    assert set(KEYS["aliases"]) & (options | set(refused)) == set()
-    assert set(KEYS["aliases"].values()) <= options
-    assert set(KEYS["other_defaults"]) | {key for keys in KEYS["at_least"].values() for key in keys} <= options
-    assert [
-        own for own in KEYS["ours"] if not any(f"{name}.".startswith(f"{own.rstrip('.')}.") for name in options)
-    ] == []
+def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_for_is_there() -> None:
+    assert [name for name, one in VERL.refused.items() if len(one.why) < 10] == []
+    # Without a reason only what is let through whatever it is.
+    assert {one.harmless for one in VERL.no_effect.values() if not one.why} == {"*"}
+    assert {target.name for target in VERL.options.values()} <= set(fields_of(VerlPPOConfig))
+    parts = [set(part) for part in (VERL.options, VERL.computed, VERL.no_effect, VERL.refused)]
+    assert sum(map(len, parts)) == len(set.union(*parts))
 
 
 @pytest.mark.parametrize(
     ("argument", "facts"),
     [
-        ("critic.ppo_micro_batch_size=4", ["critic.ppo_micro_batch_size", "_per_gpu"]),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ["ulysses_sequence_parallel_size"]),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", ["megatron", "fsdp2"]),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", ["multi_turn.enable", "agent.func_path"]),
-        ("+reward_model.overlong_buffer.enable=True", ["overlong_buffer", "reward_model.reward_manager=dapo"]),
+        (f"{A}.strategy=megatron", ["megatron", f"{A}.strategy=fsdp2"]),
+        ("--config-name=ppo_megatron_trainer", ["megatron", f"{A}.strategy=fsdp2"]),
+        ("--config-name=mine", ["--config-name=mine", "--config FILE"]),
+        (f"{R}.multi_turn.enable=True", ["multi_turn", "agent_func_path"]),
+        (f"{R}.multi_turn.tool_config_path=a.yaml", ["multi_turn", "agent_func_path"]),
+        (f"{R}.name=sglang", [f"{R}.name=sglang", "vllm"]),
+        ("trainer.device=npu", ["trainer.device=npu", "NVIDIA"]),
         ("trainer.default_hdfs_dir=hdfs://a", ["default_hdfs_dir", "trainer.default_local_dir"]),
-        ("+actor_rollout_ref.model.override_config.attention_dropout=0.", ["override_config", "config.json"]),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=32", ["rollout.engine_kwargs"]),
-        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", ["rollout.val_kwargs.top_p"]),
-        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", ["mixed_precision", "fp32"]),
-        ("actor_rollout_ref.actor.no_such_key=1", ["'actor_rollout_ref.actor.no_such_key'"]),
-        ("~critic", ["~critic"]),
-        ("--config-name=ppo_trainer", ["--config-name", "--config FILE"]),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=half", ["rollout.engine_kwargs"]),
+        (f"{A}.optim.optimizer=Adafactor", [f"{A}.optim.optimizer", "AdamW"]),
+        ("data.custom_cls.path=a.py", ["data.custom_cls.path", "scripts/data_preprocess"]),
+        ("algorithm.use_pf_ppo=True", ["algorithm.use_pf_ppo"]),
+        (f"{A}.no_such_key=1", [f"'{A}.no_such_key'"]),
+        (f"{R}.max_model_len=600", ["max_model_len=600", 1024]),
     ],
 )
-def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[str]) -> None:
+def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(argument)
 
 
-def test_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
-    refused = [(key, entry["harmless"]) for entry in KEYS["refused"] if "harmless" in entry for key in entry["keys"]]
-    idle = [(key, "anything") for entry in KEYS["idle"] for key in entry["keys"]]
-    arguments = [f"{key}={value}" for key, value in refused + idle]
+def test_what_belongs_elsewhere_is_said_first() -> None:
+    keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.megatron.param_offload=True", f"{R}.name=sglang"]
+    with pytest.raises(ConfigError) as found:
+        small(*keys, "trainer.device=npu", "--config-name=ppo_megatron_trainer.yaml")
+    lines = str(found.value).splitlines()[1:]
+    assert [word in line for word, line in zip(("megatron", "sglang", "npu"), lines)] == [True] * 3
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=32",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=128",
+        "actor_rollout_ref.rollout.data_parallel_size=4",
+        "actor_rollout_ref.model.trust_remote_code=True",
+        "actor_rollout_ref.actor.profiler.enable=True",
+        "reward_model.use_reward_loop=True",
+        "reward_model.sandbox_fusion.url=http://a",
+        "trainer.balance_batch=False",
+        "trainer.logger=[console,swanlab]",
+        "reward_model.reward_manager=prime",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ],
+)
+def test_what_changes_no_results_is_noted_and_taken(argument: str) -> None:
+    config, plain = small(argument), small()
+    config.run_dir = plain.run_dir
+    assert config == plain
+    assert len(adapter_notes(VerlPPOConfig, [*SMALL, argument])) == 1
+
+
+def test_switches_that_are_off_and_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
+    values = [(name, one) for name, one in VERL.refused.items() if "*" not in name]
+    arguments = [f"{name}={one.harmless or ('false' if one.kind is bool else 'null')}" for name, one in values]
     assert small(*arguments) == small()
-    assert sum(note.count(", ") + 1 for note in idle_notes([f"{key}=1" for key, _ in idle])) >= len(idle)
+    assert adapter_notes(VerlPPOConfig, arguments) == []
 
 
 @pytest.mark.parametrize(
@@ -285,62 +368,47 @@ def test_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
     [
         ([f"{A}.ppo_mini_batch_size=24"], [f"{A}.ppo_mini_batch_size=24", "data.train_batch_size=64"]),
         (["critic.ppo_mini_batch_size=24"], ["critic.ppo_mini_batch_size=24", "data.train_batch_size=64"]),
-        (
-            [f"{A}.ppo_micro_batch_size_per_gpu=null"],
-            [f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.use_dynamic_bsz=true"],
-        ),
         ([f"{A}.ppo_epochs=0"], [f"{A}.ppo_epochs=0"]),
-        (["trainer.n_gpus_per_node=200"], ["200 processes"]),
-        (["algorithm.adv_estimator=grpo", f"{R}.n=1"], ["grpo", f"{R}.n=1"]),
+        (["algorithm.adv_estimator=grpo_passk", f"{R}.n=1"], ["grpo_passk", f"{R}.n=1"]),
         (["algorithm.adv_estimator=optimal_token_baseline"], ["optimal_token_baseline", "opo"]),
         ([f"{A}.policy_loss.loss_mode=dro"], ["loss_mode=dro", "vanilla"]),
         ([f"{A}.loss_agg_mode=token-sum"], ["loss_agg_mode=token-sum", "seq-mean-token-sum"]),
-        (["reward_model.reward_manager=prime"], ["reward_manager=prime", "naive"]),
-        (["critic.loss_agg_mode=mean"], ["critic.loss_agg_mode=mean", "token-mean"]),
+        (["reward_model.reward_manager=mine"], ["reward_manager=mine", "naive"]),
+        (["critic.loss_agg_mode=mean"], ["critic.loss_agg_mode=mean", "seq-mean-token-sum"]),
         (["critic.cliprange_value=0"], ["critic.cliprange_value=0"]),
-        (["critic.ppo_mini_batch_size=many"], ["critic.ppo_mini_batch_size=many"]),
-        (["trainer.n_gpus_per_node=65", "algorithm.adv_estimator=remax"], [64, 65]),
-        (["trainer.n_gpus_per_node=9", "algorithm.filter_groups.enable=true"], ["rollout.n", 8, 9]),
-        ([*APART, "trainer.resource_pool_spec={train: [1], sample: [513]}"], ["rollout", 513, 512]),
         (
-            ["trainer.nnodes=3", "trainer.resource_pool_spec={global_pool: [1, 1]}"],
-            ["trainer.nnodes=3", "resource_pool_spec", 2],
+            [*APART, "trainer.resource_pool_spec={train: [1], sample: [513]}"],
+            ["rollout", 513, 512],
         ),
-        ([f"{A}.fsdp_config.model_dtype=bf16", f"{A}.fsdp_config.dtype=float32"], ["model_dtype=fp32", "float32"]),
+        ([f"{A}.fsdp_config.model_dtype=bf16", f"{A}.fsdp_config.dtype=float32"], ["model_dtype=bf16", "fp32"]),
         (["algorithm.adv_estimator=gdpo"], ["gdpo", "algorithm.gdpo_reward_keys"]),
         (["critic.enable=False"], ["critic.enable=false", "adv_estimator=gae"]),
-        ([f"{A}.strategy=megatron"], ["megatron", f"{A}.strategy=fsdp2"]),
-        ([f"{A}.strategy=fsdp2"], [f"{A}.strategy=fsdp2", "critic.strategy=fsdp"]),
-        ([f"{R}.name=sglang"], [f"{R}.name=sglang", "vllm", "hf"]),
         ([f"{R}.temperature=0"], [f"{R}.temperature=0.0"]),
-        ([f"{R}.val_kwargs.n=4"], [f"{R}.val_kwargs.n=4", "do_sample=true"]),
-        ([f"{A}.kl_loss_type=full"], ["full", "kl"]),
-        ([f"{A}.clip_ratio=1.5"], ["clip", 1.5]),
+        ([f"{A}.kl_loss_type=full", f"{A}.use_kl_loss=True"], ["full", "kl"]),
+        ([f"{A}.clip_ratio=-0.5"], ["clip", -0.5]),
         (
-            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
-            ["algorithm.kl_ctrl", "horizon=100"],
-        ),
-        (
-            ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_is=token"],
-            ["bypass_mode", "rollout_is"],
+            [
+                *(
+                    f"algorithm.{one}"
+                    for one in ("use_kl_in_reward=True", "kl_ctrl.type=adaptive", "kl_ctrl.horizon=100")
+                )
+            ],
+            ["algorithm.kl_ctrl", 100],
         ),
         (["algorithm.rollout_correction.rollout_rs=seq_mean_k2"], ["rollout_rs", "rollout_rs_threshold"]),
         (
-            [f"algorithm.rollout_correction.rollout_rs{rest}" for rest in ("=seq_max_k2", "_threshold=1")],
-            ["rollout_rs=seq_max_k2"],
+            [f"algorithm.rollout_correction.rollout_rs{rest}" for rest in ("=seq_max_k1", "_threshold=1")],
+            ["rollout_rs=seq_max_k1"],
         ),
-        (["trainer.logger=[console,mlflow]"], ["trainer.logger", "mlflow", "tensorboard"]),
+        (["algorithm.rollout_correction.rollout_is=batch"], ["rollout_is=batch", "token", "sequence"]),
         (["reward_model.enable=True"], ["reward_model.enable", "reward_model.model.path"]),
         (["trainer.resume_mode=resume_path"], ["trainer.resume_mode=resume_path", "trainer.resume_from_path"]),
         (["trainer.val_only=true", "data.val_files=null"], ["trainer.val_only", "data.val_files"]),
-        (["async_train=true"], ["async", "actor_rollout_ref.hybrid_engine=false"]),
-        (["trainer.role_mapping={actor_rollout: global_pool}"], ["role_mapping", "critic"]),
+        (["async_train=true"], ["async_train", "actor_rollout_ref.hybrid_engine=false"]),
         (["trainer.role_mapping={actor: global_pool, critic: global_pool}"], ["role_mapping", "rollout"]),
-        (
-            ["trainer.role_mapping={actor_rollout: a, critic: a}"],
-            ["resource_pool_spec", "global_pool"],
-        ),
+        (["trainer.role_mapping={actor_rollout: a, critic: a}"], ["resource_pool_spec", "global_pool"]),
         (["trainer.resource_pool_spec={global_pool: [2, 1]}"], ["resource_pool_spec", "[2, 1]"]),
+        (["data.label_key=x"], ["data.label_key=x"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_set(options: list[str], facts: list[object]) -> None:
@@ -348,95 +416,20 @@ def test_what_cannot_work_is_refused_with_what_to_set(options: list[str], facts:
         small(*options)
 
 
-# --- roles and pools
-
-
-def test_roles_are_called_as_in_verl_and_their_pools_count_processes() -> None:
-    assert [str(role) for role in Role] == [
-        "actor",
-        "rollout",
-        "actor_rollout",
-        "critic",
-        "ref",
-        "rm",
-        "actor_rollout_ref",
-    ]
-    manager = ResourcePoolManager({"a": [4, 4], "b": [2]}, {Role.ActorRollout: "a", Role.RefPolicy: "a", "judge": "b"})
-    assert (manager.workers("ref"), manager.nodes("ref"), manager.workers("judge"), manager.get_n_gpus()) == (
-        8,
-        2,
-        2,
-        10,
-    )
-    assert manager.roles_of("a") == ["actor_rollout", "ref"]
-    assert (manager.holder("actor"), manager.holder("rollout"), manager.holder("ref")) == ("actor_rollout",) * 2 + (
-        "ref",
-    )
-
-
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What `--dry_run` prints."""
-    assert main([*SMALL, *arguments, "--dry_run"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
-def test_roles_of_one_pool_become_a_job_and_share_processes_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, "algorithm.use_kl_in_reward=true")
-    kinds = {name: (role["kind"], role["nproc_per_node"]) for name, role in plan["roles"].items()}
-    assert kinds == {
-        "TRAINER": ("run", 1),
-        "ACTOR_ROLLOUT": ("train", 1),
-        "CRITIC": ("train", 1),
-        "REF": ("run", 1),
-    }
-    assert plan["roles"]["REF"]["entrypoint"] == "recipes.verl_ppo.roles.actor_rollout_ref:ActorRolloutRefWorker"
-    assert len(plan["placement"]["hosts"]) == 4
-    shared = planned(capsys, "algorithm.use_kl_in_reward=true", "trainer.share_processes=true")
-    assert [worker for host in shared["placement"]["hosts"][1:] for worker in host["workers"]] == [
-        ["ACTOR_ROLLOUT", 0],
-        ["CRITIC", 0],
-        ["REF", 0],
-    ]
-    assert len(shared["placement"]["hosts"]) == 2
-
-
-def test_roles_of_several_pools_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(
-        capsys,
-        "+trainer.resource_pool_spec.train=[2]",
-        "+trainer.resource_pool_spec.sample=[1]",
-        "trainer.role_mapping={actor:train,critic:train,rollout:sample}",
-        "async_train=true",
-        "actor_rollout_ref.hybrid_engine=False",
-    )
-    assert {name: role["nproc_per_node"] for name, role in plan["roles"].items()} == {
-        "TRAINER": 1,
-        "ACTOR": 2,
-        "CRITIC": 2,
-        "ROLLOUT": 1,
-    }
-    assert plan["roles"]["ROLLOUT"]["kind"] == "run"
-
-
-def test_a_printed_configuration_is_read_back_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ["critic.optim.lr=3e-5", "trainer.role_mapping={actor_rollout: global_pool, critic: global_pool}"]
-    assert main([*SMALL, *options, "--print_config"]) == 0
-    (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
-    assert read(f"--config={tmp_path / 'c.yaml'}") == small(*options)
-
-
-def test_the_demonstration_becomes_grpo_by_one_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["algorithm.adv_estimator=grpo", "--dry_run"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["roles"]) == ["TRAINER", "ACTOR_ROLLOUT"]
+def test_too_few_prompts_for_a_step_are_refused_in_verls_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "data.train_max_samples=3", "trainer.total_epochs=1"]) == 2
+    facts = ["task:sort", "3 prompts", "data.train_batch_size=64", "data.train_max_samples", "trainer.total_epochs"]
+    assert re.search(says(*facts), capsys.readouterr().err)
 
 
 # --- the page
 
 
-def test_the_page_from_verl_is_what_the_schema_says_and_names_every_key() -> None:
+def test_the_page_from_verl_is_what_the_table_says_and_names_every_key() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "migration_page.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     page = (ROOT / "docs" / "from_verl.md").read_text()
     named = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE)))
-    assert sorted(named) == sorted([*(option.name for option in options_of(VerlPPOConfig)), *VerlPPOConfig.REFUSED])
+    said = [name for part in (VERL.no_effect, VERL.refused) for name, one in part.items() if one.why]
+    assert sorted(named) == sorted([*VERL.options, *VERL.computed, *said])

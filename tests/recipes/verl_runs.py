@@ -26,7 +26,7 @@ KL = """
     algorithm.kl_ctrl.target_kl=1 algorithm.kl_ctrl.horizon=64
 """
 APART = """
-    data.train_max_samples=32 actor_rollout_ref.hybrid_engine=false trainer.resource_pool_spec={train:[1],sample:[1]}
+    data.train_max_samples=32 trainer.resource_pool_spec={train:[1],sample:[1]}
     trainer.role_mapping={actor:train,critic:train,rollout:sample} trainer.save_freq=1 data.val_files=null
     algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=1.5
 """

@@ -5,6 +5,7 @@ import re
 import torch
 
 from components.batch import Batch
+from components.engines.config import SamplingConfig
 from training.evaluation import Evaluation
 
 
@@ -23,9 +24,12 @@ class Policy:
     def __init__(self) -> None:
         self.learnt = False
         self.asked: list[tuple[int, float]] = []
+        self.narrowed: list[tuple[float, int]] = []
 
-    def response(self, asked: Batch, temperature: float) -> Batch:
+    def response(self, asked: Batch, sampling: SamplingConfig) -> Batch:
+        temperature = sampling.temperature
         self.asked.append((len(asked), temperature))
+        self.narrowed.append((sampling.top_p, sampling.top_k))
         right_B = (asked["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
         return Batch(
             [2] * len(asked),
@@ -44,7 +48,7 @@ def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Eval
     return Evaluation(
         prompts=batch,
         response=policy.response,
-        temperature=0.5,
+        sampling=SamplingConfig(temperature=0.5, top_p=0.7, top_k=9),
         samples_per_prompt=2,
         best_metric_key="",
         info=said.append,
@@ -57,6 +61,8 @@ def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -
     scores.start(0)
     # Sampled and greedy once each, then two responses to each of two prompts.
     assert policy.asked == [(2, 1.0), (2, 0.0), (4, 0.5)]
+    # The two scores are of all tokens, whatever the evaluation is drawn from.
+    assert policy.narrowed == [(1.0, 0), (1.0, 0), (0.7, 9)]
     assert scores.scores["start"]["eval/a_pass1"] == 0.5
     assert scores.scores["start"]["eval/a_pass2"] == 1.0
     assert scores.scores["start"]["eval/response_length_mean"] == 1.0
@@ -91,7 +97,7 @@ def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
     scores = Evaluation(
         prompts=prompts(),
         response=policy.response,
-        temperature=0.0,
+        sampling=SamplingConfig(temperature=0.0),
         samples_per_prompt=2,
         best_metric_key="",
         info=lambda _: None,

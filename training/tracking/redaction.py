@@ -15,7 +15,7 @@ _SECRET_NAME = re.compile(
 # Names that end like a secret and are none: fields of the data, and marks of the vocabulary.
 _HARMLESS_NAME = re.compile(
     r"(input|label|output|prompt|response|chosen|rejected|images?|messages?|metric|answer|fn|eos|bos|pad|unk|stop|mask"
-    r"|sep|cls)_(key|token)$",
+    r"|sep|cls|source)_(key|token)$",
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w\-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|wandb_v1_[\w\-]{16,})")

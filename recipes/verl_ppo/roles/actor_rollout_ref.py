@@ -13,7 +13,7 @@ from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import Dispatch, register
 
-from ..algorithm import learnable, mark_tokens, policy_loss
+from ..algorithm import mark_tokens, minibatches, policy_loss
 from .learner import Learner
 
 
@@ -40,23 +40,21 @@ class ActorRolloutRefWorker(Learner):
         """
         config = self.config
         if "actor" in self.parts:
-            checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
-            model = self.load(model_path, gradient_checkpointing=checkpointing)
-            self.engine = open_engine(model, config.engine("actor", steps))
-            self.open_publisher(config.trainer.nnodes)
+            model = self.load(model_path, gradient_checkpointing=config.train.gradient_checkpointing)
+            self.engine = open_engine(model, config.train_engine(steps))
+            self.open_publisher(config.placement.nodes)
         if "ref" in self.parts and config.needs_reference:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
             self.reference = self.load(model_path, dtype=config.dtype).to(self.device).eval().requires_grad_(False)
         if "rollout" in self.parts:
-            in_flight, tokenizer = config.asynchronous.partial_rollout, config.tokenizer
+            in_flight, tokenizer = config.asynchronous.partial_rollout, config.model.tokenizer
             self.runner = open_runner(model_path, config.rollout_engine(), config.agent, tokenizer, in_flight=in_flight)
             self.sleeps = config.sleeps
 
     def load(self, model_path: str, **options: Any) -> Any:
         """The policy as transformers has it."""
-        own = self.config.actor_rollout_ref.model
-        attention = own.override_config.attn_implementation
-        return load_policy(model_path, attn_implementation=attention, packing=own.use_remove_padding, **options)
+        attention, packing = self.config.model.attn_implementation, self.config.train.packing
+        return load_policy(model_path, attn_implementation=attention, packing=packing, **options)
 
     # --- rollouts
 
@@ -90,22 +88,22 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_log_prob(self, tokens: Batch, temperature: float | None = None) -> Batch:
         """`logprob` per token, in nats, by default at the sampling temperature; the batch is split over the ranks."""
-        at = self.config.actor_rollout_ref.rollout.temperature if temperature is None else temperature
+        at = self.config.rollout.temperature if temperature is None else temperature
         logprob_N = self.engine.forward(tokens, lambda model, micro: token_logprobs(model, micro, at).logprob_N)
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_ref_log_prob(self, tokens: Batch) -> Batch:
         """`reference_logprob` per token, in nats, at the sampling temperature; split over the workers."""
-        own = self.config.actor_rollout_ref
-        max_tokens, max_sequences = self.config.forward_limits("ref")
+        config = self.config
+        max_tokens, max_sequences = config.forward_limits
         logprob_N = evaluate(
             tokens,
             max_tokens,
             self.device,
-            lambda micro: token_logprobs(self.reference, micro, own.rollout.temperature).logprob_N,
+            lambda micro: token_logprobs(self.reference, micro, config.rollout.temperature).logprob_N,
             max_sequences,
-            packing=own.model.use_remove_padding,
+            packing=config.train.packing,
         )
         return Batch(tokens.lengths, {"reference_logprob": logprob_N})
 
@@ -115,10 +113,10 @@ class ActorRolloutRefWorker(Learner):
     def update_actor(self, experience: Batch, step: int) -> dict[str, float]:
         """Train on all of a step's responses; returns metrics, the same on every rank."""
         config = self.config
-        minibatches = learnable(experience, config, "actor", step)
+        updates = minibatches(experience, config, "actor", step)
         prepare = partial(mark_tokens, config=config, step=step)
-        metrics = self.train(experience, step, minibatches, partial(policy_loss, config=config), prepare)
-        return metrics | {"updates": float(len(minibatches))}
+        metrics = self.train(experience, step, updates, partial(policy_loss, config=config), prepare)
+        return metrics | {"updates": float(len(updates))}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> WeightHandle | None:

@@ -7,7 +7,7 @@ from components.engines.causal import load_value_model, token_values
 from components.engines.opening import open_engine
 from core import Dispatch, register
 
-from ..algorithm import learnable, value_loss
+from ..algorithm import minibatches, value_loss
 from .learner import Learner
 
 
@@ -17,13 +17,12 @@ class CriticWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self, model_path: str, steps: int) -> None:
         """Load the model, with a new value head where it has none, and put it under the training engine."""
-        own = self.config.critic.model
         model = load_value_model(
             model_path,
-            gradient_checkpointing=own.enable_gradient_checkpointing,
+            gradient_checkpointing=self.config.critic.gradient_checkpointing,
             seed=self.config.seed,
-            attn_implementation=self.config.actor_rollout_ref.model.override_config.attn_implementation,
-            packing=own.use_remove_padding,
+            attn_implementation=self.config.model.attn_implementation,
+            packing=self.config.critic.packing,
         )
         self.engine = open_engine(model, self.config.engine("critic", steps))
 
@@ -35,5 +34,5 @@ class CriticWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_critic(self, experience: Batch, step: int) -> dict[str, float]:
         """Train on all of a step's responses; returns metrics, the same on every rank."""
-        minibatches = learnable(experience, self.config, "critic", step)
-        return self.train(experience, step, minibatches, partial(value_loss, config=self.config))
+        updates = minibatches(experience, self.config, "critic", step)
+        return self.train(experience, step, updates, partial(value_loss, config=self.config))

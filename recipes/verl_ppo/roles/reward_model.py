@@ -17,13 +17,13 @@ class RewardModelWorker(BaseWorkload):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
-        max_tokens, max_sequences = self.config.forward_limits("rm")
+        own = self.config.reward
         self.model = RewardModel(
             model_path,
             dtype=self.config.dtype,
-            attn_implementation=self.config.actor_rollout_ref.model.override_config.attn_implementation,
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
+            attn_implementation=self.config.model.attn_implementation,
+            max_tokens=own.model_max_tokens,
+            max_sequences=own.model_micro_batch_size or 0,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)

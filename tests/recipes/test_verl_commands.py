@@ -1,0 +1,144 @@
+"""Commands of verl's example scripts, releases 0.5.0 to HEAD, as its users have them: planned, and three of them run.
+
+Models, data and code files are local tiny ones, and the devices that a command asks for are assumed; nothing else is
+replaced. Three commands then run two steps of a few responses on a CPU.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_runs import run_here
+from tiny_models import write_policy, write_reward_model
+
+from recipes.verl_ppo.main import main
+from tests.messages import says
+
+pytestmark = pytest.mark.full
+
+COMMANDS = [json.loads(line) for line in (Path(__file__).parent / "upstream/verl.jsonl").read_text().splitlines()]
+PLAIN = [command for command in COMMANDS if not command["tags"]]
+DEFAULTS = Path(__file__).parent / "upstream"
+TAKEN = 0.9
+"""Share of the plain text commands that is taken whole."""
+REASONS = {
+    "megatron": ["megatron", "actor_rollout_ref.actor.strategy=fsdp2"],
+    "sglang": ["actor_rollout_ref.rollout.name=sglang", "vllm"],
+    "trtllm": ["actor_rollout_ref.rollout.name=trtllm", "vllm"],
+    "multiturn": ["multi_turn", "agent_func_path"],
+    "npu": ["trainer.device=npu", "NVIDIA"],
+}
+"""What is said first of commands for something that is not here."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands for upstream's models, data and code."""
+    folder = tmp_path_factory.mktemp("verl")
+    write_policy(folder / "policy")
+    write_reward_model(folder / "reward_model", 0)
+    row: dict[str, Any] = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    rows = ({**row, "prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(9_000))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
+    return folder
+
+
+def local(argument: str, files: Path) -> str:
+    """An argument with a local file in the place of upstream's."""
+    key, _, value = argument.partition("=")
+    name = key.lstrip("+")
+    if name in ("data.train_files", "data.val_files"):
+        value = f"{files}/rows.jsonl"
+    elif name in ("reward_model.model.path", "reward.reward_model.model_path"):
+        value = f"{files}/reward_model"
+    elif name.endswith(("model.path", "tokenizer_path")):
+        value = f"{files}/policy"
+    elif name == "custom_reward_function.path":
+        value = f"{files}/score.py"
+    return f"{key}={value}"
+
+
+def planned(
+    arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str]:
+    """Exit code and messages of a dry run on as many devices of a machine as the command asks for."""
+    per_node = [word.partition("=")[2] for word in arguments if word.startswith("trainer.n_gpus_per_node=")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(int((per_node or ["8"])[-1] or 8)))))
+    capsys.readouterr()
+    code = main([*(local(word, files) for word in arguments), "--dry_run"])
+    return code, capsys.readouterr().err
+
+
+def test_nine_in_ten_plain_text_commands_are_taken_whole(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = {}
+    for command in PLAIN:
+        code, said = planned(command["argv"], files, capsys, monkeypatch)
+        if code != 0:
+            refused[command["script"]] = said
+    assert len(PLAIN) >= 47
+    assert len(refused) <= (1 - TAKEN) * len(PLAIN), refused
+    # Each for something that is not here, and with what to use.
+    words = ("optimal_token_baseline", "use_pf_ppo", "lora_adapter_path")
+    assert [said for said in refused.values() if not any(word in said for word in words)] == []
+
+
+@pytest.mark.parametrize("tag", REASONS)
+def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
+    tag: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [command for command in COMMANDS if tag in command["tags"]]
+    assert commands
+    for command in commands:
+        code, said = planned(command["argv"], files, capsys, monkeypatch)
+        if code == 0:  # NPUs are also asked for by the environment alone
+            assert tag == "npu", command["script"]
+            continue
+        first = [line for line in said.splitlines() if "things are in the way" not in line][: len(command["tags"]) + 1]
+        reasons = [facts for one, facts in REASONS.items() if one in command["tags"]]
+        assert any(re.search(says(*facts), "\n".join(first)) for facts in reasons), said
+
+
+@pytest.mark.parametrize("name", ["verl_ppo_trainer.yaml", "verl_generated_ppo_trainer.yaml"])
+def test_verls_own_default_configuration_is_read(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
+    code, said = planned([f"--config={DEFAULTS / name}", *own], files, capsys, monkeypatch)
+    assert code == 0, said
+    # What it has hundreds of keys for is said in a few lines.
+    assert sum("no effect" in line for line in said.splitlines()) <= 20
+
+
+FEW = """
+    data.train_batch_size=4 data.max_prompt_length=64 data.max_response_length=16 actor_rollout_ref.rollout.n=2
+    actor_rollout_ref.actor.ppo_mini_batch_size=2 critic.ppo_mini_batch_size=2 data.val_max_samples=4
+    trainer.total_training_steps=2 trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.val_before_train=false
+    actor_rollout_ref.rollout.name=hf trainer.logger=console trainer.resume_mode=disable
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 reward_model.reward_kwargs.max_resp_len=16
+    reward_model.reward_kwargs.overlong_buffer_cfg.len=4 data.filter_overlong_prompts=true
+"""
+"""Counts that fit a laptop's CPU, its engine, and nobody who reads along."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "examples/grpo_trainer/run_qwen2-7b.sh",
+        "examples/ppo_trainer/run_qwen2-7b_rm_reward_loop_colocate.sh",
+        "recipe/dapo/test_dapo_7b_math.sh",
+    ],
+)
+def test_a_command_runs_two_steps(script: str, files: Path, tmp_path: Path) -> None:
+    (command,) = [command for command in PLAIN if command["script"] == script]
+    arguments = [local(word, files) for word in command["argv"]]
+    own = [f"trainer.default_local_dir={tmp_path}/checkpoints", "data.train_max_samples=8", "trainer.total_epochs=1"]
+    run = run_here("verl_ppo", tmp_path / "run", *arguments, *FEW.split(), *own)
+    assert run.code == 0, run.err
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
+    assert all("actor/pg_loss" in line for line in run.metrics)

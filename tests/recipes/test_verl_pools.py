@@ -1,0 +1,117 @@
+"""Roles of recipes/verl_ppo and the pools of processes that they are in, and the job that they become."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.verl_ppo.adapter import plain_arguments
+from recipes.verl_ppo.config import VerlPPOConfig
+from recipes.verl_ppo.main import main, read_config
+from recipes.verl_ppo.resource_pool import PoolOptions
+from tests.recipes.verl_commands import SMALL
+from training.config import load_config
+
+R = "actor_rollout_ref.rollout"
+
+
+def read(*arguments: str) -> VerlPPOConfig:
+    return load_config(VerlPPOConfig, plain_arguments(arguments))
+
+
+def small(*arguments: str) -> VerlPPOConfig:
+    return read(*SMALL, *arguments)
+
+
+def test_pools_count_processes_and_roles_of_the_users_own_are_in_them() -> None:
+    own = PoolOptions(
+        pools={"a": [4, 4], "b": [2]}, role_pools={"actor_rollout": "a", "ref": "a", "critic": "b", "judge": "b"}
+    )
+    assert (own.workers("ref"), own.nodes_of("ref"), own.workers("judge")) == (8, 2, 2)
+    assert own.roles_of("a") == ["actor_rollout", "ref", "rm"]
+    assert [own.holder(part) for part in ("actor", "rollout", "ref")] == ["actor_rollout", "actor_rollout", "ref"]
+    assert (own.is_hybrid, own.colocate, own.resolved(0, 2).nodes) == (True, True, 2)
+
+
+def test_engines_apart_have_devices_of_their_own() -> None:
+    own = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=2"]
+    config = small(*own)
+    assert (config.placement.spec, config.roles[:2]) == ({"train": [2], "sample": [2]}, ["actor", "rollout"])
+    placed = config.placement.resolved(4, 2, config.rollout.tensor_parallel)
+    assert (placed.actor_ranks, placed.rollout_engines) == (2, 1)
+    # one_step_off_policy and fully_async_policy: generation ahead of training, on machines of its own.
+    ahead = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "rollout.nnodes=1", "rollout.n_gpus_per_node=8"]
+    config = read_config([*SMALL, "actor_rollout_ref.hybrid_engine=False", *ahead])
+    assert config.placement.pools == {"train": [4, 4], "sample": [8]}
+    assert (config.placement.nodes, config.asynchronous.ahead, config.prompts_per_step) == (3, 1, 64)
+    stream = ["async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4"]
+    stream += ["async_training.require_batches=2", "async_training.partial_rollout=True", "data.train_batch_size=0"]
+    config = read_config([*SMALL, *ahead, *stream, "rollout.total_rollout_steps=1280", "data.gen_batch_size=1"])
+    # Four times two mini-batches of 16 prompts between two syncs.
+    assert (config.prompts_per_step, config.mini_batch_size, config.max_steps) == (128, 128, 10)
+    assert (config.asynchronous.queue_size, config.asynchronous.partial_rollout) == (1, True)
+
+
+def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
+    own = ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.enable_resource_pool=True"]
+    config = read_config(
+        [*SMALL, *own, "trainer.n_gpus_per_node=1", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=2"]
+    )
+    assert config.placement.pools == {"global_pool": [1], "reward": [2]}
+    assert (config.placement.workers("rm"), config.placement.workers("critic"), config.placement.nodes) == (2, 1, 2)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What `--dry_run` prints."""
+    assert main([*SMALL, *arguments, "--dry_run"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_roles_of_one_pool_become_a_job_and_share_processes_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "algorithm.use_kl_in_reward=true")
+    kinds = {name: (role["kind"], role["nproc_per_node"]) for name, role in plan["roles"].items()}
+    assert kinds == {
+        "TRAINER": ("run", 1),
+        "ACTOR_ROLLOUT": ("train", 1),
+        "CRITIC": ("train", 1),
+        "REF": ("run", 1),
+    }
+    assert plan["roles"]["REF"]["entrypoint"] == "recipes.verl_ppo.roles.actor_rollout_ref:ActorRolloutRefWorker"
+    assert len(plan["placement"]["hosts"]) == 4
+    shared = planned(capsys, "algorithm.use_kl_in_reward=true", "trainer.share_processes=true")
+    assert [worker for host in shared["placement"]["hosts"][1:] for worker in host["workers"]] == [
+        ["ACTOR_ROLLOUT", 0],
+        ["CRITIC", 0],
+        ["REF", 0],
+    ]
+    assert len(shared["placement"]["hosts"]) == 2
+
+
+def test_roles_of_several_pools_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(
+        capsys,
+        "+trainer.resource_pool_spec.train=[2]",
+        "+trainer.resource_pool_spec.sample=[1]",
+        "trainer.role_mapping={actor:train,critic:train,rollout:sample}",
+        "async_train=true",
+    )
+    assert {name: role["nproc_per_node"] for name, role in plan["roles"].items()} == {
+        "TRAINER": 1,
+        "ACTOR": 2,
+        "CRITIC": 2,
+        "ROLLOUT": 1,
+    }
+    assert plan["roles"]["ROLLOUT"]["kind"] == "run"
+
+
+def test_a_printed_configuration_is_read_back_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["critic.optim.lr=3e-5", "trainer.role_mapping={actor_rollout: global_pool, critic: global_pool}"]
+    assert main([*SMALL, *options, "--print_config"]) == 0
+    (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
+    assert read(f"--config={tmp_path / 'c.yaml'}") == small(*options)
+
+
+def test_the_demonstration_becomes_grpo_by_one_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithm.adv_estimator=grpo", "--dry_run"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["roles"]) == ["TRAINER", "ACTOR_ROLLOUT"]
