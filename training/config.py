@@ -22,7 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.adapter import Adapter, Given, Target, Translation
+from training.adapter import Adapter, Given, Translation
 from training.schema import ConfigError, fields_of, options_of, recipe_of, without_none
 from training.synonyms import answer
 
@@ -85,17 +85,7 @@ def renamed(schema: type, arguments: Sequence[str], text: str) -> str:
 
 def adapter_of(schema: Any) -> Adapter:
     """The schema's adapter; one without names where it has none."""
-    if hasattr(schema, "REFUSED"):
-        names = {there: Target(here) for there, here in schema.ALIASES.items()}
-        return Adapter(options=names, refused=schema.REFUSED)
     return getattr(schema, "ADAPTER", None) or Adapter()
-
-
-def refused_options(schema: Any, arguments: Sequence[str]) -> set[str]:
-    """What a user has named of the options that the schema refuses: those that were let through."""
-    words, _ = _read_arguments(schema, arguments)
-    files = [option for word in words if word.name == "config" for option in _read_file(schema, Path(word.value))]
-    return {option.name for option in (*words, *files) if option.name in schema.REFUSED}
 
 
 def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = ()) -> Translation:

@@ -32,16 +32,13 @@ WIDTH = 100
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host")
 _HEADS = {"gradients": "grads", "optimizer": "optim"}
 _NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config")
-_ON_GPU = {"zero_stage": 3, "adam_offload": True, "offload_policy": True}
-_ON_HOST = (
-    *("adam_offload", "param_offload", "optimizer_offload", "offload_policy"),
-    *("enable_ema", "deepspeed_enable_sleep", "vllm_enable_sleep", "free_cache_engine"),
-)
-_CHECKPOINTING = {"gradient_checkpointing": True, "enable_gradient_checkpointing": True}
-_SHARES = ("gpu_memory", "gpu_memory_utilization", "vllm_gpu_memory_utilization")
-_PARALLEL = ("tensor_parallel", "tensor_model_parallel_size", "vllm_tensor_parallel_size")
-_PROCESSES = ("actor_ranks", "references", "engines", "gpus_per_node")
-_BUDGETS = ("max_tokens", "max_tokens_per_gpu", "train_max_tokens_per_gpu", "ppo_max_token_len_per_gpu")
+_ON_GPU = {"zero_stage": 3, "adam_offload": True}
+_ON_HOST = ("adam_offload", "engines_sleep", "learners_sleep")
+_CHECKPOINTING = {"gradient_checkpointing": True}
+_SHARES = ("gpu_memory",)
+_PARALLEL = ("tensor_parallel",)
+_PROCESSES = ("ranks", "ranks_per_node", "references", "rewards", "engines", "devices_per_node")
+_BUDGETS = ("max_tokens",)
 _COUNTED_BYTES = 64_000_000
 """Of a file whose lines are counted before a run starts, at most."""
 

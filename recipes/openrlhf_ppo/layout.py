@@ -106,10 +106,8 @@ def groups(config: PPOConfig) -> list[tuple[str, ...]]:
 
 def _check_cores(workers: Mapping[str, int]) -> None:
     cores = cores_here()
-    if cores is None:
-        return
     for role, count in workers.items():
-        if count > cores:
+        if cores is not None and count > cores:
             raise ConfigError(
                 f"placement.{COUNTS[role]}={count}, but this machine has no GPU and {cores} CPU cores, one for each "
                 f"worker; set at most {cores}, or leave it out"

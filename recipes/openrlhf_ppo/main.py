@@ -32,9 +32,8 @@ def build_job(config: PPOConfig) -> Job:
     devices = config.rollout.tensor_parallel
     builder.rollout(f"{roles}.rollout:Rollout").total(own.rollout_engines or 1)
     builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
-    takes_device = config.reward_model.path is not None
-    builder.reward(f"{roles}.reward:Reward").total(own.rewards or 1).resource(accelerator=1 if takes_device else 0)
-    builder.max_restarts(config.max_restarts)
+    builder.reward(f"{roles}.reward:Reward").total(own.rewards or 1).max_restarts(config.max_restarts)
+    builder.resource(accelerator=1 if config.reward_model.path else 0)
     if config.needs_reference:
         builder.reference(f"{roles}.reference:Reference").total(own.references or 1).resource(accelerator=1)
         builder.max_restarts(config.max_restarts)

@@ -185,7 +185,7 @@ def test_all_that_is_in_the_way_is_said_at_once(capsys: pytest.CaptureFixture[st
     wrong = "--fp16 --load_in_4bit --pretrian x --actor.optim muon --max_len many --port 5000"
     assert main(["--dry_run", *shlex.split(wrong)]) == 2
     error = capsys.readouterr().err
-    assert re.search(says("fp16", "load_in_4bit", "'pretrian'", "'pretrain'", "actor.optim", "max_len=many"), error)
+    assert re.search(says("fp16", "load_in_4bit", "'pretrian'", "'model.path'", "actor.optim", "max_len=many"), error)
     assert re.search(says("port", "remote_rm_url"), error)
 
 

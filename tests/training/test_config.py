@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from tests.messages import says
-from training.adapter import Refused
+from training.adapter import Adapter, Refused, Target
 from training.config import load_config
 from training.schema import ConfigError, describe_options
 
@@ -147,12 +147,14 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
 class Newcomers:
     """A schema for people who come from elsewhere."""
 
-    ALIASES: ClassVar = {"algo.kl.init_coef": "kl_coef"}
-    REFUSED: ClassVar = {
-        "packing": Refused("not yet; leave it out"),
-        "tp_size": Refused("one device per engine; leave it out", int, harmless="1"),
-        "range": Refused("use clip", tuple[float, float]),
-    }
+    ADAPTER: ClassVar = Adapter(
+        options={"algo.kl.init_coef": Target("kl_coef")},
+        refused={
+            "packing": Refused("not yet; leave it out"),
+            "tp_size": Refused("one device per engine; leave it out", int, harmless="1"),
+            "range": Refused("use clip", tuple[float, float]),
+        },
+    )
 
     kl_coef: float = 0.01
     seed: int = 1

@@ -165,8 +165,8 @@ ALARMS = (
         when=f"over {MOST_TRUNCATED}, twice in a row",
         text="{now:.0%} of the responses are cut off at the limit, mostly before they say what the reward looks for",
         advice="allow longer responses (rollout.max_new_tokens, generate_max_len, data.max_response_length; of an "
-        "agent agent.max_turns, agent_max_turns); or take something off long ones (algorithm.overlong_buffer, "
-        "overlong_buffer_len, reward_manager)",
+        "agent agent.max_turns); or take something off long ones (algorithm.overlong_buffer, overlong_buffer_len, "
+        "reward_manager)",
         sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
         steps=2,
     ),
