@@ -357,7 +357,7 @@ class Plan:
 
     def _or_smaller(self, found: Sequence[str]) -> str:
         options = flat(redact(self.config))
-        models = [name for name, value in options.items() if name.endswith(("model.path", "pretrain")) and value]
+        models = [name for name, value in options.items() if name == "model.path" and value]
         return f"set {', '.join([*found, ''])}{'or ' * bool(found)}a smaller model ({(models or ['the model'])[0]})"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from training.adapters.openrlhf_supervised import adapter
+from training.adapters.openrlhf import supervised
 from training.options import ModelOptions, at_home, new_run_dir
 from training.schema import Options
 from training.supervised_options import PairOptions, SupervisedTrainOptions
@@ -55,7 +55,7 @@ class ReferenceOptions(Options):
 class DPOConfig(PairOptions):
     """Make the better responses of pairs likelier than the others, without a reward model."""
 
-    ADAPTER: ClassVar = adapter("pairs", "dpo")
+    ADAPTER: ClassVar = supervised("pairs", "dpo")
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
     """Folder of everything that the run writes."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from training.adapters.openrlhf_supervised import adapter
+from training.adapters.openrlhf import supervised
 from training.options import ModelOptions, new_run_dir
 from training.schema import Options
 from training.supervised_options import PairOptions, SupervisedTrainOptions
@@ -44,7 +44,7 @@ class RewardLossOptions(Options):
 class RewardModelConfig(PairOptions):
     """Learn from pairs of responses which one is better."""
 
-    ADAPTER: ClassVar = adapter("pairs", "reward_model")
+    ADAPTER: ClassVar = supervised("pairs", "reward_model")
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
     """Folder of everything that the run writes."""

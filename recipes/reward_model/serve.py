@@ -29,7 +29,7 @@ from components.engines.reward_model import RewardModel
 from components.hub import find_model
 from core.placement import detect_devices
 from training.adapter import Adapter
-from training.adapters.openrlhf_supervised import TABLE
+from training.adapters.openrlhf import TABLE
 from training.config import adapter_notes, load_config, renamed
 from training.schema import ConfigError, Options, at_least, describe_options
 

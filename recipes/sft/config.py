@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from components.data.tasks import get_task
-from training.adapters.openrlhf_supervised import adapter
+from training.adapters.openrlhf import supervised
 from training.options import CheckpointOptions, ModelOptions, new_run_dir
 from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
@@ -59,7 +59,7 @@ class DemonstrationOptions(ExampleOptions):
 class SFTConfig(SupervisedOptions):
     """Learn to respond as the demonstrations do."""
 
-    ADAPTER: ClassVar = adapter("sft")
+    ADAPTER: ClassVar = supervised("sft")
     EXAMPLES: ClassVar[str] = "demonstrations"
 
     run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))

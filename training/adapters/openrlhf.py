@@ -1,4 +1,4 @@
-"""The arithmetic of the OpenRLHF table for train_ppo_ray: what takes more than another name."""
+"""The arithmetic of the OpenRLHF table: what takes more than another name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from training.adapter import Adapter, Computed, as_text
 
 TABLE = Path(__file__).parent / "openrlhf.yaml"
 
+INPUT_TEMPLATE = "User: {}\nAssistant: "
+"""That train_sft writes around prompts unless it is told otherwise."""
 EMA_BETA = 0.992
 FILTER_RANGE = [0.0, 1.0]
 """OpenRLHF's, where a flag is on and its number is not given."""
@@ -99,13 +101,22 @@ def compute(given: Mapping[str, Any], options: Mapping[str, Any]) -> Computed:
         options: those so far, by their names here.
     """
     flags = Flags(given, options)
-    for part in (_reward, _lengths, _template, _placement, _asynchronous, _algorithm, _training, _log):
+    for part in (_reward, _lengths, _placement, _asynchronous, _algorithm, _training, *_SHARED):
         part(flags)
     return flags.found
 
 
-PPO = Adapter.load(TABLE, "shared", "ppo", compute=compute)
-"""OpenRLHF's names for the recipe openrlhf_ppo."""
+def compute_supervised(given: Mapping[str, Any], options: Mapping[str, Any]) -> Computed:
+    """The same of train_sft, train_rm and train_dpo."""
+    flags = Flags(given, options)
+    for part in (*_SHARED, _columns):
+        part(flags)
+    return flags.found
+
+
+def supervised(*sections: str) -> Adapter:
+    """OpenRLHF's names for a supervised recipe, with these sections of the table besides."""
+    return Adapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
 
 
 def _reward(flags: Flags) -> None:
@@ -237,22 +248,13 @@ def _algorithm(flags: Flags) -> None:
 
 
 def _training(flags: Flags) -> None:
-    """How batches are cut, the schedule, adapters and the average of the weights."""
+    """How batches are cut, and the average of the weights."""
     sizes = ("train.micro_batch_size", "train.forward_micro_batch_size")
     if flags.is_on("use_dynamic_batch", "train.dynamic_batch_enable"):
         named = [size for size in sizes if flags.option(size) is not None]
         flags.found.options |= dict.fromkeys(named)
         if named:
             flags.found.notes.append(f"no effect of {', '.join(named)}: use_dynamic_batch cuts by tokens")
-    schedule = flags.text("lr_scheduler", "actor.lr_scheduler")
-    if schedule is not None and schedule not in _SCHEDULES:
-        flags.found.faults.append(f"lr_scheduler={schedule}: use one of {', '.join(_SCHEDULES)}")
-    elif schedule is not None:
-        flags.found.options |= {"train.lr_scheduler": schedule, **_SCHEDULES[schedule]}
-    modules = flags.name("target_modules", "ds.lora.target_modules")
-    if modules is not None:
-        value = flags.given[modules]
-        flags.set(train__lora_target_modules=value if isinstance(value, str) else ",".join(value))
     beta = flags.number(float, "ema_beta")
     if flags.is_on("enable_ema", "train.enable_ema"):
         flags.set(train__ema_beta=beta or flags.options.get("train.ema_beta", EMA_BETA))
@@ -269,3 +271,45 @@ def _log(flags: Flags) -> None:
             continue
         is_on = _SWITCHES.get(value.lower())
         flags.found.options[option if is_on is None else f"log.{sink}"] = value if is_on is None else is_on
+
+
+def _schedule(flags: Flags) -> None:
+    """The learning rate's schedule, by transformers' name, and the layers that get an adapter."""
+    schedule = flags.text("lr_scheduler", "actor.lr_scheduler")
+    if schedule is not None and schedule not in _SCHEDULES:
+        flags.found.faults.append(f"lr_scheduler={schedule}: use one of {', '.join(_SCHEDULES)}")
+    elif schedule is not None:
+        flags.found.options |= {"train.lr_scheduler": schedule, **_SCHEDULES[schedule]}
+    modules = flags.name("target_modules", "ds.lora.target_modules")
+    if modules is not None:
+        value = flags.given[modules]
+        flags.set(train__lora_target_modules=value if isinstance(value, str) else ",".join(value))
+
+
+def _columns(flags: Flags) -> None:
+    """The columns of train_sft, and how it reads them: with a template of its own, and the last response alone."""
+    is_plain = flags.is_on("pretrain_mode", "model.pretrain_mode_enable")
+    if is_plain:
+        flags.set(data__plain_text=True)
+    turns = ("multiturn", "data.multiturn")
+    if flags.name(*turns):
+        flags.set(data__multiturn=flags.is_on(*turns))
+    prompt, response = ("input_key", "data.input_key"), ("output_key", "data.output_key")
+    if not flags.name(*prompt, *response):
+        return
+    flags.set(data__prompt_key=flags.text(*prompt) or "input")
+    if flags.name(*response):
+        flags.set(data__response_key=flags.text(*response))
+    if flags.option("data.multiturn") is None:
+        flags.set(data__multiturn=False)
+    has_template = flags.name("input_template", "data.input_template") is not None
+    if not (is_plain or has_template or flags.is_set("data.apply_chat_template")):
+        flags.set(data__input_template=INPUT_TEMPLATE)
+        text = f"data.input_template={INPUT_TEMPLATE!r}, as input_key is OpenRLHF's; another may be given"
+        flags.found.notes.append(text)
+
+
+_SHARED = (_template, _schedule, _log)
+
+PPO = Adapter.load(TABLE, "shared", "ppo", compute=compute)
+"""OpenRLHF's names for the recipe openrlhf_ppo."""
