@@ -206,13 +206,12 @@ class RoleGroup(Generic[W]):
     def _scatter(
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Pending], list[int]]:
-        members = self._some_members(export)
+        members, train = self._some_members(export), self._entry.kind == "train"
         # What may be sent again to one worker enters no collective, so that ranks may be idle in it too.
-        everybody = self._entry.kind == "train" and not export.idempotent
-        chunks, sizes = self._cut(export, args, kwargs, len(members), everybody)
+        parts, sizes = self._cut(export, args, kwargs, len(members), train and not export.idempotent)
         # With fewer items than workers the last ones have nothing to do and are not called.
         sizes = [size for size in sizes if size]
-        return [self._send(m, export, *chunk) for m, chunk in zip(members, chunks[: len(sizes)], strict=False)], sizes
+        return [self._send(m, export, *part) for m, part in zip(members, parts[: len(sizes)], strict=False)], sizes
 
     def _cut(
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any], workers: int, everybody: bool

@@ -51,7 +51,7 @@ RECIPE_LINES = {
     "dpo": 260,
     "reward_model": 500,
     "openrlhf_ppo": 950,
-    "verl_ppo": 2500,
+    "verl_ppo": 1980,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Still above what they are to be: core 2,700, training 5,500, verl_ppo 950."""

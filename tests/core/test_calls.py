@@ -71,6 +71,12 @@ def test_ranks_that_enter_collectives_together_are_never_left_without_an_item(ra
         ranks.echo([1])
 
 
+@ON_RAY
+def test_ranks_may_be_idle_in_what_each_does_alone(ranks: RoleGroup[Any]) -> None:
+    assert ranks.echo_alone([1]) == [(0, [1])]
+    assert ranks.echo_alone([1, 2, 3]) == [(0, [1, 2]), (1, [3])]
+
+
 def test_rank0_gets_the_list_whole_and_returns_its_single_value(actors: RoleGroup[Any]) -> None:
     assert actors.echo_rank0([1, 2, 3]) == [1, 2, 3]
 

@@ -86,6 +86,11 @@ class Echo(BaseWorkload):
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (self.rank, *args, *kwargs.values())
 
+    @trainer_invocation(idempotent=True)
+    def echo_alone(self, values: list[int]) -> tuple[Any, ...]:
+        """Enters no collective, so that it may be sent again."""
+        return (self.rank, values)
+
     @trainer_invocation(target="RANK0")
     def warn(self, text: str) -> None:
         logging.getLogger("my.code").warning(text)

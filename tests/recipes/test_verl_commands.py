@@ -62,23 +62,20 @@ def local(argument: str, files: Path) -> str:
     return f"{key}={value}"
 
 
-def planned(
-    arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, str]:
-    """Exit code and messages of a dry run on as many devices of a machine as the command asks for."""
-    per_node = [word.partition("=")[2] for word in arguments if word.startswith("trainer.n_gpus_per_node=")]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(int((per_node or ["8"])[-1] or 8)))))
+def planned(arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and messages of a dry run on the machines that the command asks for."""
+    asked = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+    machines = int(asked.get("trainer.nnodes") or 1) + int(asked.get("rollout.nnodes") or 0)
+    assumed = f"--assume_devices={asked.get('trainer.n_gpus_per_node') or 8}x{machines}"
     capsys.readouterr()
-    code = main([*(local(word, files) for word in arguments), "--dry_run"])
+    code = main([*(local(word, files) for word in arguments), "--dry_run", assumed])
     return code, capsys.readouterr().err
 
 
-def test_nine_in_ten_plain_text_commands_are_taken_whole(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = {}
     for command in PLAIN:
-        code, said = planned(command["argv"], files, capsys, monkeypatch)
+        code, said = planned(command["argv"], files, capsys)
         if code != 0:
             refused[command["script"]] = said
     assert len(PLAIN) >= 47
@@ -90,12 +87,12 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(
 
 @pytest.mark.parametrize("tag", REASONS)
 def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
-    tag: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tag: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = [command for command in COMMANDS if tag in command["tags"]]
     assert commands
     for command in commands:
-        code, said = planned(command["argv"], files, capsys, monkeypatch)
+        code, said = planned(command["argv"], files, capsys)
         if code == 0:  # NPUs are also asked for by the environment alone
             assert tag == "npu", command["script"]
             continue
@@ -105,11 +102,9 @@ def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
 
 
 @pytest.mark.parametrize("name", ["verl_ppo_trainer.yaml", "verl_generated_ppo_trainer.yaml"])
-def test_verls_own_default_configuration_is_read(
-    name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verls_own_default_configuration_is_read(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
-    code, said = planned([f"--config={DEFAULTS / name}", *own], files, capsys, monkeypatch)
+    code, said = planned([f"--config={DEFAULTS / name}", *own], files, capsys)
     assert code == 0, said
     # What it has hundreds of keys for is said in a few lines.
     assert sum("no effect" in line for line in said.splitlines()) <= 20

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from training.config import adapter_of
 from training.schema import options_of
 from training.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms
 
@@ -127,7 +126,6 @@ def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
 def test_what_is_to_be_tried_are_options_that_there_are() -> None:
     schemas = [getattr(import_module(f"recipes.{recipe}.config"), name) for recipe, name in CONFIGS.items()]
     options = {option.name for schema in schemas for option in options_of(schema)}
-    options |= {name for schema in schemas for name in adapter_of(schema).names()}
     for alarm in (*ALARMS, NOT_A_NUMBER):
         named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b", alarm.advice)
         unknown = [name for name in named if name not in options and not any(o.endswith(f".{name}") for o in options)]

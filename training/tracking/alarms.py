@@ -43,7 +43,7 @@ MOST_TRUNCATED = 0.5
 BEGINNING = 100
 """So many lines of metrics have the first value of each, also of what is logged now and then."""
 
-LOWER_RATE = "lower the learning rate (train.learning_rate, actor_learning_rate, actor_rollout_ref.actor.optim.lr)"
+LOWER_RATE = "lower the learning rate (train.learning_rate)"
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,8 @@ ALARMS = (
         watches="actor/approx_kl",
         when=f"over {MOST_KL}",
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (train.mini_batch_size, train_batch_size, "
-        "ppo_mini_batch_size; train.epochs, max_epochs, ppo_epochs); cut gradients at a smaller "
-        "norm (train.max_grad_norm, max_norm, grad_clip)",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (a larger train.mini_batch_size, fewer train.epochs); "
+        "cut gradients at a smaller norm (train.max_grad_norm)",
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
@@ -102,7 +101,7 @@ ALARMS = (
         watches="actor/kl_to_reference",
         when=f"over {MOST_DRIFT:g}",
         text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
-        advice="weigh the KL to the reference more (algorithm.kl_coef, init_kl_coef, kl_loss_coef); " + LOWER_RATE,
+        advice="weigh the KL to the reference more (algorithm.kl_coef); " + LOWER_RATE,
         sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
     ),
     Alarm(
@@ -110,8 +109,7 @@ ALARMS = (
         watches="actor/clipped_share",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
         text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (train.mini_batch_size, train_batch_size, "
-        "ppo_mini_batch_size)",
+        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (a larger train.mini_batch_size)",
         sounds=_moves_far,
     ),
     Alarm(
@@ -120,9 +118,8 @@ ALARMS = (
         when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
         text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its responses are not "
         "right yet: it writes nearly the same each time, and finds nothing new to learn from",
-        advice=f"{LOWER_RATE}; clip less above (algorithm.clip_high, eps_clip_low_high, clip_ratio_high); reward "
-        "entropy (entropy_loss_coef, entropy_coeff); weigh the KL to the reference more (algorithm.kl_coef, "
-        "init_kl_coef, kl_loss_coef)",
+        advice=f"{LOWER_RATE}; clip less above (algorithm.clip_high); weigh the KL to the reference more "
+        "(algorithm.kl_coef); in recipes that have it, reward entropy (algorithm.entropy_coef)",
         sounds=_is_sure_of_wrong_responses,
         steps=2,
     ),
@@ -132,9 +129,9 @@ ALARMS = (
         when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where responses are of older weights",
         text="engine and trainer are {now:.3f} nats per token apart about the same responses: the policy learns from "
         "responses that it would not give",
-        advice="see whether the engine has the trainer's weights (rollout.verify_weight_sync, verify_weight_sync) and "
-        "samples from all it computes (top_p=1, top_k off); let both compute in the same precision; or correct the "
-        "loss for it (algorithm.correction, enable_vllm_is_correction, rollout_correction.rollout_is)",
+        advice="see whether the engine has the trainer's weights (rollout.verify_weight_sync) and samples from all "
+        "it computes (rollout.top_p=1, rollout.top_k=0); let both compute in the same precision; or correct the loss "
+        "for it (algorithm.correction)",
         sounds=_differs_from_engine,
         steps=2,
     ),
@@ -144,8 +141,8 @@ ALARMS = (
         when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
         text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
         advice="look at the responses: is the reward ever right, or always? Take prompts that the policy solves now "
-        "and then; draw more responses (samples_per_prompt, n_samples_per_prompt, rollout.n) at temperature 1; leave "
-        "such prompts out (algorithm.filter_range, dynamic_filtering, filter_groups.enable)",
+        "and then; draw more responses (samples_per_prompt) at temperature 1; in recipes that have it, leave such "
+        "prompts out (algorithm.filter_range, in verl_ppo algorithm.dynamic_sampling)",
         sounds=_is_all_equal,
         steps=3,
     ),
@@ -155,7 +152,7 @@ ALARMS = (
         when="over 0, twice in a row",
         text="responses whose reward could not be computed: {now:.0f} in this step; they got 0",
         advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
-        "(reward.timeout_s, reward_model.timeout_s; of an agent agent.step_timeout_s)",
+        "(reward.timeout_s; of an agent agent.step_timeout_s)",
         sounds=lambda now, _: now["reward/failed"] > 0,
         steps=2,
     ),
@@ -164,9 +161,8 @@ ALARMS = (
         watches="rollout/truncated_share",
         when=f"over {MOST_TRUNCATED}, twice in a row",
         text="{now:.0%} of the responses are cut off at the limit, mostly before they say what the reward looks for",
-        advice="allow longer responses (rollout.max_new_tokens, generate_max_len, data.max_response_length; of an "
-        "agent agent.max_turns); or take something off long ones (algorithm.overlong_buffer, overlong_buffer_len, "
-        "reward_manager)",
+        advice="allow longer responses (rollout.max_new_tokens; of an agent agent.max_turns); in recipes that have it, "
+        "take something off long ones (algorithm.overlong_buffer)",
         sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
         steps=2,
     ),

@@ -163,6 +163,16 @@ def test_rejection_by_estimate_of_single_tokens() -> None:
     assert rejection_weights(*of([3.0, -3.0]), level="token", estimator="k3", low=None, high=3.0).tolist() == [0.0, 1.0]
 
 
+def test_a_sequence_may_be_left_out_for_its_worst_token() -> None:
+    # The largest d^2 / 2 of the first sequence is 2, of the second 1/2; one without tokens has none.
+    batch = of([1.0, -2.0], [], [1.0, 0.5])
+    kept_N = rejection_weights(*batch, level="max", estimator="k2", low=None, high=1.0)
+    assert kept_N.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert rejection_weights(*of(), level="max", estimator="k3", low=None, high=1.0).tolist() == []
+    with pytest.raises(ValueError, match=says("max", "k1", "k2")):
+        rejection_weights(*batch, level="max", estimator="k1", low=0.5, high=1.0)
+
+
 def test_what_cancels_in_the_ratio_of_a_sequence_does_not_in_an_estimate() -> None:
     batch = of([5.0, -5.0], [0.125, -0.125])
     assert rejection_weights(*batch, level="sequence", estimator="k1", low=0.9, high=1.1).tolist() == [1.0] * 4
