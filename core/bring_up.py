@@ -8,19 +8,16 @@ import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from core.context import Identity
 from core.control import ControlLink
 from core.errors import WorkerDied, with_note
-from core.host import HostSpec, Made, WorkerSpec, python_path
+from core.host import HostSpec, Made, RunFacts
 from core.members import Directory
 from core.plan import JobSpec
 from core.roles import Role
 from core.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
 
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FIRST_REPORT_S = 10.0
 _POLL_S = 0.05
 _TOGETHER_S = 5.0
@@ -47,19 +44,6 @@ class Budget:
     began: float = -1e9
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What all processes of a run are told."""
-
-    name: str
-    run_id: str
-    began: float
-    key: bytes
-    shared_dir: Path
-    log_dir: Path | None
-    reports_calls: bool
-
-
 @dataclass
 class _Start:
     """One start of all processes: who has still to get how far before the others may go on."""
@@ -81,18 +65,14 @@ class BringUp:
         self._facts = facts
         self._backend = backend
         self._watch = watch
-        self._config = backend.pickled(job.config)
-        self._python_path = python_path()
         self._starts: dict[str, int] = {}
         self._budgets: dict[str, Budget] = {}
         self._coming: dict[WatchedHost, _Coming] = {}
         self._report_at = _FIRST_REPORT_S
         self._node_died_at = -1e9
         self._dead_nodes: set[str] = set()
-        self._recovers = False
         self._start = _Start(set(), set(), set())
         self.roles: Directory = {}
-        self.has_run: dict[tuple[Role, int], bool] = {}
 
     @property
     def all_up(self) -> bool:
@@ -101,9 +81,8 @@ class BringUp:
 
     # --- all together
 
-    def start_all(self, recovers: bool) -> None:
-        """Begin to start every process of the job; `recovers`: whether those that die are to be replaced."""
-        self._recovers = recovers
+    def start_all(self) -> None:
+        """Begin to start every process of the job."""
         self._budgets.clear()
         self._dead_nodes = self._backend.dead_nodes()
         self.roles = {}
@@ -111,8 +90,7 @@ class BringUp:
             roles = [role for role, _ in plan.workers]
             drives = Role.TRAINER in roles
             runs = all(self._job.roles[role].kind == "run" for role in roles) and not drives
-            log_file = self._facts.log_dir / f"{plan.name.lower()}.log" if self._facts.log_dir else None
-            self._watch.hosts.append(WatchedHost(plan, log_file, runs and recovers, drives))
+            self._watch.hosts.append(WatchedHost(plan, expendable=runs and self._facts.recovers, drives=drives))
         names = {host.plan.name for host in self._watch.hosts}
         drivers = {host.plan.name for host in self._watch.hosts if host.drives}
         self._start = _Start(set(names), set(names), drivers)
@@ -125,41 +103,11 @@ class BringUp:
         host.report = host.link = None
         host.fault = host.lost = ""
         host.started = time.monotonic()
-        env = self._job.global_env | host.plan.env
-        host.handle = self._backend.create(self._spec(host), host.plan, env)
+        roles = {role: self._job.roles[role] for role, _ in host.plan.workers}
+        spec = HostSpec(self._facts, host.plan, roles, self._job.global_env | host.plan.env, host.attempt)
+        host.log_file = spec.log_file
+        host.handle = self._backend.create(spec)
         self._coming[host] = _Coming(self._stages(host), self._ask(host, "report"))
-
-    def _spec(self, host: WatchedHost) -> HostSpec:
-        facts, workers = self._facts, []
-        for role, rank in host.plan.workers:
-            spec = self._job.roles[role]
-            group = next((group for group in self._job.collocations if role in group), [])
-            identity = Identity(
-                facts.name, facts.run_id, facts.began, Role(role), rank, spec.total, attempt=host.attempt
-            )
-            workers.append(
-                WorkerSpec(
-                    identity,
-                    spec.entrypoint,
-                    rendezvous=spec.kind == "train" and not self._backend.is_local,
-                    collocated_with=tuple(Role(name) for name in group),
-                    concurrency=spec.concurrency,
-                )
-            )
-        return HostSpec(
-            name=host.plan.name,
-            workers=tuple(workers),
-            config=self._config,
-            key=facts.key,
-            threads=host.plan.threads,
-            python_path=self._python_path,
-            working_dir=Path.cwd(),
-            shared_dir=facts.shared_dir,
-            log_file=host.log_file,
-            hides_devices=not host.plan.accelerator and _DEVICES not in self._job.global_env | host.plan.env,
-            reports_calls=facts.reports_calls,
-            recovers=self._recovers,
-        )
 
     def _ask(self, host: WatchedHost, method: str, *args: Any) -> Any:
         return self._backend.invoke(host.handle, method, *args)
@@ -173,7 +121,7 @@ class BringUp:
         assert host.report is not None
         if host.report.control is not None:
             try:
-                host.link = ControlLink(name, host.report.control, self._facts.key)
+                host.link = ControlLink(host.report.control, self._facts.key)
             except (OSError, EOFError) as error:
                 host.lose(f"its control channel: {error!r}")
                 yield
@@ -188,8 +136,7 @@ class BringUp:
                 yield
             yield self._ask(host, "connect", self._directory())
         local = {(Role(role), rank): start.local[Role(role), rank] for role, rank in workers}
-        rendezvous = {Role(role): start.rendezvous[Role(role)] for role, _ in workers if role in start.rendezvous}
-        self._note(host, (yield self._ask(host, "construct", rendezvous, local)))
+        self._note(host, (yield self._ask(host, "construct", start.rendezvous, local)))
         start.unmade.discard(name)
         while start.unmade:
             yield
@@ -208,11 +155,11 @@ class BringUp:
         }
 
     def _note(self, host: WatchedHost, made: dict[Role, Made]) -> None:
-        for role, rank in host.plan.workers:
+        for role, _ in host.plan.workers:
             entry, found = self.roles[Role(role)], made[Role(role)]
             entry.exports = found.exports
             entry.implementation = found.implementation
-            self.has_run[Role(role), rank] = found.has_run
+            entry.has_run = found.has_run
         self._start.directory = None
 
     def _directory(self) -> Any:

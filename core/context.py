@@ -55,7 +55,7 @@ class WorkloadContext:
     transport: Transport
     info: Callable[[str], None]
     shared_dir: Path
-    collocated_with: tuple[Role, ...] = ()
+    collocated_with: tuple[str, ...] = ()
     rendezvous: tuple[str, int] | None = None
     release_port: Callable[[], None] = lambda: None
     recovery: Recovery = field(default_factory=Recovery)

@@ -91,8 +91,7 @@ class ControlServer:
 class ControlLink:
     """The master's end of one process's channel."""
 
-    def __init__(self, name: str, address: tuple[str, int], key: bytes) -> None:
-        self.name = name
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
         self.status = Status("starting", 0.0, 0)
         self.seen = time.monotonic()
         """When the process last said anything."""

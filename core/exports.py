@@ -7,30 +7,65 @@ The description travels to the callers when the job starts, so that a caller nev
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Literal, TypeVar
 
-Target = Literal["ALL", "RANK0"]
 Replay = Literal["last"]
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _MARK = "__troupe_export__"
 
 
+class Dispatch(Enum):
+    """How the arguments of a call are given out to the workers, and what returns.
+
+    To split is to cut lists, arrays and batches into contiguous chunks that differ by at most one item; everything else
+    goes whole to everybody. Nothing is padded.
+    """
+
+    AUTO = "arguments are split if one of them can be, else whole; returns the list of the workers' answers"
+    ONE_TO_ALL = "every worker gets every argument whole; returns the list of their answers"
+    RANK_ZERO = "the first worker alone gets the arguments, whole; returns its answer"
+    ALL_TO_ALL = "every argument is a list or tuple with one item for each worker; returns the list of their answers"
+    DP_COMPUTE = "the same as ALL_TO_ALL"
+    DP_COMPUTE_PROTO = "arguments are split; returns the answers joined"
+
+
+@dataclass(frozen=True)
+class NdDispatch:
+    """Made by `nd_compute`."""
+
+    mesh: str
+
+
+def nd_compute(mesh: str) -> NdDispatch:
+    """Split over the data-parallel ranks of a mesh, that each worker has told by `register_mesh`; returns joined.
+
+    Workers of one data-parallel rank (tensor or sequence parallel peers) get the same chunk, which is stored once. The
+    answer of a data-parallel rank is that of its one worker with `is_collect`.
+    """
+    return NdDispatch(mesh)
+
+
+Mode = Dispatch | NdDispatch
+
+
 @dataclass(frozen=True)
 class CallSpec:
-    """How the trainer's role group calls a method."""
+    """How a group calls a method."""
 
+    mode: Mode
     blocking: bool = True
     is_async: bool = False
     timeout: float = 10.0
-    target: Target = "ALL"
-    auto_shard: bool = True
     pre_func: Callable[..., Any] | None = None
     post_func: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in ("ALL", "RANK0"):
-            raise ValueError(f"target={self.target!r}; set target='ALL' (every worker) or 'RANK0' (the first)")
+        if not isinstance(self.mode, Mode):
+            modes = ", ".join(f"Dispatch.{mode.name}" for mode in Dispatch)
+            raise ValueError(f"dispatch_mode={self.mode!r}; give one of {modes}, or nd_compute(mesh)")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or self.timeout <= 0:
             raise ValueError(f"timeout={self.timeout!r}; set a number of seconds above 0")
         if self.is_async and not self.blocking:
@@ -42,19 +77,16 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Export:
-    """One method that others may call: under which name, where it is, and how.
+    """One method that others may call: under which name, and how.
 
-    `spec` says how role groups call it, `dispatch` (a worker_group.DispatchSpec) how worker groups do; both are None
-    for methods bound by `@rpc`: there the stub's body says who is called.
+    `spec` says how groups call it; it is None for methods bound by `@rpc`: there the stub's body says who is called.
     """
 
     name: str
-    attribute: str
     spec: CallSpec | None = None
     stub: Callable[..., Any] | None = None
     idempotent: bool = False
     replay: Replay | None = None
-    dispatch: Any = None
     concurrent: bool = False
     """Whether calls to it may run beside others: it is async, and its role asks for concurrency."""
 
@@ -81,11 +113,20 @@ def replicate(value: T) -> T:
 _exported_functions: list[tuple[Export, Callable[..., Any]]] = []
 
 
-def attach(function: Callable[..., Any], export: Export, everywhere: bool = False) -> None:
-    """Let a function be found by `exports_of`; `everywhere`: in every workload of its process."""
-    setattr(function, _MARK, export)
-    if everywhere:
-        _exported_functions.append((export, function))
+def marks(export: Export, everywhere: bool = False) -> Callable[[F], F]:
+    """A decorator that lets a function be found by `exports_of`; `everywhere`: in every workload of its process.
+
+    An export without a name gets the function's.
+    """
+
+    def mark(function: F) -> F:
+        named = export if export.name else replace(export, name=function.__name__)
+        setattr(function, _MARK, named)
+        if everywhere:
+            _exported_functions.append((named, function))
+        return function
+
+    return mark
 
 
 def export_of(function: Any) -> Export | None:
@@ -105,17 +146,16 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
     candidates: list[tuple[Export, Callable[..., Any]]] = []
     for attribute in dir(cls):
         # Looked up on the class: evaluating a property of a half-made object would run user code.
-        function = inspect.getattr_static(cls, attribute)
-        entry = export_of(function)
+        entry = export_of(inspect.getattr_static(cls, attribute))
         if entry is not None:
-            candidates.append((replace(entry, attribute=attribute), getattr(instance, attribute)))
+            candidates.append((entry, getattr(instance, attribute)))
     module = inspect.getmodule(cls)
     for function in vars(module).values() if module else ():
         entry = export_of(function)
         if entry is not None and inspect.isfunction(function) and function.__module__ == cls.__module__:
             candidates.append((entry, function))
     for entry, function in [*candidates, *_exported_functions]:
-        if (entry.spec or entry.dispatch) and entry.name in RESERVED_NAMES:
+        if entry.spec and entry.name in RESERVED_NAMES:
             raise ValueError(
                 f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"
             )
@@ -123,7 +163,7 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
         if known is not None and known[1] != function:
             raise ValueError(
                 f"{cls.__module__}.{cls.__qualname__} exports {entry.name!r} twice "
-                f"({known[0].attribute} and {entry.attribute}); rename one"
+                f"({known[1].__name__} and {function.__name__}); rename one"
             )
         _check_stub(entry, function, cls)
         found[entry.name] = (entry, function)
@@ -142,6 +182,6 @@ def _check_stub(entry: Export, function: Callable[..., Any], cls: type) -> None:
     if wanted != given:
         raise ValueError(
             f"stub {entry.stub.__module__}.{entry.stub.__name__}{inspect.signature(entry.stub)} does not fit "
-            f"{cls.__module__}.{cls.__qualname__}.{entry.attribute}{inspect.signature(function)}; "
+            f"{cls.__module__}.{cls.__qualname__}.{function.__name__}{inspect.signature(function)}; "
             "give both the same parameters"
         )

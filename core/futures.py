@@ -8,7 +8,6 @@ import asyncio
 import bisect
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
@@ -110,8 +109,8 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
     """Values of all calls, in their order.
 
     Raises:
-        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks. Where calls run
-            in this process nothing can end them: they are late when they come back, each by its own time.
+        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks. Not where calls
+            run in this process: whoever stops in a debugger is not late.
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
@@ -129,7 +128,7 @@ class _Wait:
     def __init__(self, calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> None:
         self._calls = calls
         self._context = context
-        self._timeout = timeout
+        self._limit = None if context.transport.is_inline else timeout
         self._waiting = {call.reference: call for call in calls}
         self._lost: list[Pending] = []
         self._outcomes: dict[int, Outcome] = {}
@@ -141,7 +140,7 @@ class _Wait:
 
     def values(self) -> list[Any]:
         began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
-        limit = None if self._context.transport.is_inline else self._timeout
+        limit = self._limit
         while self._waiting or self._lost:
             elapsed = time.monotonic() - began
             self._look(min(report_at, limit or report_at) - elapsed)
@@ -149,17 +148,14 @@ class _Wait:
                 self._raise_first()
             elapsed = time.monotonic() - began
             if limit is not None and elapsed >= limit and self._missing:
-                raise _timeout(self._missing, limit)
+                late = WorkerTimeout(f"no answer after {limit:g} s from {_describe(self._missing)}")
+                late.missing = tuple((c.member.role, c.member.rank, c.member.attempt) for c in self._missing)
+                raise late
             if elapsed >= report_at and self._missing:
                 name = self._context.identity.name
                 self._context.info(f"{name} has waited {elapsed:.0f} s for {_describe(self._missing)}")
                 report_at *= 2
-        outcomes = [self._outcomes[id(call)] for call in self._calls]
-        if self._timeout is not None:
-            late = [c for c, outcome in zip(self._calls, outcomes, strict=True) if outcome.seconds > self._timeout]
-            if late:
-                raise _timeout(late, self._timeout)
-        return [outcome.value for outcome in outcomes]
+        return [self._outcomes[id(call)].value for call in self._calls]
 
     def _look(self, pause: float) -> None:
         """Send what was lost again, and take in what is ready within `pause` seconds."""
@@ -197,43 +193,8 @@ class _Wait:
         raise error
 
 
-def _timeout(missing: Sequence[Pending], timeout: float) -> WorkerTimeout:
-    late = WorkerTimeout(f"no answer after {timeout:g} s from {_describe(missing)}")
-    late.missing = tuple((call.member.role, call.member.rank, call.member.attempt) for call in missing)
-    return late
-
-
-class _Awaitable(ABC, Generic[T_co]):
-    """What both kinds of future can do. `await future` works in async code."""
-
-    _context: WorkloadContext
-
-    @abstractmethod
-    def result(self, timeout: float | None = None) -> T_co:
-        """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
-
-    @abstractmethod
-    def open_references(self) -> list[Any]:
-        """References to what has not been looked at yet."""
-
-    def done(self) -> bool:
-        """True when `result()` would not wait."""
-        references = self.open_references()
-        return not references or len(self._context.transport.wait(references, 0)) == len(references)
-
-    def __await__(self) -> Generator[Any, None, T_co]:
-        yield from self._context.transport.ready(self.open_references()).__await__()
-        if self._context.transport.is_inline:
-            return self.result()
-        # It waits no longer, but for an answer that was lost.
-        return (yield from asyncio.to_thread(self.result).__await__())
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} cannot be sent to a worker; pass its result()")
-
-
-class Future(_Awaitable[T_co]):
-    """The answers of a group that are still on their way."""
+class Future(Generic[T_co]):
+    """The answers of a group that are still on their way. `await future` works in async code."""
 
     def __init__(
         self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T_co] = lambda v: v
@@ -253,18 +214,32 @@ class Future(_Awaitable[T_co]):
         """References to what has not been looked at yet."""
         return [] if self._result else [call.reference for call in self.calls]
 
+    def done(self) -> bool:
+        """True when `result()` would not wait."""
+        references = self.open_references()
+        return not references or len(self._context.transport.wait(references, 0)) == len(references)
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        yield from self._context.transport.ready(self.open_references()).__await__()
+        if self._context.transport.is_inline:
+            return self.result()
+        # It waits no longer, but for an answer that was lost.
+        return (yield from asyncio.to_thread(self.result).__await__())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be sent to a worker; pass its result()")
+
     def __repr__(self) -> str:
         return f"Future({_describe(self.calls) if self.calls else 'no worker was called'})"
 
 
-class FutureSequence(_Awaitable[Any], Sequence[T]):
+class FutureSequence(Future[Any], Sequence[T]):
     """All items of a batch that was split over workers; it blocks only for the chunks that are looked at."""
 
     def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
-        self.calls = list(calls)
+        super().__init__(calls, context)
         self.lengths = list(lengths)
         self._starts = [0, *itertools.accumulate(lengths)]
-        self._context = context
         self._chunks: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -304,10 +279,6 @@ class FutureSequence(_Awaitable[Any], Sequence[T]):
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
         return join_results(self._fetch(range(len(self.calls)), timeout), self.calls)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for all items; the first error of a worker is raised."""
-        self.result(timeout)
 
     def open_references(self) -> list[Any]:
         """References to what has not been looked at yet."""

@@ -15,13 +15,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from core.context import Identity, WorkloadContext, entered
 from core.control import MemoryGauge
 from core.exports import Export, exports_of
 from core.members import Directory, Transport
 from core.observers import CallEvent
+from core.plan import HostPlan, RoleSpec
 from core.recovery import Recovery
 from core.roles import Role
 from core.sharding import payload_bytes
@@ -36,37 +37,41 @@ WorkerKey = tuple[Role, int]
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """One workload of a host: who it is and which class makes it."""
+class RunFacts:
+    """What all processes of a run are told. `config` is as the backend packs it: its class can be imported only once
+    paths are set.
+    """
 
-    identity: Identity
-    entrypoint: str
-    rendezvous: bool
-    collocated_with: tuple[Role, ...] = ()
-    concurrency: int = 1
+    job: str
+    run_id: str
+    began: float
+    config: Any
+    key: bytes
+    python_path: tuple[str, ...]
+    working_dir: Path
+    shared_dir: Path
+    log_dir: Path | None
+    collocations: list[list[str]]
+    reports_calls: bool
+    """Whether the master wants to hear of every call."""
+    recovers: bool
+    """Whether the master replaces who dies."""
 
 
 @dataclass(frozen=True)
 class HostSpec:
-    """Everything that a host needs to start. `config` is as the backend packs it: its class can be imported only once
-    paths are set.
-    """
+    """Everything that a host needs to start: of its run, its place in the plan, the roles of its workers."""
 
-    name: str
-    workers: tuple[WorkerSpec, ...]
-    config: Any
-    key: bytes
-    threads: int
-    python_path: tuple[str, ...]
-    working_dir: Path
-    shared_dir: Path
-    log_file: Path | None
-    hides_devices: bool = False
-    """Whether it was given no device, and is to see none; Ray would show it all."""
-    reports_calls: bool = False
-    """Whether the master wants to hear of every call."""
-    recovers: bool = False
-    """Whether the master replaces who dies."""
+    run: RunFacts
+    plan: HostPlan
+    roles: dict[str, RoleSpec]
+    env: dict[str, str]
+    attempt: int
+
+    @property
+    def log_file(self) -> Path | None:
+        """Where it writes its output; None leaves it to Ray."""
+        return self.run.log_dir / f"{self.plan.name.lower()}.log" if self.run.log_dir else None
 
 
 @dataclass
@@ -114,20 +119,6 @@ class _Worker:
             return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
 
 
-H = TypeVar("H", bound="Host")
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _at_work(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
-    @functools.wraps(method)
-    def within(self: H, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.at_work():
-            return method(self, *args, **kwargs)
-
-    return within
-
-
 class Host:
     """Workloads and what they need of each other. Its methods run one at a time, in the order in which they were sent.
 
@@ -147,7 +138,7 @@ class Host:
         self._transport = transport
         self._emit = emit
         self._directory: Directory = {}
-        self._recovery = Recovery(self._directory if spec.recovers else None)
+        self._recovery = Recovery(self._directory if spec.run.recovers else None)
         self._stop_requested = threading.Event()
         self._state = ("starting", time.monotonic())
         self._calls: dict[int, tuple[str, float]] = {}
@@ -155,28 +146,24 @@ class Host:
         self._workers: dict[WorkerKey, _Worker] = {}
         self._reserved: dict[Role, socket.socket] = {}
         self._memory = MemoryGauge()
-        for worker in spec.workers:
-            role = worker.identity.role
+        for name, rank in spec.plan.workers:
+            role, run = Role(name), spec.run
             context = WorkloadContext(
-                identity=worker.identity,
-                config=config,
-                directory=self._directory,
-                transport=transport,
-                info=self._info,
-                shared_dir=spec.shared_dir,
-                collocated_with=worker.collocated_with,
-                release_port=lambda role=role: self._release_port(role),
+                Identity(run.job, run.run_id, run.began, role, rank, spec.roles[name].total, attempt=spec.attempt),
+                config,
+                self._directory,
+                transport,
+                self._info,
+                run.shared_dir,
+                collocated_with=next((tuple(group) for group in run.collocations if role in group), ()),
+                release_port=functools.partial(self._release_port, role),
                 recovery=self._recovery,
                 emit=emit,
                 waits=self.waits,
                 stop_requested=self._stop_requested,
                 job_memory=self.job_memory,
             )
-            self._workers[role, worker.identity.rank] = _Worker(context)
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """What is around everything that it does."""
-        return nullcontext()
+            self._workers[role, rank] = _Worker(context)
 
     def waits(self) -> AbstractContextManager[None]:
         """What is around every wait of its workloads for others."""
@@ -198,43 +185,28 @@ class Host:
         if reserved is not None:
             reserved.close()
 
-    @_at_work
     def report(self) -> HostReport:
-        """Say where it is, and keep a port for each role whose ranks will meet here."""
-        report = HostReport(self._ip, machine_id(), os.getpid())
-        for worker in self._spec.workers:
-            if worker.rendezvous and worker.identity.rank == 0:
-                # Kept open until the process group is made, so that no other job on this machine is given it.
-                reserved = socket.socket()
-                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                reserved.bind((self._ip, 0))
-                self._reserved[worker.identity.role] = reserved
-                report.ports[worker.identity.role] = reserved.getsockname()[1]
-        return report
+        """Say where it is."""
+        return HostReport(self._ip, machine_id(), os.getpid())
 
-    @_at_work
-    def construct(
-        self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], master_handle: Any = None
-    ) -> dict[Role, Made]:
+    def construct(self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]]) -> dict[Role, Made]:
         """Import the workloads' classes, make them, and run their `setup()`.
 
         Args:
-            rendezvous: where the ranks of each of its roles meet.
+            rendezvous: where the ranks of each role meet.
             local: (local rank, local world size) of each of its workers.
-            master_handle: passed on to the workloads, as DLRover's signature has it.
         """
         made: dict[Role, Made] = {}
-        for spec in self._spec.workers:
-            role, rank = spec.identity.role, spec.identity.rank
-            worker = self._workers[role, rank]
-            local_rank, local_world_size = local[role, rank]
-            worker.context.identity = replace(spec.identity, local_rank=local_rank, local_world_size=local_world_size)
+        for (role, rank), worker in self._workers.items():
+            spec, (local_rank, local_world_size) = self._spec.roles[role], local[role, rank]
+            identity = worker.context.identity
+            worker.context.identity = replace(identity, local_rank=local_rank, local_world_size=local_world_size)
             worker.context.rendezvous = rendezvous.get(role)
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
             os.environ.update(rendezvous_environment(worker.context))
             with entered(worker.context):
-                worker.instance = _instantiate(cls, worker.context, master_handle)
+                worker.instance = _instantiate(cls, worker.context)
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
             worker.exports = exports_of(worker.instance)
@@ -251,24 +223,17 @@ class Host:
         """Tell all workloads who the others are."""
         self._recovery.meet(directory, self._directory)
 
-    @_at_work
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one exported method of one workload."""
         worker = self._workers[role, rank]
-        if name not in worker.exports:
-            raise AttributeError(
-                f"{role}-{rank} has no method {name!r} to call; it has {', '.join(sorted(worker.exports))}"
-            )
         _, function = worker.exports[name]
         return self._observed(worker, name, function, args, kwargs)
 
-    @_at_work
     def run(self, role: Role, rank: int) -> None:
         """Run a workload's `run()` to its end."""
         worker = self._workers[role, rank]
         self._observed(worker, "run", worker.instance.run, (), {})
 
-    @_at_work
     def teardown(self) -> None:
         """End the workloads in good order."""
         for worker in self._workers.values():
@@ -282,7 +247,7 @@ class Host:
         who, clock, number = worker.context.identity, time.monotonic(), next(self._count)
         self._calls[number] = (f"{who.role}.{name}", clock)
         event = None
-        if self._spec.reports_calls:
+        if self._spec.run.reports_calls:
             size = payload_bytes(*args, *kwargs.values())
             event = CallEvent(who.job, who.role, who.rank, name, time.time(), size)
             self._emit("event", event)
@@ -311,7 +276,7 @@ class Host:
         return name, time.monotonic() - since
 
 
-def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any:
+def _instantiate(cls: type, context: WorkloadContext) -> Any:
     """Workloads and trainers get what their base class asks for; a plain class is made without arguments."""
     from core.trainer import BaseTrainer
 
@@ -320,7 +285,7 @@ def _instantiate(cls: type, context: WorkloadContext, master_handle: Any) -> Any
         handles = {role: [member.handle for member in entry.members] for role, entry in others.items()}
         return cls(handles, {role: entry.implementation for role, entry in others.items()}, context.config)
     if issubclass(cls, BaseWorkload):
-        return cls(master_handle, context.config)
+        return cls(None, context.config)
     return cls()
 
 

@@ -1,6 +1,6 @@
-"""How a method of a workload may be called from outside: `@trainer_invocation` and `@rpc`.
+"""How a method of a workload may be called from outside: `@trainer_invocation`, `@register` and `@rpc`.
 
-Both decorators only attach a description; the function itself stays what it was. To a type checker a decorated method
+The decorators only attach a description; the function itself stays what it was. To a type checker a decorated method
 has two forms: `self.update(batch)` inside the workload returns what the method returns, `self.RG_ACTOR.update(batch)`
 in a trainer what the group does.
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from core.exports import CallSpec, Export, Replay, Target, attach
+from core.exports import CallSpec, Dispatch, Export, F, Mode, NdDispatch, Replay, marks
 from core.names import hint_after
 
 if TYPE_CHECKING:
     from core.futures import Future
 
-F = TypeVar("F", bound=Callable[..., Any])
 G = TypeVar("G")
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -52,7 +51,7 @@ class _ToAll(_Options, total=False):
 
 
 class _ToAny(_Options, total=False):
-    target: Target
+    target: Literal["ALL", "RANK0"]
 
 
 if TYPE_CHECKING:
@@ -84,7 +83,14 @@ def trainer_invocation(
     *, pre_func: Callable[Q, Any], **options: Any
 ) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
 def trainer_invocation(
-    function: Any = None, /, *, idempotent: bool = False, replay: Replay | None = None, **options: Any
+    function: Any = None,
+    /,
+    *,
+    target: Literal["ALL", "RANK0"] = "ALL",
+    auto_shard: bool = True,
+    idempotent: bool = False,
+    replay: Replay | None = None,
+    **options: Any,
 ) -> Any:
     """Make a method callable through the trainer's role groups, `self.RG_ACTOR.update(batch)`.
 
@@ -102,26 +108,60 @@ def trainer_invocation(
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
     """
-    unknown = sorted(set(options) - set(CallSpec.__dataclass_fields__))
-    if unknown:
-        known = sorted({*CallSpec.__dataclass_fields__, "idempotent", "replay"})
+    known = CallSpec.__dataclass_fields__.keys() - {"mode"}
+    if unknown := sorted(options.keys() - known):
+        known |= {"target", "auto_shard", "idempotent", "replay"}
         raise ValueError(
-            f"trainer_invocation has no {unknown}; it knows {known}" + hint_after("trainer_invocation", *unknown)
+            f"trainer_invocation has no {unknown}; it knows {sorted(known)}"
+            + hint_after("trainer_invocation", *unknown)
         )
-    spec = CallSpec(**options)
-    mark = marker(lambda name: Export(name, name, spec, idempotent=idempotent, replay=replay))
+    if target not in ("ALL", "RANK0"):
+        raise ValueError(f"target={target!r}; set target='ALL' (every worker) or 'RANK0' (the first)")
+    to_all = Dispatch.AUTO if auto_shard else Dispatch.ONE_TO_ALL
+    spec = CallSpec(Dispatch.RANK_ZERO if target == "RANK0" else to_all, **options)
+    mark = marks(Export("", spec, idempotent=idempotent, replay=replay))
     return mark if function is None else mark(function)
 
 
-def marker(describe: Callable[[str], Export]) -> Callable[[F], F]:
-    """A decorator that attaches what `describe` says of a method's name, and checks it at once."""
+_OneAnswer = Literal[Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_PROTO] | NdDispatch
+"""Modes whose call returns the only answer, or all joined."""
+_AsList = Literal[Dispatch.AUTO, Dispatch.ONE_TO_ALL]
 
-    def mark(method: F) -> F:
-        attach(method, describe(method.__name__))
-        return method
 
-    describe("checked")
-    return mark
+@overload
+def register(dispatch_mode: _OneAnswer, blocking: TRUE = ..., **options: Unpack[Repeats]) -> Mark[P, R, R]: ...
+@overload
+def register(dispatch_mode: _OneAnswer, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[R]]: ...
+@overload
+def register(dispatch_mode: _AsList, blocking: TRUE = ..., **options: Unpack[Repeats]) -> Mark[P, R, list[R]]: ...
+@overload
+def register(dispatch_mode: _AsList, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[list[R]]]: ...
+@overload
+def register(
+    dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]
+) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[..., Any]]]: ...
+def register(
+    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
+    blocking: bool = True,
+    *,
+    idempotent: bool = False,
+    replay: Replay | None = None,
+    **unknown: Any,
+) -> Any:
+    """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
+
+    Args:
+        dispatch_mode: a `Dispatch`, or `nd_compute(mesh)`.
+        blocking: wait for the result; False returns a Future.
+        idempotent: as in `trainer_invocation`.
+        replay: as in `trainer_invocation`.
+
+    Raises:
+        ValueError: an option has a value that cannot work; raised when the class is defined.
+    """
+    if unknown:
+        raise ValueError(f"register has no {sorted(unknown)}" + hint_after("register", *unknown))
+    return marks(Export("", CallSpec(dispatch_mode, blocking), idempotent=idempotent, replay=replay))
 
 
 def rpc(
@@ -143,16 +183,15 @@ def rpc(
         ValueError: `name` is neither a stub nor a string.
     """
 
-    def mark(method: Any, stub: Callable[..., Any] | None, label: str) -> Any:
-        attach(method, Export(label, method.__name__, None, stub, idempotent, replay), everywhere=export)
-        return method
+    def bound(label: str, stub: Callable[..., Any] | None) -> Any:
+        return marks(Export(label, None, stub, idempotent, replay), everywhere=export)
 
     if name is None or isinstance(name, str):
-        return lambda method: mark(method, None, name or method.__name__)
+        return bound(name or "", None)
     if not callable(name):
         raise ValueError(f"@rpc({name!r}): give a stub function, a string, or nothing")
     # A bare `@rpc` receives the method itself, and a stub is a function of a module: their qualified names differ.
     owner = name.__qualname__.rpartition(".")[0] if hasattr(name, "__qualname__") else ""
     if owner and not owner.endswith("<locals>"):
-        return mark(name, None, name.__name__)
-    return lambda method: mark(method, name, name.__name__)
+        return bound("", None)(name)
+    return bound(name.__name__, name)

@@ -1,12 +1,11 @@
 """What runs where: `JobBuilder` and `RLJobBuilder` build a `Job`, which is checked before anything starts."""
 
-import ast
 import contextlib
 import importlib.util
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import symtable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 from core.backends import BackendName
 from core.errors import JobError
@@ -29,23 +28,6 @@ RESERVED_ENVIRONMENT = frozenset(
 """Variables that core sets for each worker; a job that sets them is refused."""
 
 
-class SubmitOptions(TypedDict, total=False):
-    """How a job is run."""
-
-    backend: BackendName
-    """"ray", or "local": everything in this process, without Ray, one workload at a time."""
-    log_dir: Path | None
-    """Where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray. In local mode the terminal."""
-    address: str | None
-    """A Ray cluster; None takes $RAY_ADDRESS, an initialised Ray, or starts one that ends with the job."""
-    began: float | None
-    """Seconds since the epoch at which the user started the run, if that was before now; workloads find it as
-    `self.began`."""
-    observers: Sequence[Observer]
-    """Hear, in this process, of every call when it begins and ends (CallEvent), and of what happens to the job
-    (JobEvent). One that raises is switched off with a warning."""
-
-
 class Job(JobSpec):
     """A checked plan. `model_dump_json()` prints all of it; `submit(name)` runs it."""
 
@@ -54,24 +36,26 @@ class Job(JobSpec):
         """The roles, under the name by which DLRover's users know them."""
         return self.roles
 
-    @overload
     def submit(
-        self, job_name: str = ..., *, blocking: Literal[True] = ..., **options: Unpack[SubmitOptions]
-    ) -> JobResult: ...
-    @overload
-    def submit(
-        self, job_name: str = ..., *, blocking: Literal[False], **options: Unpack[SubmitOptions]
-    ) -> "RunningJob": ...
-    def submit(
-        self, job_name: str = "job", *, blocking: bool = True, **options: Unpack[SubmitOptions]
-    ) -> "JobResult | RunningJob":
-        """Run the job to its end.
+        self,
+        job_name: str = "job",
+        *,
+        backend: BackendName = "ray",
+        log_dir: Path | None = None,
+        began: float | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> JobResult:
+        """Run the job to its end, on the Ray of $RAY_ADDRESS, on the one that is initialised, or on one of its own.
 
         Args:
             job_name: shown in messages; every run has an id of its own, so names may repeat.
-            blocking: wait for the end; False returns a RunningJob at once, and the job runs on a thread of this
-                process.
-            options: see SubmitOptions.
+            backend: "ray", or "local": everything in this process, without Ray, one workload at a time.
+            log_dir: where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray. In local mode
+                output goes to the terminal.
+            began: seconds since the epoch at which the user started the run, if that was before now; workloads find it
+                as `self.began`.
+            observers: hear, in this process, of every call when it begins and ends (CallEvent), and of what happens to
+                the job (JobEvent). One that raises is switched off with a warning.
 
         Returns:
             How it ended. A failure of the job is a result, not an exception.
@@ -79,9 +63,8 @@ class Job(JobSpec):
         Raises:
             JobError: the backend cannot run this job.
         """
-        self.check_backend(options.get("backend", "ray"))
-        master = Master(self, job_name, **options)
-        return master.run() if blocking else RunningJob(master.run, master.stop)
+        self.check_backend(backend)
+        return Master(self, job_name, log_dir, began, observers, backend).run()
 
     def check_backend(self, backend: str) -> None:
         """See that the job can run there.
@@ -99,42 +82,15 @@ class Job(JobSpec):
             )
 
     @contextlib.contextmanager
-    def running(
-        self, name: str, *, backend: BackendName = "ray", log_dir: Path | None = None, address: str | None = None
-    ) -> Iterator[None]:
+    def running(self, name: str, *, backend: BackendName = "ray") -> Iterator[None]:
         """Start the roles and drive them from here, without a trainer: for notebooks, tests, one-off questions.
 
         Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
         Nothing is replaced or started again: a death is the error of the call that meets it.
         """
         self.check_backend(backend)
-        with Master(self, name, log_dir, address, backend=backend).running():
+        with Master(self, name, backend=backend, runs=False).running():
             yield
-
-
-class RunningJob:
-    """A job that runs on a thread of this process; the process does not end before it."""
-
-    def __init__(self, run: Callable[[], JobResult], stop: Callable[[], None]) -> None:
-        self._result: list[JobResult] = []
-        self._thread = threading.Thread(target=lambda: self._result.append(run()), name="troupe-job")
-        self._thread.start()
-        self.stop = stop
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None = None) -> JobResult:
-        """How it ended, once it has.
-
-        Raises:
-            TimeoutError: it has not after `timeout` seconds.
-        """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the job has not ended after {timeout:g} s")
-        return self._result[0]
 
 
 class JobBuilder:
@@ -412,13 +368,8 @@ def _check_entrypoint(spec: RoleSpec) -> None:
         raise JobError(f"role {spec.name}: there is no module {module!r}; correct {spec.entrypoint!r}")
     if found.origin is None or not found.origin.endswith(".py"):
         return
-    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    symbols = symtable.symtable(Path(found.origin).read_text(encoding="utf-8"), found.origin, "exec").get_symbols()
     # An assignment or an import may bind the name too: `Worker = ray.remote(Plain)`.
-    names |= {
-        n.id for node in tree.body if isinstance(node, ast.Assign) for n in node.targets if isinstance(n, ast.Name)
-    }
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names |= {alias.asname or alias.name for node in imports for alias in node.names}
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name not in names:
         raise JobError(f"role {spec.name}: {found.origin} has no class {name!r}; it has {', '.join(sorted(names))}")

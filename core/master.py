@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import secrets
 import shutil
 import signal
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from core.backends import BackendName, make_backend
-from core.bring_up import BringUp, RunFacts
+from core.bring_up import BringUp
 from core.context import Identity, WorkloadContext, entered
 from core.errors import WorkerDied, WorkerTimeout, with_note
+from core.host import RunFacts, python_path
 from core.observers import Observer
 from core.plan import JobResult, JobSpec
 from core.roles import Role
@@ -38,6 +38,8 @@ class Master:
 
     Whoever finds out that a process is gone (the end of its connection, an error of Ray in any call, Ray's list of
     nodes, a time limit) says so in one place, `WatchedHost.lose`, and `_tend` sees to it.
+
+    `runs`: whether it runs the job to its end, as `run` does; else this process drives it inside `running`.
     """
 
     def __init__(
@@ -45,27 +47,33 @@ class Master:
         job: JobSpec,
         name: str,
         log_dir: Path | None = None,
-        address: str | None = None,
         began: float | None = None,
         observers: Sequence[Observer] = (),
         backend: BackendName = "ray",
+        runs: bool = True,
     ) -> None:
         self._job = job
         self._run_id = secrets.token_hex(4)
         self._watch = Watch(list(observers), _print_line, in_this_process=backend == "local")
-        self._backend = make_backend(backend, self._run_id, address, self._watch.on_event)
+        self._backend = make_backend(backend, self._run_id, self._watch.on_event)
         self._shared_dir = shared_folder(self._run_id)
         self._facts = RunFacts(
-            name=name,
+            job=name,
             run_id=self._run_id,
             began=time.time() if began is None else began,
+            config=self._backend.pickled(job.config),
             key=secrets.token_bytes(32),
+            python_path=python_path(),
+            working_dir=Path.cwd(),
             shared_dir=self._shared_dir,
             log_dir=log_dir,
+            collocations=job.collocations,
             reports_calls=bool(observers) or job.stall_timeout > 0 or self._backend.is_local,
+            recovers=runs and not self._backend.is_local,
         )
         self._coming = BringUp(job, self._facts, self._backend, self._watch)
-        self._runs = self._ending = self._stop_passed_on = False
+        self._runs = runs
+        self._ending = self._stop_passed_on = False
         self._attempt = 1
         self._driving: set[WatchedHost] = set()
         self._stop_asked: float | None = None
@@ -75,7 +83,7 @@ class Master:
 
     def run(self) -> JobResult:
         """Start, drive, recover, clean up."""
-        began, self._runs = time.monotonic(), True
+        began = time.monotonic()
         status, error, trace = "finished", "", ""
         try:
             try:
@@ -113,7 +121,7 @@ class Master:
                 if self._stop_asked is not None:
                     _print_line(f"stopped without a last save: {line}")
                     raise KeyboardInterrupt from loss
-                # In local mode only a late call comes here: in the same process it would take as long again.
+                # In local mode only an error of a role itself comes here, and it would come again.
                 limit = 0 if self._backend.is_local else self._job.max_restarts
                 if self._attempt > limit:
                     if limit:
@@ -132,7 +140,7 @@ class Master:
         """Start the roles; this process takes the driver's place until the block ends."""
         try:
             self._start()
-            me = Identity(self._facts.name, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
+            me = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
             context = WorkloadContext(
                 me, self._job.config, self._coming.roles, self._backend.transport, _print_line, self._shared_dir
             )
@@ -168,7 +176,7 @@ class Master:
         self._backend.start(self._job.placement, self._job.placement_timeout, _print_line)
         if self._runs and self._attempt == 1:
             self._signals.enter_context(self._stop_signals())  # after Ray, which sets a handler of its own
-        self._coming.start_all(recovers=self._runs and not self._backend.is_local)
+        self._coming.start_all()
         while not self._coming.all_up:
             self._coming.wait(_POLL_S)
             self._tend()
@@ -179,7 +187,7 @@ class Master:
         workers = [(host, Role(role), rank) for host in self._watch.hosts for role, rank in host.plan.workers]
         driving = [worker for worker in workers if worker[1] == Role.TRAINER]
         if not driving:
-            driving = [(host, role, rank) for host, role, rank in workers if self._coming.has_run[role, rank]]
+            driving = [(host, role, rank) for host, role, rank in workers if self._coming.roles[role].has_run]
         self._driving = {host for host, _, _ in driving}
         for host in self._driving:
             host.expendable = False  # nobody could tell its replacement how far it had come
@@ -254,7 +262,7 @@ class Master:
         if self._job.stall_timeout:
             hung += self._watch.stalled(self._job.stall_timeout, self._driving, self._coming.all_up)
         for host, why in hung:
-            if host.link is None or host.lost or self._backend.is_local or not self._runs:
+            if host.link is None or host.lost or not self._facts.recovers:
                 continue
             stack = self._watch.stack(host)
             innermost = stack.strip().splitlines()[-2].strip() if stack else "a place that it could not tell"
@@ -302,7 +310,7 @@ class Master:
         """End all processes, and give back what they were given; the cluster stays."""
         hosts = self._watch.hosts
         self._tidy_other_machines()
-        for host in hosts:
+        for host in hosts:  # by Ray: of a process that ends by itself it tells as of a crash
             with contextlib.suppress(Exception):  # a host that is gone already needs no end
                 self._backend.kill(host.handle)
         deadline = time.monotonic() + _GONE_WITHIN_S
@@ -338,11 +346,6 @@ class Master:
     def _clean_up(self) -> None:
         self._end_processes()
         self._backend.stop()
-
-    def stop(self) -> None:
-        """From another thread: end the run as the first Ctrl-C does."""
-        if self._stop_asked is None:
-            self._stop_asked = time.monotonic() if self._may_wait() else -math.inf
 
     def _may_wait(self) -> bool:
         return bool(self._driving) and not self._ending and self._job.stop_grace > 0

@@ -38,27 +38,23 @@ class RoleEntry:
     exports: dict[str, Export] = field(default_factory=dict)
     resource: dict[str, float] = field(default_factory=dict)
     implementation: str = ""
+    has_run: bool = False
+    """Whether its class has a `run()`."""
 
 
 Directory = dict[Role, RoleEntry]
 
 
+@dataclass(slots=True)
 class Outcome:
     """What one call to one worker came to: a value, or an error.
 
-    `seconds`: how long it ran, where it ran in this process and nobody could be said to be late before it came back.
     `raised`: whether the method itself raised the error; else it is about the worker or the way to it.
     """
 
-    __slots__ = ("error", "raised", "seconds", "value")
-
-    def __init__(
-        self, value: Any = None, error: BaseException | None = None, seconds: float = 0.0, raised: bool = False
-    ) -> None:
-        self.value = value
-        self.error = error
-        self.seconds = seconds
-        self.raised = raised
+    value: Any = None
+    error: BaseException | None = None
+    raised: bool = False
 
 
 class Transport(Protocol):

@@ -2,12 +2,9 @@
 workloads tell them with `BaseWorkload.emit`.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-_log = logging.getLogger("troupe")
 
 
 @dataclass(frozen=True)
@@ -51,23 +48,3 @@ class MemoryEvent:
 
 
 Observer = Callable[[Any], None]
-
-
-class Observers:
-    """All of them. One that raises is dropped with a warning: watching never stops a run."""
-
-    def __init__(self, observers: list[Observer]) -> None:
-        self._observers = observers
-
-    def emit(self, event: Any) -> None:
-        """Pass an event to all observers."""
-        for observer in list(self._observers):
-            try:
-                observer(event)
-            except Exception:  # noqa: BLE001 - an observer is user code
-                self._observers.remove(observer)
-                _log.warning("observer %r failed and is switched off", _name(observer), exc_info=True)
-
-
-def _name(observer: Any) -> str:
-    return getattr(observer, "__qualname__", type(observer).__qualname__)

@@ -64,16 +64,11 @@ class RoleSpec(BaseModel):
         return self.nnodes * self.nproc_per_node
 
 
-class HostPlan(BaseModel):
+class HostPlan(Resource):
     """One process: the workers it holds, and its share of a bundle."""
 
     workers: list[tuple[str, int]]
     bundle: int
-    cpu: float
-    threads: int
-    accelerator: float
-    memory: int
-    custom: dict[str, float] = {}
     env: dict[str, str] = {}
 
     @property
@@ -82,13 +77,9 @@ class HostPlan(BaseModel):
         return "+".join(f"{role}-{rank}" for role, rank in self.workers)
 
 
-class BundlePlan(BaseModel):
+class BundlePlan(Resource):
     """Resources that are reserved together on one node."""
 
-    cpu: float
-    accelerator: float
-    memory: int
-    custom: dict[str, float] = {}
     machine: tuple[str, int] | None = None
     """The role that is spread over machines, and on which of its machines this is; None: wherever there is room."""
 

@@ -1,14 +1,18 @@
-"""RoleGroup: all workers of a role, seen as one. The one place that splits a call, sends it, and gathers answers."""
+"""RoleGroup: all workers of a role, seen as one. The one place that splits a call, sends it, and gathers answers.
+
+WorkerGroup is the same, in verl's words.
+"""
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
-from core.exports import CallSpec, Export
-from core.futures import Future, FutureSequence, Pending
+from core.exports import CallSpec, Dispatch, Export, NdDispatch, export_of
+from core.futures import Future, FutureSequence, Pending, join_results
 from core.members import Member, RoleEntry
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
@@ -16,6 +20,8 @@ from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_argum
 P = ParamSpec("P")
 W = TypeVar("W")
 Method = str | Callable[..., Any]
+Share = tuple[tuple[Any, ...], dict[str, Any]]
+"""One worker's arguments."""
 
 _SHARE_ABOVE_BYTES = 100_000
 """Arguments above this size are stored once instead of once per receiver; below, Ray sends them within the call."""
@@ -26,7 +32,7 @@ class RoleGroup(Generic[W]):
 
     It has a length, members, and iterates over them; every other name is a method of the workers.
 
-    - `group.update(batch)`: as the method's `@trainer_invocation` says.
+    - `group.update(batch)`: as the method's `@trainer_invocation` or `@register` says.
     - `group.call(stub, ...)`: to all, whole; `group.call_rank0(...)`: to the first;
       `group.call_batch(stub, size, ...)`: split over all.
     - `group.on(rank)`: the group of one worker, as of the one in the caller's own process.
@@ -47,6 +53,7 @@ class RoleGroup(Generic[W]):
         self._role = Role(role)
         self._fixed_context = context
         self._only: int | None = None
+        self._positions: dict[str, list[tuple[int, bool]]] = {}
         if not optional and self._role not in self._context.directory:
             raise ValueError(f"the job has no role {self._role}; it has {sorted(self._context.directory)}")
 
@@ -131,12 +138,9 @@ class RoleGroup(Generic[W]):
                 than there are items (its ranks enter collectives together).
         """
         export = self._find(method)
-        splittable = [value for value in (*args, *kwargs.values()) if is_splittable(value)]
-        for value in splittable:
-            if len(value) != size:
+        for value in (*args, *kwargs.values()):
+            if is_splittable(value) and len(value) != size:
                 raise ValueError(f"{self._role}.{export.name}: size is {size}, but an argument has {len(value)} items")
-        if not splittable:
-            raise ValueError(f"{self._role}.{export.name}: none of the arguments can be split; use call instead")
         calls, lengths = self._scatter(export, args, kwargs)
         return FutureSequence(calls, lengths, self._context)
 
@@ -147,26 +151,16 @@ class RoleGroup(Generic[W]):
             raise AttributeError(name)
         exports = self._entry.exports
         export = exports.get(name)
-        if export is None or not self._may_call(export):
-            raise AttributeError(self._unknown(name, [n for n, e in exports.items() if self._may_call(e)]))
+        if export is None or export.spec is None:
+            raise AttributeError(self._unknown(name, [n for n, e in exports.items() if e.spec]))
         return functools.partial(self._invoke, export)
-
-    def _may_call(self, export: Export) -> bool:
-        return export.spec is not None
 
     def _invoke(self, export: Export, /, *args: Any, **kwargs: Any) -> Any:
         spec = export.spec
         assert spec is not None
         if spec.pre_func is not None:
             args, kwargs = _prepared(spec.pre_func(*args, **kwargs), f"{self._role}.{export.name}"), {}
-        members = self._some_members(export)
-        if spec.target == "RANK0":
-            calls = self._broadcast(export, members[:1], args, kwargs)
-        elif spec.auto_shard and any(is_splittable(value) for value in (*args, *kwargs.values())):
-            calls, _ = self._scatter(export, args, kwargs)
-        else:
-            calls = self._broadcast(export, members, args, kwargs)
-        future = Future(calls, self._context, functools.partial(_finished, spec))
+        future = self._dispatch(export, spec, args, kwargs)
         if not spec.blocking:
             return future
         while True:
@@ -177,6 +171,19 @@ class RoleGroup(Generic[W]):
                 self._context.emit("hung", (late.missing, str(late)))
                 if not (export.idempotent and self._context.recovery.may_return(self._entry.members[0])):
                     raise
+
+    def _dispatch(self, export: Export, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        members, mode = self._some_members(export), spec.mode
+        if isinstance(mode, NdDispatch):
+            return self._call_mesh(export, mode.mesh, args, kwargs)
+        splits = mode is Dispatch.AUTO and any(is_splittable(value) for value in (*args, *kwargs.values()))
+        if splits or mode is Dispatch.DP_COMPUTE_PROTO:
+            calls, _ = self._scatter(export, args, kwargs)
+        elif mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
+            calls = self._deal(export, members, self._own_shares(export, args, kwargs))
+        else:
+            calls = self._broadcast(export, members[:1] if mode is Dispatch.RANK_ZERO else members, args, kwargs)
+        return Future(calls, self._context, functools.partial(_finished, spec, calls))
 
     # --- sending
 
@@ -190,7 +197,7 @@ class RoleGroup(Generic[W]):
         export = self._entry.exports.get(name)
         if export is None and self._entry.members:
             raise AttributeError(self._unknown(name, list(self._entry.exports)))
-        return export or Export(name, name)  # nobody is called
+        return export or Export(name)  # nobody is called
 
     def _unknown(self, name: str, known: list[str]) -> str:
         listed = ", ".join(sorted(known)) or "nothing"
@@ -199,30 +206,31 @@ class RoleGroup(Generic[W]):
     def _broadcast(
         self, export: Export, members: list[Member], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Pending]:
-        args = tuple(self._share(value, len(members)) for value in args)
-        kwargs = {key: self._share(value, len(members)) for key, value in kwargs.items()}
-        return [self._send(member, export, args, kwargs) for member in members]
+        return self._deal(export, members, [self._stored(args, kwargs, len(members))] * len(members))
 
     def _scatter(
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Pending], list[int]]:
-        members, train = self._some_members(export), self._entry.kind == "train"
+        members = self._some_members(export)
         # What may be sent again to one worker enters no collective, so that ranks may be idle in it too.
-        parts, sizes = self._cut(export, args, kwargs, len(members), train and not export.idempotent)
+        everybody = self._entry.kind == "train" and not export.idempotent
+        parts, sizes = self._cut(export, args, kwargs, len(members), everybody)
         # With fewer items than workers the last ones have nothing to do and are not called.
         sizes = [size for size in sizes if size]
-        return [self._send(m, export, *part) for m, part in zip(members, parts[: len(sizes)], strict=False)], sizes
+        return self._deal(export, members[: len(sizes)], parts[: len(sizes)]), sizes
+
+    def _deal(self, export: Export, members: list[Member], shares: list[Share]) -> list[Pending]:
+        context = self._context
+        return [Pending(context, member, export, *share) for member, share in zip(members, shares, strict=True)]
 
     def _cut(
         self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any], workers: int, everybody: bool
-    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int]]:
+    ) -> tuple[list[Share], list[int]]:
         """Each worker's arguments, and how many items each has; `everybody` must have one."""
         name = f"{self._role}.{export.name}"
         args = tuple(value if is_splittable(value) else self._share(value, workers) for value in args)
         kwargs = {key: v if is_splittable(v) else self._share(v, workers) for key, v in kwargs.items()}
         chunks, length = shard_arguments(args, kwargs, workers, name)
-        if length is None:
-            raise ValueError(f"{name}: none of the arguments can be split; give a list, an array or a batch")
         if everybody and length < workers:
             raise ValueError(
                 f"{name} got {length} items for {workers} ranks, which must all take part; "
@@ -236,14 +244,83 @@ class RoleGroup(Generic[W]):
             return self._context.transport.put(value)
         return value
 
-    def _send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
-        return Pending(self._context, member, export, args, kwargs)
+    def _stored(self, args: tuple[Any, ...], kwargs: dict[str, Any], receivers: int) -> Share:
+        """Arguments of which the large ones are stored once for all who read them."""
+        shared = {key: self._share(value, receivers) for key, value in kwargs.items()}
+        return tuple(self._share(value, receivers) for value in args), shared
+
+    def _own_shares(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
+        """Each worker's arguments, where every argument has one item for each worker."""
+        count = len(self)
+        for label, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+            if not isinstance(value, list | tuple) or len(value) != count:
+                size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+                raise ValueError(
+                    f"{self._role}.{export.name}: {label} is a {type(value).__name__}{size}, not a list with one item "
+                    f"for each of the {count} workers; give one, or register the method with Dispatch.ONE_TO_ALL to "
+                    "send arguments whole"
+                )
+        return [(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
+
+    # --- meshes
+
+    def _call_mesh(self, export: Export, mesh: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        positions = self._mesh(mesh)
+        ranks = max(rank for rank, _ in positions) + 1
+        chunks, _ = self._cut(export, args, kwargs, ranks, everybody=True)
+        peers = Counter(rank for rank, _ in positions)
+        stored = [self._stored(*chunk, peers[rank]) for rank, chunk in enumerate(chunks)]
+        calls = self._deal(export, self._members, [stored[rank] for rank, _ in positions])
+        # Of the calls only these have answers to be joined; the others are their peers.
+        answering = [i for _, i in sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)]
+        return Future(calls, self._context, lambda values: join_results([values[i] for i in answering], calls))
+
+    def _mesh(self, mesh: str) -> list[tuple[int, bool]]:
+        """(data-parallel rank, whether its answer counts) of each worker; asked once."""
+        if mesh not in self._positions:
+            found = self.call("mesh_position", mesh).result()
+            ranks = sorted(rank for rank, collects in found if collects)
+            if ranks != list(range(max(rank for rank, _ in found) + 1)):
+                raise ValueError(
+                    f"mesh {mesh!r} of {self._role}: the workers' data-parallel ranks are {[r for r, _ in found]}, and "
+                    f"answers are to be taken from ranks {ranks}; each rank from 0 needs exactly one with is_collect"
+                )
+            self._positions[mesh] = found
+        return self._positions[mesh]
 
 
-def _finished(spec: CallSpec, values: list[Any]) -> Any:
+class WorkerGroup(RoleGroup[W]):
+    """A role group whose workers are seen to be of a class. Each method that `@register` has marked is one of its own.
+
+    A trainer that declares `actor: WorkerGroup[Actor]` in its class has its calls checked by type checkers.
+
+    Args:
+        role: the role.
+        cls: the class of its workers, to see that they have all that is registered there; None takes what they have.
+
+    Raises:
+        ValueError: the job has no such role, unless optional=True; or its workers lack a method of `cls`.
+    """
+
+    def __init__(
+        self, role: str, cls: type[W] | None = None, optional: bool = False, context: WorkloadContext | None = None
+    ) -> None:
+        super().__init__(role, optional, context)
+        wanted = {found.name for name in dir(cls) if (found := export_of(getattr(cls, name, None))) and found.spec}
+        missing = sorted(wanted - set(self._entry.exports))
+        if missing and self._entry.members:
+            raise ValueError(
+                f"the workers of {self._role} are {self._entry.implementation}, which has no {', '.join(missing)}; "
+                f"give their own class, not {cls}"
+            )
+
+
+def _finished(spec: CallSpec, calls: list[Pending], values: list[Any]) -> Any:
     if spec.post_func is not None:
         return spec.post_func(values)
-    return values[0] if spec.target == "RANK0" else values
+    if spec.mode is Dispatch.DP_COMPUTE_PROTO:
+        return join_results(values, calls)
+    return values[0] if spec.mode is Dispatch.RANK_ZERO else values
 
 
 def _prepared(sent: Any, name: str) -> tuple[Any, ...]:

@@ -36,9 +36,5 @@ class Role(str):
         return f"RG_{self}"
 
 
-Role.TRAINER = Role("TRAINER")
-Role.ACTOR = Role("ACTOR")
-Role.CRITIC = Role("CRITIC")
-Role.ROLLOUT = Role("ROLLOUT")
-Role.REWARD = Role("REWARD")
-Role.REFERENCE = Role("REFERENCE")
+for _known in Role.__annotations__:
+    setattr(Role, _known, Role(_known))

@@ -63,15 +63,17 @@ def join(parts: Sequence[Any], name: str) -> Any:
 
 def shard_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], workers: int, name: str
-) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int | None]:
-    """One (args, kwargs) per worker, and the common length of what was split (None when nothing was).
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int]:
+    """One (args, kwargs) per worker, and the common length of what was split.
 
     Raises:
-        ValueError: the splittable arguments differ in length; the message names them.
+        ValueError: no argument can be split, or those that can differ in length; the message names them.
     """
     labelled: list[tuple[str, Any]] = [(f"argument {i}", value) for i, value in enumerate(args)]
     labelled += list(kwargs.items())
     lengths = {label: len(value) for label, value in labelled if is_splittable(value)}
+    if not lengths:
+        raise ValueError(f"{name}: none of the arguments can be split; give a list, an array or a batch")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{label} has {length}" for label, length in lengths.items())
         raise ValueError(
@@ -82,7 +84,7 @@ def shard_arguments(
     for worker in range(workers):
         values = [column[worker] for column in spread]
         calls.append((tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))))
-    return calls, next(iter(lengths.values()), None)
+    return calls, next(iter(lengths.values()))
 
 
 def _spread(value: Any, workers: int) -> list[Any]:

@@ -84,27 +84,8 @@ class BaseTrainer(BaseWorkload):
             raise ValueError(f"the job has no role {role!r}; it has {sorted(self._context.directory)}")
         return dict(entry.resource)
 
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of the ACTOR workers."""
-        return self._handles(Role.ACTOR)
-
-    @property
-    def critics(self) -> list[Any]:
-        """Handles of the CRITIC workers."""
-        return self._handles(Role.CRITIC)
-
-    @property
-    def rollouts(self) -> list[Any]:
-        """Handles of the ROLLOUT workers."""
-        return self._handles(Role.ROLLOUT)
-
-    @property
-    def rewards(self) -> list[Any]:
-        """Handles of the REWARD workers."""
-        return self._handles(Role.REWARD)
-
-    @property
-    def references(self) -> list[Any]:
-        """Handles of the REFERENCE workers."""
-        return self._handles(Role.REFERENCE)
+    actors = property(lambda self: self._handles(Role.ACTOR), doc="Handles of the ACTOR workers.")
+    critics = property(lambda self: self._handles(Role.CRITIC), doc="Handles of the CRITIC workers.")
+    rollouts = property(lambda self: self._handles(Role.ROLLOUT), doc="Handles of the ROLLOUT workers.")
+    rewards = property(lambda self: self._handles(Role.REWARD), doc="Handles of the REWARD workers.")
+    references = property(lambda self: self._handles(Role.REFERENCE), doc="Handles of the REFERENCE workers.")

@@ -1,6 +1,7 @@
 """What the master sees of a job's processes: what they say and do, who is gone, who hangs."""
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -12,10 +13,12 @@ from typing import Any
 from core.control import ControlLink, MemoryGauge
 from core.host import IDLE, HostReport
 from core.members import Directory, Member, RoleEntry
-from core.observers import JobEvent, MemoryEvent, Observer, Observers
+from core.observers import JobEvent, MemoryEvent, Observer
 from core.plan import HostPlan, RoleSpec
 from core.roles import Role
 from core.shared_memory import machine_id
+
+_log = logging.getLogger("troupe")
 
 _STATUS_EVERY_S = 2.0
 _MEMORY_EVERY_S = 10.0
@@ -29,7 +32,6 @@ class WatchedHost:
     """One process of the job; replaced in place, so that its place in the job stays what it is."""
 
     plan: HostPlan
-    log_file: Path | None
     expendable: bool
     """Whether it is replaced when it dies; the death of the others ends the attempt."""
     drives: bool = False
@@ -39,6 +41,7 @@ class WatchedHost:
     handle: Any = None
     attempt: int = 0
     started: float = 0.0
+    log_file: Path | None = None
     report: HostReport | None = None
     link: ControlLink | None = None
     fault: str = ""
@@ -92,7 +95,7 @@ class Watch:
         self.hosts: list[WatchedHost] = []
         self.messages: list[tuple[str, Any]] = []
         self.peak_memory = 0
-        self._observers = Observers(observers)
+        self._observers = observers
         self.info = info
         self._next_status = 0.0
         self._next_memory = time.monotonic() + _STATUS_EVERY_S
@@ -102,7 +105,16 @@ class Watch:
     def event(self, kind: str, process: str = "", text: str = "") -> None:
         """Tell the observers of something that happened to the job."""
         self._last_sign = time.monotonic()
-        self._observers.emit(JobEvent(kind, time.time(), process, text))
+        self._tell(JobEvent(kind, time.time(), process, text))
+
+    def _tell(self, event: Any) -> None:
+        """Pass an event to all observers. One that raises is dropped with a warning: watching never stops a run."""
+        for observer in list(self._observers):
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 - an observer is user code
+                self._observers.remove(observer)
+                _log.warning("observer %r failed and is switched off", observer, exc_info=True)
 
     def poll(self) -> None:
         """Show what the processes said, notice whose connection has ended, and keep their status fresh."""
@@ -122,7 +134,7 @@ class Watch:
             self.peak_memory = max(self.peak_memory, total)
             if time.monotonic() >= self._next_memory:
                 self._next_memory = time.monotonic() + _MEMORY_EVERY_S
-                self._observers.emit(MemoryEvent(time.time(), memory))
+                self._tell(MemoryEvent(time.time(), memory))
             for _, link in alive:
                 link.send("status", total)
 
@@ -140,7 +152,7 @@ class Watch:
             self.messages.append((kind, payload))
             return
         self._last_sign = time.monotonic()
-        self.info(payload) if kind == "info" else self._observers.emit(payload)
+        self.info(payload) if kind == "info" else self._tell(payload)
 
     def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
         """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.

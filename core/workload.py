@@ -3,7 +3,6 @@
 import os
 from abc import ABCMeta
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from core.context import WorkloadContext, current
@@ -12,7 +11,7 @@ from core.names import hint_after
 from core.roles import Role
 
 if TYPE_CHECKING:
-    from core.worker_group import WorkerGroup
+    from core.role_group import WorkerGroup
 
     C = TypeVar("C", bound=type)
 
@@ -31,12 +30,41 @@ class BaseWorkload(metaclass=_SeenAsGroup):
     The life of a workload: it is constructed in its own process, `setup()` runs, calls arrive one at a time on the
     main thread, `teardown()` runs when the job ends well. Do heavy work in `setup()` or in a method of your own,
     not in `__init__`.
+
+    Attributes:
+        config: what the job was built with.
+        name: unique in the job: `ACTOR-0`.
+        role: my role.
+        rank: my number among the workers of my role, from 0.
+        world_size: how many workers my role has.
+        local_rank: my number among the workers of my role on this node, from 0.
+        local_world_size: how many workers of my role share this node.
+        job_name: the name that the job was submitted under.
+        run_id: unique to this run of the job.
+        attempt: 1, and one more each time that I was started again, alone or with the whole job.
+        began: when the user started this run, in seconds since the epoch.
+        shared_dir: a folder in this machine's shared memory, removed when the run ends.
+        torch_master_addr: address for torch's rendezvous; empty for roles without one.
+        torch_master_port: port for torch's rendezvous; -1 for roles without one.
     """
 
     def __init__(self, master_handle: Any = None, config: Any = None) -> None:  # noqa: ARG002 - DLRover's signature
         self._context: WorkloadContext = current()
-        self.config = config if config is not None else self._context.config
         self._meshes: dict[str, tuple[int, bool]] = {}
+        self.config = config if config is not None else self._context.config
+        self.shared_dir = self._context.shared_dir
+        self.torch_master_addr, self.torch_master_port = self._context.rendezvous or ("", -1)
+        identity = self._context.identity
+        self.name = identity.name
+        self.role = identity.role
+        self.rank = identity.rank
+        self.world_size = identity.world_size
+        self.local_rank = identity.local_rank
+        self.local_world_size = identity.local_world_size
+        self.job_name = identity.job
+        self.run_id = identity.run_id
+        self.attempt = identity.attempt
+        self.began = identity.began
 
     def setup(self) -> None:
         """Called once, before any other call. The other roles may not be there yet."""
@@ -45,77 +73,12 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         """Called once when the job has ended well. A run that failed or was killed never gets here."""
 
     @property
-    def name(self) -> str:
-        """Unique in the job: `ACTOR-0`."""
-        return self._context.identity.name
-
-    @property
-    def role(self) -> Role:
-        """My role."""
-        return self._context.identity.role
-
-    @property
-    def rank(self) -> int:
-        """My number among the workers of my role, from 0."""
-        return self._context.identity.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many workers my role has."""
-        return self._context.identity.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """My number among the workers of my role on this node, from 0."""
-        return self._context.identity.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """How many workers of my role share this node."""
-        return self._context.identity.local_world_size
-
-    @property
-    def job_name(self) -> str:
-        """The name that the job was submitted under."""
-        return self._context.identity.job
-
-    @property
-    def run_id(self) -> str:
-        """Unique to this run of the job."""
-        return self._context.identity.run_id
-
-    @property
-    def attempt(self) -> int:
-        """1, and one more each time that I was started again, alone or with the whole job."""
-        return self._context.identity.attempt
-
-    @property
     def stop_requested(self) -> bool:
         """Whether the user has asked the run to stop: save what is to be kept, and return from `run()`.
 
         It comes true in the workload that drives the job, if the job has a `stop_grace`.
         """
         return self._context.stop_requested.is_set()
-
-    @property
-    def began(self) -> float:
-        """When the user started this run, in seconds since the epoch."""
-        return self._context.identity.began
-
-    @property
-    def shared_dir(self) -> Path:
-        """A folder in this machine's shared memory, removed when the run ends."""
-        return self._context.shared_dir
-
-    @property
-    def torch_master_addr(self) -> str:
-        """Address for torch's rendezvous; empty for roles without one."""
-        return self._context.rendezvous[0] if self._context.rendezvous else ""
-
-    @property
-    def torch_master_port(self) -> int:
-        """Port for torch's rendezvous; -1 for roles without one."""
-        return self._context.rendezvous[1] if self._context.rendezvous else -1
 
     def is_actor_role(self) -> bool:
         """Whether my role is ACTOR."""

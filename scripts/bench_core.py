@@ -295,7 +295,7 @@ def bench_memory(_: argparse.Namespace) -> None:
             future = group.call_batch("length_each", len(value), value)
             while not future.done():
                 peak = max(peak, store_bytes())
-            future.wait()
+            future.result()
             print(f"{name}: {(max(peak, store_bytes()) - before) / 2**30:.3f} GiB", flush=True)
 
 
@@ -382,11 +382,10 @@ class SimulatedBackend:
     def start(self, placement: Any, placement_timeout: float, info: Any) -> None:
         """There is room for all."""
 
-    def create(self, spec: HostSpec, plan: Any, env: Any) -> HostSpec:
+    def create(self, spec: HostSpec) -> HostSpec:
         """Nothing is started."""
-        del plan, env
         if self._channels is not None and self._address is None:
-            self._address = self._channels.listen(spec.key)
+            self._address = self._channels.listen(spec.run.key)
         return spec
 
     def invoke(self, handle: HostSpec, method: str, *args: Any) -> Answer:
@@ -397,7 +396,7 @@ class SimulatedBackend:
             # It is no process of this machine, which a signal could reach.
             value = HostReport("10.0.0.1", "simulated", 0, node="simulated", control=self._address)
         elif method == "construct":
-            value = {one.identity.role: Made(dict(self._exports), "bench_core.Light", False) for one in handle.workers}
+            value = {role: Made(dict(self._exports), "bench_core.Light", False) for role in handle.roles}
         return self.transport.answer(value)
 
     def pickled(self, value: Any) -> Any:

@@ -6,19 +6,13 @@ from typing import Any, Literal
 BackendName = Literal["ray", "local"]
 
 
-def make_backend(name: BackendName, run_id: str, address: str | None, emit: Callable[[str, Any], None]) -> Any:
-    """The backend of a run; `emit` passes messages of workloads in this process to the master.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
+def make_backend(name: BackendName, run_id: str, emit: Callable[[str, Any], None]) -> Any:
+    """The backend of a run; `emit` passes messages of workloads in this process to the master."""
     # Only what is used is imported: local mode works without Ray.
     if name == "local":
         from core.backends.local import LocalBackend
 
         return LocalBackend(emit)
-    if name == "ray":
-        from core.backends.ray import RayBackend
+    from core.backends.ray import RayBackend
 
-        return RayBackend(run_id, address)
-    raise ValueError(f"backend={name!r}; set 'ray' or 'local'")
+    return RayBackend(run_id)

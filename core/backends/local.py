@@ -1,54 +1,131 @@
 """Local mode: the whole job in this process, one workload at a time, for breakpoints and quick tests. No Ray."""
 
 import asyncio
+import io
 import logging
 import os
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 from core.exports import Export
 from core.host import Host, HostSpec, WarningsTo
-from core.inline import Inline, InlineCall, copied, notice_breakpoints
 from core.members import Member, Outcome
-from core.plan import HostPlan, Placement
+from core.plan import Placement
+
+
+@dataclass(eq=False)
+class LocalCall:
+    """One call, waiting or done. It is the reference to its own outcome.
+
+    `worker`: its role and rank; a worker does one thing at a time.
+    """
+
+    worker: tuple[str, int]
+    run: Callable[[], Any]
+    outcome: Outcome | None = None
 
 
 class LocalTransport:
-    """Calls that run when somebody waits for them. What is passed is copied, as between processes."""
+    """Calls inside one process: who waits for an answer carries out the calls that are waiting, oldest first.
+
+    Nothing here starts a thread: a call runs on the thread of who waits for it, so `breakpoint()` works wherever it
+    stands. What is passed is copied, as between processes.
+    """
 
     is_inline = True
 
     def __init__(self) -> None:
-        self.inline = Inline()
+        self._waiting: list[LocalCall] = []
+        self._busy: dict[tuple[str, int], int] = {}
+        self._changed = threading.Condition()
 
-    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InlineCall:
+    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalCall:
         """Take one call in: who carries it out gets copies, and so does its caller."""
         role, rank, host = member.role, member.rank, member.handle
         args, kwargs = copied((args, dict(kwargs)))
-        return self.inline.send((role, rank), lambda: copied(host.call(role, rank, export.name, *args, **kwargs)))
+
+        def run() -> Any:
+            return copied(host.do("call", role, rank, export.name, *args, **kwargs))
+
+        return self.take_in(LocalCall((role, rank), run))
+
+    def take_in(self, call: LocalCall) -> LocalCall:
+        """Put a call behind those that are waiting."""
+        with self._changed:
+            self._waiting.append(call)
+        return call
+
+    def forget(self) -> None:
+        """Drop the calls that nobody has waited for."""
+        self._waiting.clear()
 
     def put(self, value: Any) -> Any:
         """Nothing to store: everything is in this process."""
         return value
 
-    def wait(self, references: Sequence[InlineCall], timeout: float | None, count: int = 1) -> list[InlineCall]:
-        """Those that are done, once one is."""
-        del count
-        return self.inline.wait(references, timeout)
+    def wait(self, references: Sequence[LocalCall], timeout: float | None, count: int = 1) -> list[LocalCall]:
+        """Those that are done; carries calls out until one is.
 
-    async def ready(self, references: Sequence[InlineCall]) -> None:
+        With a timeout of 0 it tells what was done already, and then gives way to one call, so that asking again and
+        again comes to an end.
+
+        Raises:
+            RuntimeError: all that is left waits for itself.
+        """
+        del count
+        ready = [call for call in references if call.outcome is not None]
+        if timeout == 0:
+            self._step()
+            return ready
+        while references and not ready:
+            if not self._step():
+                role, rank = references[0].worker
+                names = ", ".join(f"{role}-{rank}" for role, rank in self._busy)
+                raise RuntimeError(
+                    f"{role}-{rank} is asked by somebody whose own call it is waiting for (at work: {names}), so the "
+                    "answer can never come; let the call return first"
+                )
+            ready = [call for call in references if call.outcome is not None]
+        return ready
+
+    def _step(self) -> bool:
+        """Carry out the oldest call whose worker is free, or wait for another thread that does; False if neither."""
+        me = threading.get_ident()
+        with self._changed:
+            call = next((call for call in self._waiting if call.worker not in self._busy), None)
+            if call is None:
+                others = any(owner != me for owner in self._busy.values())
+                if others:
+                    self._changed.wait(1.0)
+                return others
+            self._waiting.remove(call)
+            self._busy[call.worker] = me
+        try:
+            call.outcome = Outcome(call.run())
+        except Exception as failure:  # noqa: BLE001 - it is the answer
+            call.outcome = Outcome(error=failure, raised=True)
+        finally:
+            with self._changed:
+                del self._busy[call.worker]
+                self._changed.notify_all()
+        return True
+
+    async def ready(self, references: Sequence[LocalCall]) -> None:
         """Let other coroutines work first; who asks for the result carries the calls out."""
         del references
         await asyncio.sleep(0)
 
-    def values(self, references: Sequence[InlineCall]) -> list[Any] | None:
+    def values(self, references: Sequence[LocalCall]) -> list[Any] | None:
         """None: there is no quicker way here."""
         del references
 
-    def outcome(self, reference: InlineCall) -> Outcome:
+    def outcome(self, reference: LocalCall) -> Outcome:
         """What came of a call that is done."""
         assert reference.outcome is not None
         return reference.outcome
@@ -57,20 +134,17 @@ class LocalTransport:
 class LocalHost(Host):
     """A host beside others in one process: while it works, the process looks as if it were its own."""
 
-    def __init__(
-        self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None], env: Mapping[str, str]
-    ) -> None:
-        super().__init__(spec, spec.config, "127.0.0.1", transport, emit)
+    def __init__(self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None]) -> None:
+        super().__init__(spec, spec.run.config, "127.0.0.1", transport, emit)
         self._own = _State()
-        self._own.environment.update(env)
+        self._own.environment.update(spec.env)
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Give it its own environment variables, random numbers and default precision; and take them back."""
+    def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of it with its own environment variables, random numbers and default precision."""
         others = _State()
         self._own.enter()
         try:
-            yield
+            return getattr(self, method)(*args, **kwargs)
         finally:
             self._own = _State()
             others.enter()
@@ -86,7 +160,6 @@ class LocalBackend:
         self._before: _State | None = None
         self._warnings = WarningsTo(lambda text: emit("info", text))
         self.transport = LocalTransport()
-        notice_breakpoints()
 
     def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
         """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
@@ -102,21 +175,21 @@ class LocalBackend:
         """A copy, for a host of its own."""
         return copied(value)
 
-    def create(self, spec: HostSpec, _plan: HostPlan, env: Mapping[str, str]) -> LocalHost:
+    def create(self, spec: HostSpec) -> LocalHost:
         """Make one host."""
-        return LocalHost(spec, self.transport, self._emit, env)
+        return LocalHost(spec, self.transport, self._emit)
 
-    def invoke(self, handle: LocalHost, method: str, *args: Any) -> InlineCall:
+    def invoke(self, handle: LocalHost, method: str, *args: Any) -> LocalCall:
         """Call a method of the host itself; returns a reference."""
-        key = (args[0], args[1]) if method == "run" else (method, id(handle))
-        return self.transport.inline.send(key, lambda: getattr(handle, method)(*args))
+        worker = (args[0], args[1]) if method == "run" else (method, id(handle))
+        return self.transport.take_in(LocalCall(worker, lambda: handle.do(method, *args)))
 
     def kill(self, _handle: LocalHost) -> None:
         """Nothing to end: it goes when nobody knows it any more."""
 
     def release(self) -> None:
         """Forget the calls that nobody has waited for, and leave the process as it was."""
-        self.transport.inline = Inline()
+        self.transport.forget()
         if self._before is not None:
             self._before.enter()
         logging.getLogger().removeHandler(self._warnings)
@@ -165,3 +238,38 @@ class _State:
             torch.set_default_dtype(torch.float32 if fresh else self.torch_dtype)
             if self.torch_threads not in (None, torch.get_num_threads()):
                 torch.set_num_threads(self.torch_threads)
+
+
+def copied(value: Any) -> Any:
+    """What arrives when a value crosses processes: a copy, its arrays read-only. Functions and classes stay the same.
+
+    Raises:
+        TypeError: the value could not cross processes (it holds a lock, a socket, ...).
+    """
+    kept: list[Any] = []
+    buffers: list[bytes] = []
+    stream = io.BytesIO()
+    _Copier(stream, kept, buffers).dump(value)
+    stream.seek(0)
+    return _Copied(stream, kept, buffers).load()
+
+
+class _Copier(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, kept: list[Any], buffers: list[bytes]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=lambda b: buffers.append(bytes(b.raw())))
+        self._kept = kept
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, FunctionType | ModuleType | type):
+            return None
+        self._kept.append(obj)
+        return len(self._kept) - 1
+
+
+class _Copied(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, kept: list[Any], buffers: list[bytes]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._kept = kept
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._kept[pid]

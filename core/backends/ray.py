@@ -43,7 +43,7 @@ from core.errors import JobError, ResultLost, WorkerDied, with_note
 from core.exports import Export
 from core.host import HostSpec
 from core.members import Member, Outcome
-from core.plan import BundlePlan, HostPlan, Placement
+from core.plan import BundlePlan, Placement
 from core.shared_memory import shared_folder
 
 _CONCURRENTLY = "concurrently"
@@ -139,9 +139,8 @@ class RayBackend:
 
     is_local = False
 
-    def __init__(self, run_id: str, address: str | None) -> None:
+    def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._address = address or os.environ.get("RAY_ADDRESS")
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
         self._group: PlacementGroup | None = None
@@ -161,9 +160,9 @@ class RayBackend:
         cpus = math.ceil(sum(bundle.cpu for bundle in placement.bundles))
         if not ray.is_initialized():
             quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-            if self._address:
-                check_reachable(self._address)
-                ray.init(address=self._address, **quiet)
+            if address := os.environ.get("RAY_ADDRESS"):
+                check_reachable(address)
+                ray.init(address=address, **quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
             # Ray prints a paragraph about each process that dies; the master names it in one line.
@@ -244,9 +243,10 @@ class RayBackend:
         """Bytes of a value whose class may be defined in the driver's own script."""
         return cloudpickle.dumps(value)
 
-    def create(self, spec: HostSpec, plan: HostPlan, env: Mapping[str, str]) -> Any:
+    def create(self, spec: HostSpec) -> Any:
         """Start one host; returns its handle at once, as only actors without a name do."""
         assert self._group is not None
+        plan = spec.plan
         options: dict[str, Any] = {
             "num_cpus": plan.cpu,
             "num_gpus": plan.accelerator,
@@ -255,14 +255,13 @@ class RayBackend:
         }
         if plan.memory:
             options["memory"] = plan.memory * 2**20
-        if env:
+        if spec.env:
             # Ray starts such workers through a shell, and hands it the path of Python as it is.
             quoted = shlex.quote(sys.executable)
             python = {} if quoted == sys.executable else {"py_executable": quoted}
-            options["runtime_env"] = {"env_vars": dict(env), **python}
-        beside = max(worker.concurrency for worker in spec.workers)
-        roles = [str(worker.identity.role) for worker in spec.workers]
-        return _actor(beside, tuple(roles)).options(**options).remote(spec, RayTransport())
+            options["runtime_env"] = {"env_vars": spec.env, **python}
+        beside = max(role.concurrency for role in spec.roles.values())
+        return _actor(beside, tuple(spec.roles)).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
         """Call a method of the host itself; returns a reference."""

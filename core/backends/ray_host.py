@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -33,7 +34,8 @@ class RayHost(Host):
 
     def __init__(self, spec: HostSpec, transport: Transport) -> None:
         _prepare(spec)
-        super().__init__(spec, pickle.loads(spec.config), ray.util.get_node_ip_address(), transport, self._to_master)
+        config, ip = pickle.loads(spec.run.config), ray.util.get_node_ip_address()
+        super().__init__(spec, config, ip, transport, self._to_master)
         self._turn = _Turn()
         self._job_memory = 0
         answer: dict[str, Callable[..., Any]] = {
@@ -46,7 +48,7 @@ class RayHost(Host):
             "replaced": lambda member: self._recovery.replace(pickle.loads(member)),
         }
         # Without a master nobody would end this process.
-        self._control = ControlServer(self._ip, spec.key, answer, orphaned=self._end)
+        self._control = ControlServer(self._ip, spec.run.key, answer, orphaned=self._end)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger().addHandler(WarningsTo(lambda text: self._control.send("info", text)))
 
@@ -59,12 +61,12 @@ class RayHost(Host):
 
     def _tidy(self) -> bool:
         """Remove what the run has in this machine's shared memory; the answer says that it is done."""
-        shutil.rmtree(self._spec.shared_dir, ignore_errors=True)
+        shutil.rmtree(self._spec.run.shared_dir, ignore_errors=True)
         return True
 
     def _end(self) -> None:
         # Others of the run may live on this machine: the master may have given up this process alone.
-        leave_shared(self._spec.shared_dir)
+        leave_shared(self._spec.run.shared_dir)
         os._exit(1)
 
     def job_memory(self) -> int:
@@ -72,14 +74,24 @@ class RayHost(Host):
         return self._job_memory
 
     def report(self) -> HostReport:
-        """As `Host.report`, with the address of the side thread, and Ray's node: several may have one address."""
+        """As `Host.report`, with the address of the side thread, and Ray's node: several may have one address.
+
+        A port is kept for each role whose ranks will meet here, until the process group is made, so that no other job
+        on this machine is given it.
+        """
         sweep_shared()
-        claim_shared(self._spec.shared_dir)
-        run_id = self._spec.workers[0].identity.run_id
-        print(f"{self._spec.name}: process {os.getpid()} on {self._ip} in run {run_id}", flush=True)
+        claim_shared(self._spec.run.shared_dir)
+        run = f"process {os.getpid()} on {self._ip} in run {self._spec.run.run_id}"
+        print(f"{self._spec.plan.name}: {run}", flush=True)
         report = super().report()
         report.control = self._control.address
         report.node = ray.get_runtime_context().get_node_id()
+        for role, rank in self._workers:
+            if rank == 0 and self._spec.roles[role].kind == "train":
+                self._reserved[role] = socket.socket()
+                self._reserved[role].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._reserved[role].bind((self._ip, 0))
+                report.ports[role] = self._reserved[role].getsockname()[1]
         return report
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,12 +129,12 @@ class RayHost(Host):
         """Where the main thread is; all threads are written to the log."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return self._spec.name, "".join(traceback.format_stack(frame))
+        return self._spec.plan.name, "".join(traceback.format_stack(frame))
 
     def _replay(self, pickled: bytes) -> None:
         """Repeat on a replacement what this process had called on the lost worker, while the main thread continues."""
         member: Member = pickle.loads(pickled)
-        asked = (self._spec.name, member.role, member.rank, member.attempt)
+        asked = (self._spec.plan.name, member.role, member.rank, member.attempt)
 
         def repeat() -> None:
             error = None
@@ -180,19 +192,20 @@ def _that_can_be_sent(error: Exception) -> Exception:
 
 def _prepare(spec: HostSpec) -> None:
     # Before any user module is imported: libraries read these once.
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    os.environ["OMP_NUM_THREADS"] = str(spec.plan.threads)
     # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if spec.hides_devices:
+    if not spec.plan.accelerator and "CUDA_VISIBLE_DEVICES" not in spec.env:
+        # Ray would show it all.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for path in reversed(spec.python_path):
+    for path in reversed(spec.run.python_path):
         if path not in sys.path:
             sys.path.insert(0, path)
     # Relative paths in a configuration mean what they mean to the driver, where its folder exists here.
-    if spec.working_dir.is_dir():
-        os.chdir(spec.working_dir)
+    if spec.run.working_dir.is_dir():
+        os.chdir(spec.run.working_dir)
     if spec.log_file is not None:
-        print(f"{spec.name} writes to {spec.log_file}", flush=True)  # for who looks into Ray's own log
+        print(f"{spec.plan.name} writes to {spec.log_file}", flush=True)  # for who looks into Ray's own log
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)

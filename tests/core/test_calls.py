@@ -94,6 +94,7 @@ def test_workers_work_at_the_same_time(actors: RoleGroup[Any], tmp_path: Path) -
     assert actors.meet(tmp_path, 3).result() == [0, 1, 2]
 
 
+@ON_RAY
 def test_a_timeout_covers_all_targets_and_names_the_missing_rank(actors: RoleGroup[Any], gate: Path) -> None:
     with pytest.raises(WorkerTimeout, match=says(f"{workers.HELD_S / 2:g} s", "ACTOR.held_on_rank1", 1)) as caught:
         actors.held_on_rank1(gate)

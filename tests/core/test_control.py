@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
     server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
     server.send("say", "early")
-    link = ControlLink("X-0", server.address, KEY)
+    link = ControlLink(server.address, KEY)
     deadline = time.monotonic() + PATIENCE_S
     lines: list[tuple[str, str]] = []
     while len(lines) < 1 and time.monotonic() < deadline:
@@ -42,8 +42,8 @@ def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() ->
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(AuthenticationError):
-        ControlLink("X-0", server.address, b"wrong" * 8)
-    link = ControlLink("X-0", server.address, KEY)
+        ControlLink(server.address, b"wrong" * 8)
+    link = ControlLink(server.address, KEY)
     link.send("status")
     deadline = time.monotonic() + PATIENCE_S
     while link.status.doing != "sorting" and time.monotonic() < deadline:
@@ -59,7 +59,7 @@ def test_a_killed_process_is_noticed() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    link = ControlLink("X-0", ("127.0.0.1", int(process.stdout.readline())), KEY)
+    link = ControlLink(("127.0.0.1", int(process.stdout.readline())), KEY)
     link.poll()
     assert link.alive
     process.kill()
@@ -119,9 +119,9 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
     for workers in ([("ACTOR", 0), ("ROLLOUT", 0)], [("ACTOR", 1), ("ROLLOUT", 1)], [("REWARD", 0)]):
         server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 7)})
         plan = HostPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
-        link = ControlLink(plan.name, server.address, KEY)
+        link = ControlLink(server.address, KEY)
         link.status = Status("idle", 0.0, 7)
-        watch.hosts.append(WatchedHost(plan, None, expendable=False, link=link))
+        watch.hosts.append(WatchedHost(plan, expendable=False, link=link))
     for _ in range(3):
         watch.poll()
     (event,) = seen
@@ -135,9 +135,9 @@ def test_who_is_in_one_call_for_longer_than_the_limit_is_taken_for_dead_and_a_dr
     for role, status in (("TRAINER", Status("TRAINER.run", 90.0, 7)), ("ACTOR", Status("ACTOR.double", 70.0, 7))):
         server = ControlServer("127.0.0.1", KEY, {})
         plan = HostPlan(workers=[(role, 0)], bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
-        link = ControlLink(plan.name, server.address, KEY)
+        link = ControlLink(server.address, KEY)
         link.status = status
-        watch.hosts.append(WatchedHost(plan, None, expendable=False, link=link))
+        watch.hosts.append(WatchedHost(plan, expendable=False, link=link))
     trainer, actor = watch.hosts
     ((found, why),) = watch.stalled(60.0, [trainer], all_up=True)
     assert found is actor

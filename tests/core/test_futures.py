@@ -41,7 +41,7 @@ def test_a_future_sequence_is_the_sequence_of_its_items(
     assert list(sequence) == doubled
     assert list(reversed(sequence)) == doubled[::-1]
     assert (4 in sequence) == (4 in doubled)
-    sequence.wait(60)
+    assert sequence.result() == doubled
     assert sequence.done()
 
 
@@ -54,7 +54,7 @@ def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup[Any], gat
     assert (next(items), next(items)) == ("open", "open")
     assert not sequence.done()
     with pytest.raises(TimeoutError, match=says("0.1 s", "ACTOR.held_each", "rank 2")):
-        sequence.wait(0.1)
+        sequence.result(0.1)
     gate.touch()
     assert next(items) == "gate"
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,38 +48,6 @@ def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts
     result = builder.build().submit("test")
     assert re.search(says("RuntimeError: no such model", "TOOL-0"), result.error)
     assert left_behind(result.run_id) == []
-
-
-def test_a_job_that_does_not_block_is_waited_for_or_stopped_from_here() -> None:
-    builder = JobBuilder().device_type("CPU").config(lambda trainer: threading.Event().wait()).recovery(max_restarts=0)
-    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
-    running = builder.build().submit("test", blocking=False)
-    assert not running.done()
-    with pytest.raises(TimeoutError, match=says("0.2 s")):
-        running.result(0.2)
-    running.stop()
-    result = running.result(300)
-    assert (result.status, result.exit_code) == ("stopped", 130)
-    assert left_behind(result.run_id) == []
-
-
-def test_a_job_that_does_not_block_is_told_to_stop_and_saves_its_work(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-
-    def until_stopped(trainer: Any) -> None:
-        (tmp_path / "began").touch()
-        while not trainer.stop_requested:
-            time.sleep(0.01)
-        saved.touch()
-
-    builder = JobBuilder().device_type("CPU").config(until_stopped).recovery(stop_grace=3600)
-    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
-    running = builder.build().submit("test", blocking=False)
-    while not (tmp_path / "began").exists():
-        assert not running.done()
-        time.sleep(0.05)
-    running.stop()
-    assert (running.result(300).status, saved.exists()) == ("stopped", True)
 
 
 def test_ranks_find_in_the_environment_what_their_process_group_needs() -> None:

@@ -17,7 +17,7 @@ import torch
 import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
-from core.inline import copied
+from core.backends.local import copied
 from core.shared_memory import claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from tests.messages import says
 
@@ -120,26 +120,18 @@ def test_what_is_passed_is_a_copy_with_read_only_arrays_and_the_same_functions()
         copied(threading.Lock())
 
 
-def test_who_stops_at_a_breakpoint_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakpoint_stops_the_callers_thread_and_who_takes_longer_than_a_time_limit_is_not_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("a").run("workers.Stops")
     stops: list[str] = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(threading.current_thread().name))
     with builder.build().running("stops", backend="local"):
         group = RoleGroup("a")
-        assert group.stop_and_take_long(True) == [1]
-        with pytest.raises(TimeoutError, match=says("0.1 s", "A.stop_and_take_long", "rank 0")):
-            group.stop_and_take_long(False)
-    assert stops == ["MainThread"]
-
-
-def test_who_is_late_ends_the_job_and_is_not_asked_again() -> None:
-    builder = JobBuilder().device_type("CPU").config(lambda trainer: trainer.RG_A.late_and_idempotent())
-    builder.role("trainer").run("workers.Script")
-    builder.role("a").run("workers.Stops")
-    result = builder.build().submit("test", backend="local")
-    assert (result.status, result.attempt) == ("failed", 1)
-    assert re.search(says("WorkerTimeout", "0.05 s", "A.late_and_idempotent", "rank 0"), result.error)
+        assert group.stop_and_take_long() == [1]
+        assert group.call("stop_and_take_long").result(0.1) == [1]
+    assert stops == ["MainThread"] * 2
 
 
 def test_the_process_is_left_as_it_was() -> None:

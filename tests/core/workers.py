@@ -433,14 +433,9 @@ class Settings(BaseWorkload):
 class Stops(BaseWorkload):
     """Meets a breakpoint."""
 
-    @trainer_invocation(is_async=True, timeout=0.05, idempotent=True)
-    def late_and_idempotent(self) -> None:
-        time.sleep(0.1)
-
     @trainer_invocation(is_async=True, timeout=0.1)
-    def stop_and_take_long(self, stop: bool) -> int:
-        if stop:
-            breakpoint()  # noqa: T100 - what is tested
+    def stop_and_take_long(self) -> int:
+        breakpoint()  # noqa: T100 - what is tested
         time.sleep(0.2)
         return 1
 
