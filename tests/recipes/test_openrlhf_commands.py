@@ -21,7 +21,7 @@ from tests.messages import says
 pytestmark = pytest.mark.full
 
 UPSTREAM = Path(__file__).parent / "upstream"
-FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())["train_ppo_ray"]
+FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())
 PARALLEL = "an engine of several devices shares none with other roles yet"
 """The one reason that another change takes away."""
 
@@ -102,11 +102,7 @@ def older(command: Command) -> Command:
 def commands() -> list[Command]:
     """Every PPO command, under its own names and, where these are new, under the older ones."""
     lines = map(json.loads, (UPSTREAM / "openrlhf.jsonl").read_text().splitlines())
-    found = [
-        Command(line["script"], tuple(line["tags"]), tuple(line["argv"]))
-        for line in lines
-        if line["program"] == "train_ppo_ray"
-    ]
+    found = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
     return [*found, *(older(command) for command in found if any("." in name for name in command.flags()))]
 
 

@@ -17,7 +17,7 @@ from tests.messages import says
 from training.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
-FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())["train_ppo_ray"]
+FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())
 """Flag of OpenRLHF 0.8.11 to 0.11.0 -> its first release, its last, the kind of its value, and its default."""
 
 BASE = ["model.path=./x", "data.path=task:sort"]

@@ -78,7 +78,7 @@ def test_ppo_runs_with_vllm_sleep_packing_and_adapters_and_leaves_nothing_behind
     ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     options = """max_samples=16 evaluation.max_samples=8 rollout_batch_size=8 n_samples_per_prompt=2 train_batch_size=8
-        freezing_actor_steps=-1 --vllm_enable_sleep --deepspeed_enable_sleep --packing_samples --lora_rank 4
+        freezing_actor_steps=-1 placement.engines_sleep=true --deepspeed_enable_sleep --packing_samples --lora_rank 4
         actor_learning_rate=0.01 --zero_stage 2 --vllm_tensor_parallel_size 2
     """
     preset = "recipes/openrlhf_ppo/tiny.yaml"
