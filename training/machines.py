@@ -23,7 +23,8 @@ class Machines:
 
     devices: int
     """GPUs of each; 0: they compute on their CPUs."""
-    nodes: int = 1
+    nodes: int | None = None
+    """How many there are; None: as many as the run asks for."""
     device_bytes: int | None = None
     """Memory of a GPU; None: not known."""
 
@@ -41,13 +42,16 @@ class Machines:
                 "as 8x2x80GB"
             )
         devices, nodes, gigabytes = found.groups()
-        return cls(int(devices), int(nodes or 1), int(gigabytes) * 10**9 if gigabytes else None)
+        return cls(int(devices), int(nodes) if nodes else None, int(gigabytes) * 10**9 if gigabytes else None)
 
     def __str__(self) -> str:
-        machines = f"{self.nodes} machine{'s' * (self.nodes > 1)}"
+        if self.nodes is None:
+            machines = "as many machines as it asks for,"
+        else:
+            machines = f"{self.nodes} machine{'s' * (self.nodes > 1)}"
         each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
         gpus = f"{self.devices} GPU{'s' * (self.devices > 1)}{each}" if self.devices else "no GPU"
-        return f"{machines} with {gpus}{' each' * (self.nodes > 1)}"
+        return f"{machines} with {gpus}{' each' * (self.nodes != 1)}"
 
 
 _assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=None)
@@ -100,7 +104,7 @@ def nodes_of(job: Job) -> list[int]:
     sizes = {key: math.ceil(sum(bundles[i].accelerator for i in own) - 1e-3) for key, own in together.items()}
     found = [0] * len(bundles)
     machines = assumed()
-    used = [0] * (machines.nodes if machines else job.node_num)
+    used = [0] * ((machines and machines.nodes) or job.node_num)
     taken: set[tuple[str, int]] = set()
     for key in sorted(together, key=lambda key: (isinstance(key, int), -sizes[key])):
         first, size = together[key][0], sizes[key]
