@@ -19,12 +19,10 @@ from components.engines.config import (
     HFRolloutConfig,
     RolloutConfig,
     SamplingConfig,
-    TrainConfig,
-    TrainOptions,
     VLLMRolloutConfig,
 )
 from training.machines import Machines
-from training.schema import Options, at_least, recipe_of, refuse
+from training.schema import Options, at_least, recipe_of
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -54,8 +52,8 @@ class RunOptions(Options):
     dry_run: bool = False
     """Print what would run where, as JSON, and start nothing."""
     assume_devices: str | None = None
-    """With dry_run: plan for other machines than this one, written as GPUs of each x machines, 8x2, or with the memory
-    of a GPU, 8x2x80GB."""
+    """With dry_run: plan for other machines than this one, written as GPUs of each x machines, 8x2, with a GPU's memory
+    8x2x80GB; or as 8, for as many machines as the run asks for."""
     print_config: bool = False
     """Print the whole configuration as YAML, and start nothing."""
     resume: str = "auto"
@@ -372,36 +370,6 @@ class RolloutOptions(Options):
             )
         idle = [f"rollout.{name}" for name in VLLMS_OWN if self.engine == "hf" and f"rollout.{name}" in given]
         return found + ([f"no effect of {', '.join(idle)}: hf generates"] if idle else [])
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyTrainOptions(TrainOptions):
-    """How the responses of a step are trained on."""
-
-    precision: str = "auto"
-    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
-    products in bfloat16; or "auto": bf16 where there is a GPU."""
-    mini_batch_size: int | None = None
-    """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
-    epochs: int = 1
-    """How often a step's responses are gone through."""
-    micro_batch_size: int | None = None
-    """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
-    memory and speed, not results."""
-    forward_micro_batch_size: int | None = None
-    """`micro_batch_size` of passes without gradients. Default: as in training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size"))
-
-    def for_run(self, total_steps: int, seed: int) -> TrainConfig:
-        """See `TrainOptions.for_run`."""
-        return replace(
-            super().for_run(total_steps, seed),
-            max_sequences=self.micro_batch_size or 0,
-            forward_max_sequences=self.forward_micro_batch_size or 0,
-        )
 
 
 @dataclass(kw_only=True)

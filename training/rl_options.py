@@ -12,7 +12,7 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import EVALUATION_STEP, RolloutConfig, SamplingConfig, TrainConfig
+from components.engines.config import EVALUATION_STEP, RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
 from training.adapter import Adapter
 from training.options import (
     LORAS_OWN,
@@ -23,12 +23,11 @@ from training.options import (
     LogOptions,
     ModelOptions,
     PlacementOptions,
-    PolicyTrainOptions,
     RewardOptions,
     RolloutOptions,
     RunOptions,
 )
-from training.schema import ConfigError, Options, at_least, without_effect
+from training.schema import ConfigError, Options, at_least, refuse, without_effect
 
 
 @dataclass(kw_only=True)
@@ -65,6 +64,36 @@ class PolicyOptions(Options):
         low, high = self.correction_range
         if not 0 <= low < high:
             yield f"algorithm.correction_range={low} {high}; set two ratios, the lower first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTrainOptions(TrainOptions):
+    """How the responses of a step are trained on."""
+
+    precision: str = "auto"
+    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
+    products in bfloat16; or "auto": bf16 where there is a GPU."""
+    mini_batch_size: int | None = None
+    """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
+    epochs: int = 1
+    """How often a step's responses are gone through."""
+    micro_batch_size: int | None = None
+    """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
+    memory and speed, not results."""
+    forward_micro_batch_size: int | None = None
+    """`micro_batch_size` of passes without gradients. Default: as in training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size"))
+
+    def for_run(self, total_steps: int, seed: int) -> TrainConfig:
+        """See `TrainOptions.for_run`."""
+        return replace(
+            super().for_run(total_steps, seed),
+            max_sequences=self.micro_batch_size or 0,
+            forward_max_sequences=self.forward_micro_batch_size or 0,
+        )
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from components.engines.config import RolloutConfig, TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
-from training.options import EvaluationOptions, ModelOptions, PlacementOptions, PolicyTrainOptions, RewardOptions
-from training.rl_options import PolicyOptions, RLOptions
+from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
+from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions
 from training.schema import Options, idle_options, where
 
 Estimator = Literal[

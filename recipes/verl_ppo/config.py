@@ -12,14 +12,8 @@ from typing import Any, ClassVar, Literal, get_args
 from agents.loading import check_agent
 from components.data.verl_rows import load_verl_rows
 from components.engines.config import RolloutConfig, TrainConfig, VLLMRolloutConfig
-from training.options import (
-    DataOptions,
-    EvaluationOptions,
-    PolicyTrainOptions,
-    RewardOptions,
-    RolloutOptions,
-)
-from training.rl_options import PolicyOptions, RLOptions, without_effect
+from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
+from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions, without_effect
 from training.schema import idle_options, where
 
 from .adapter import VERL

@@ -10,7 +10,8 @@ from components.batch import Batch
 from components.rl.aggregation import Totals
 from recipes.openrlhf_ppo.algorithm import add_advantages, mark_tokens, policy_loss, shaped_rewards
 from recipes.openrlhf_ppo.config import AlgorithmOptions, PolicyLoss, PPOConfig
-from training.options import DataOptions, ModelOptions, PolicyTrainOptions, RolloutOptions
+from training.options import DataOptions, ModelOptions, RolloutOptions
+from training.rl_options import PolicyTrainOptions
 
 
 def config(**changes: Any) -> PPOConfig:

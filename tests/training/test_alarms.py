@@ -91,7 +91,7 @@ def test_verls_names_are_understood_and_the_text_has_the_numbers() -> None:
     (event,) = Alarms().look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
     assert (event.alarm, event.step) == ("kl", 7)
     assert re.search(says("2.00", "actor/approx_kl"), event.text)
-    assert "actor_rollout_ref.actor.optim.lr" in event.advice
+    assert "train.learning_rate" in event.advice
     alarms = Alarms()
     assert alarms.look(1, {"response_length/clip_ratio": 0.8}) == []
     (event,) = alarms.look(2, {"response_length/clip_ratio": 0.8})

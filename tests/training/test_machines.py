@@ -60,7 +60,7 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
         ("8", Machines(8)),
         ("8x2", Machines(8, 2)),
         ("8x2x80GB", Machines(8, 2, 80 * GB)),
-        ("4x141gb", Machines(4, 1, 141 * GB)),
+        ("4x141gb", Machines(4, None, 141 * GB)),
         ("0x3", Machines(0, 3)),
     ],
 )

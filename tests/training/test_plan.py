@@ -24,8 +24,9 @@ from components.engines.memory import (
 from core import JobBuilder
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
-from training.options import DataOptions, ModelOptions, PlacementOptions, PolicyTrainOptions
+from training.options import DataOptions, ModelOptions, PlacementOptions
 from training.plan import Capacity, Plan, amount, gpu_bytes, steps_text
+from training.rl_options import PolicyTrainOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
 LARGE = {

@@ -240,8 +240,6 @@ INSTEAD = {
     "max_length": ["data.max_prompt_tokens", "rollout.max_new_tokens"],
     "gradient_accumulation_steps": ["train.mini_batch_size", "train.max_tokens"],
     "grad_accum": ["train.mini_batch_size", "train.max_tokens"],
-    "max_steps": ["data.max_samples", "prompts_per_step"],
-    "total_training_steps": ["data.max_samples", "prompts_per_step"],
     "use_kl_loss": ["algorithm.kl_coef"],
     "sync_ref_model": ["reference"],
     "optim": ["AdamW", "train.betas"],

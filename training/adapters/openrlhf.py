@@ -165,7 +165,7 @@ def _template(flags: Flags) -> None:
     if template is None:
         return
     if "{}" not in template:
-        flags.idle("it has no {}, where the prompt would go", *names)
+        flags.found.notes.append(f"no effect of input_template={template!r}: it has no {{}}, where the prompt would go")
     elif flags.is_set("data.apply_chat_template"):
         flags.idle("apply_chat_template is on", *names)
     else:

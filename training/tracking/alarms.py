@@ -142,7 +142,7 @@ ALARMS = (
         text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
         advice="look at the responses: is the reward ever right, or always? Take prompts that the policy solves now "
         "and then; draw more responses (samples_per_prompt) at temperature 1; in recipes that have it, leave such "
-        "prompts out (algorithm.filter_range, in verl_ppo algorithm.dynamic_sampling)",
+        "prompts out (algorithm.filter_range or algorithm.dynamic_sampling)",
         sounds=_is_all_equal,
         steps=3,
     ),
