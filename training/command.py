@@ -98,18 +98,18 @@ class Command(ABC, Generic[C]):
             asked = self.read(arguments)
             with assuming(asked.machines):
                 plan = self.plan(asked, arguments)
-                notes = [self.renamed(note, arguments) for note in plan.notes]
+                notes = self.renamed("\n".join(plan.notes), arguments).splitlines()
                 plan.notes = [*adapter_notes(self.schema, arguments), *notes]
                 if plan.is_all(asked, self.given(arguments)):
                     return 0
                 self.check(plan)
             config = plan.config
             run_dir = open_run(config.run_dir, config.resume, self.checkpoints(config), plan.json())
+            plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         except (ValueError, OSError) as error:
             text = re.sub(r"\w+", lambda word: _OF_CORE.get(word[0], word[0]), str(error))
             print(f"{self.folder.name}: {self.renamed(text, arguments)}", file=sys.stderr)
             return 2
-        plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         return run_job(
             plan.job,
             recipe=plan.recipe,

@@ -115,6 +115,11 @@ class SupervisedCommand(Command[C]):
         """With the paths of demonstration models, which are made where they are not there yet."""
         config = self.with_models(config)
         if "model.path" not in config.models:
+            if config.model.config_overrides or config.model.tokenizer_path:
+                raise ValueError(
+                    f"model.path={config.model.path} is made here, with a tokenizer and settings of its own; leave "
+                    "model.config_overrides and model.tokenizer_path out, or set model.path to a folder"
+                )
             return config
         return replace(config, model=config.model.prepared(Path(config.run_dir)))
 

@@ -1,6 +1,8 @@
 """A model with another tokenizer or other settings: engines load it from a folder of links."""
 
 import json
+import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,19 @@ def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tm
 def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("model.config_overrides", "max_positions", str(model))):
         model_view(str(model), tmp_path / "view", {"max_positions": 1})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "facts"),
+    [
+        ("grpo", ["model.config_overrides={max_positions: 1}"], ["model.config_overrides", "max_positions"]),
+        ("sft", ["model.config_overrides={hidden_size: 8}"], ["model.path=new:sort", "model.config_overrides"]),
+    ],
+)
+def test_what_a_model_cannot_be_given_is_one_line_before_anything_starts(
+    recipe: str, options: list[str], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = import_module(f"recipes.{recipe}.main").main
+    assert main([*options, f"run_dir={tmp_path}/run", "backend=local"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says(*facts), line)
