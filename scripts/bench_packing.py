@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from components.batch import Batch  # noqa: E402 (may not be installed)
 from components.data.tiny_model import character_tokenizer, tiny_model  # noqa: E402
 from components.engines.causal import keep_freed_memory, token_logprobs  # noqa: E402
-from components.engines.head_logprobs import mark_plain_head  # noqa: E402
+from components.engines.head_logprobs import has_plain_head, mark_plain_head  # noqa: E402
 from components.engines.packing import use_packing  # noqa: E402
 
 SEQUENCES, MEAN, LONGEST = 32, 135, 480
@@ -65,7 +65,7 @@ def main() -> int:
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
     padded, packed = (tiny_model(tokenizer, seed=0, layers=4) for _ in range(2))
     for model in (padded, packed):
-        mark_plain_head(model)
+        mark_plain_head(model, has_plain_head(model))
     use_packing(packed)
     ways: dict[str, Callable[[], None]] = {
         "padded": partial(forward_and_backward, padded, [batch]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import logging
 import math
 import platform
 from collections.abc import Callable, Iterator
@@ -20,13 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.head_logprobs import logprobs_for_logits, mark_plain_head, plain_head
+from components.engines.empty_model import empty_model, small_copy
+from components.engines.head_logprobs import has_plain_head, logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
 from components.engines.packing import packed_inputs, packs, use_packing
+from components.engines.weight_files import ReadWhole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+
+_log = logging.getLogger(__name__)
 
 # Options of mallopt, by their numbers in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -48,6 +53,7 @@ def load_policy(
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
     packing: bool = False,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """A causal language model from a folder or a hub name.
 
@@ -58,6 +64,8 @@ def load_policy(
         attn_implementation: as transformers names it, such as "sdpa" or "flash_attention_2"; None: its own choice.
         packing: compute the sequences of a batch end to end in one row, without padding, each for itself; with an
             attention of ours, unless `attn_implementation` is flash attention.
+        empty: leave the parameters on the meta device; a training engine, or `fill`, reads what a rank keeps. A model
+            that cannot be read in parts is loaded whole, and a warning is logged that says why.
 
     Raises:
         ValueError: the model cannot be packed, or its attention is more than sdpa, which was asked for, computes.
@@ -65,28 +73,45 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     keep_freed_memory()
-    with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation
-        )
-    own = model.config._attn_implementation
+    model, probe, _ = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
+    own = probe.config._attn_implementation
     if own and "flash" in own:
         # It is for GPUs, and the model is not on one yet.
-        model.set_attn_implementation("eager")
-        mark_plain_head(model)
-        model.set_attn_implementation(own)
+        probe.set_attn_implementation("eager")
+        is_plain = has_plain_head(probe)
+        probe.set_attn_implementation(own)
     else:
-        mark_plain_head(model)
-    _fit_attention(model, attn_implementation, packing)
+        is_plain = has_plain_head(probe)
+    mark_plain_head(model, is_plain)
+    _fit_attention(model, probe, attn_implementation, packing)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _fit_attention(model: PreTrainedModel, asked: str | None, packing: bool) -> None:
+def _open(
+    kind: Any, path: str | Path, dtype: str, attention: str | None, empty: bool
+) -> tuple[PreTrainedModel, PreTrainedModel, list[str]]:
+    """The model; one of its kind that can compute already, which is itself where it has weights; and what of them its
+    files lack.
+    """
+    if empty:
+        try:
+            model = empty_model(kind, path, _torch_dtype(dtype), attention)
+            return model, small_copy(model), []
+        except ReadWhole as why:
+            _log.warning("every process loads %s whole, which takes more host memory: %s", path, why)
+    with without_progress_bars():
+        model, found = kind.from_pretrained(
+            path, dtype=_torch_dtype(dtype), attn_implementation=attention, output_loading_info=True
+        )
+    return model, model, sorted(found["missing_keys"])
+
+
+def _fit_attention(model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool) -> None:
     """Let `model` pack, or see to it that its attention computes what the model is."""
     if packing:
-        use_packing(model)
+        use_packing(model, probe)
         return
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap is None or model.config._attn_implementation != "sdpa":
@@ -189,6 +214,7 @@ def load_value_model(
     normalize: bool = False,
     needs_head: bool = False,
     packing: bool = False,
+    empty: bool = False,
 ) -> ValueModel:
     """A value model from a value model's folder, a reward model's, or any policy's.
 
@@ -202,6 +228,7 @@ def load_value_model(
         normalize: subtract the `mean` and divide by the `std` that a reward model has in its config.json.
         needs_head: no random head where the folder has none.
         packing: as in `load_policy`.
+        empty: as in `load_policy`; the head is whole.
 
     Raises:
         ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are; or the model
@@ -224,17 +251,14 @@ def load_value_model(
             f"{value_head_prefix}.weight of {path} has shape {list(head_1H.shape)}, not {[1, _state_size(config)]}: "
             "it scores several classes; use a model with num_labels=1"
         )
-    with without_progress_bars(), _without_load_report():
-        backbone, found = AutoModel.from_pretrained(
-            path, dtype=_torch_dtype(dtype), attn_implementation=attn_implementation, output_loading_info=True
-        )
-    if found["missing_keys"]:
-        missing = sorted(found["missing_keys"])
+    with _without_load_report():
+        backbone, probe, missing = _open(AutoModel, path, dtype, attn_implementation, empty)
+    if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} weights of {type(backbone).__name__}, {missing[0]} among them, which would "
             "be random; give a folder that save_pretrained wrote whole"
         )
-    _fit_attention(backbone, attn_implementation, packing)
+    _fit_attention(backbone, probe, attn_implementation, packing)
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = ValueModel(backbone, seed, value_head_prefix, mean, std)

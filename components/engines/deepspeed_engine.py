@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
 from components.engines.train_engine import TrainEngine, adam_of
+from components.engines.weight_files import fill
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -25,11 +26,16 @@ class DeepSpeedEngine(TrainEngine):
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
         Args:
-            model: the same weights on all ranks; it is partitioned (zero_stage 3) and cast (bf16) in place.
+            model: the same on all ranks, or made empty by `load_policy`; it is partitioned (zero_stage 3) and cast
+                (bf16) in place.
             config: of this engine.
         """
         super().__init__(model, config)
         deepspeed = _import_deepspeed()
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                parameter.data = parameter.data.to(self._type(parameter))
+        fill(model, self.device)
         optimizer = adam_of(model, config)
         self._deepspeed = deepspeed
         self._adam = optimizer

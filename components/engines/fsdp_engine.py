@@ -23,6 +23,7 @@ from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
 from components.engines.train_engine import TrainEngine, adam_of
+from components.engines.weight_files import fill
 
 __all__ = ["FSDPEngine"]
 
@@ -33,12 +34,13 @@ class FSDPEngine(TrainEngine):
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
         Args:
-            model: the same weights on all ranks; its parameters become float32 and partitioned, in place. With bf16
-                passes use them rounded.
+            model: the same on all ranks, or made empty by `load_policy`; its parameters become float32 and
+                partitioned, in place. With bf16 passes use them rounded.
             config: of this engine.
         """
         super().__init__(model, config)
         self._groups = _partitioned(model.float(), config, self.device)
+        fill(model, "cpu" if config.adam_offload else self.device)
         self._model = model
         self._adam = adam_of(model, config)
         self._start_average()

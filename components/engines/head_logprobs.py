@@ -27,19 +27,24 @@ _DEFAULT_CHUNK = (2**27, 512)
 _MARK = "logprobs_from_states"
 
 
-def mark_plain_head(model: nn.Module) -> None:
-    """Find out, and note at a causal language model, whether its logits are what its output layer gives, unchanged.
+def mark_plain_head(model: nn.Module, is_plain: bool) -> None:
+    """Note at a causal language model what `has_plain_head` found of it, or of another of its kind."""
+    setattr(model, _MARK, is_plain)
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Find out whether the logits of a causal language model are what its output layer gives, unchanged.
 
     Some cap or scale them, or cut a padded vocabulary: their logits are read as a whole. The model is asked with one
     token, while it has its whole weights: the layer is made to answer with known numbers.
     """
     head = _head(model)
     if head is None:
-        return
+        return False
     next_11V = torch.randn(1, 1, head.out_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
     with torch.no_grad(), _forward_of(head, lambda _: next_11V):
         logits_11V = model(input_ids=head.weight.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
-    setattr(model, _MARK, logits_11V.shape == next_11V.shape and torch.equal(logits_11V, next_11V))
+    return logits_11V.shape == next_11V.shape and torch.equal(logits_11V, next_11V)
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:

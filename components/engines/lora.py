@@ -7,6 +7,7 @@ start, so that the first outputs are the model's own; scale = lora_alpha / lora_
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Adapters:
         """Put adapters into `model`, in place, the same on all ranks. Only they keep their gradients, and a value head.
 
         Args:
-            model: policy or value model, whole and not under an engine yet.
+            model: policy or value model, perhaps made empty, and not under an engine yet.
             config: its `lora_...` fields, and the seed of the first weights.
 
         Raises:
@@ -48,7 +49,7 @@ class Adapters:
             base_model_name_or_path=base.name_or_path,
             task_type=None if self.prefix else "CAUSAL_LM",
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _on_cpu(base.get_submodule(name) for name in targets):
             torch.manual_seed(config.seed)
             inject_adapter_in_model(self.config, base)
         # peft writes down a set, in another order each time.
@@ -105,6 +106,23 @@ class Adapters:
             if ".lora_" in name
         }
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def _on_cpu(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, weights on the meta device seem to be on the CPU: peft makes an adapter where the weight is."""
+    empty = [
+        (layer, layer.weight) for layer in layers if isinstance(layer.weight, nn.Parameter) and layer.weight.is_meta
+    ]
+    for layer, weight in empty:
+        # Of the same shape, and without memory.
+        layer.weight = nn.Parameter(torch.empty((), dtype=weight.dtype).expand(weight.shape))
+    try:
+        yield
+    finally:
+        for layer, weight in empty:
+            seeming: Any = layer.weight
+            layer.weight = weight.requires_grad_(seeming.requires_grad)
 
 
 def _targets(base: Any, wanted: str) -> list[str]:

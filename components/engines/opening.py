@@ -20,7 +20,7 @@ def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
     """The engine that `config.engine` names, around `model`. All ranks call this, with the same weights.
 
     Args:
-        model: it is partitioned and cast (bf16) in place.
+        model: perhaps made empty, then the engine reads its weights; it is partitioned and cast (bf16) in place.
         config: of this engine.
 
     Raises:

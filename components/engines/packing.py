@@ -32,12 +32,15 @@ _MARK = "packs_sequences"  # a ValueModel has a property of this name
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
-def use_packing(model: PreTrainedModel) -> None:
+def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) -> None:
     """Let `model` take packed sequences; `packs` tells from then on.
 
-    It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. Call
-    it while the weights are whole: a small packed row is compared with its sequences alone, under the model's own plain
-    attention.
+    It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. A small
+    packed row is compared with its sequences alone, under the model's own plain attention.
+
+    Args:
+        model: gets the attention.
+        probe: a model of the same kind that is asked, with whole weights; None: the model itself.
 
     Raises:
         ValueError: something else than attention looks at several tokens, or the two do not agree.
@@ -51,13 +54,15 @@ def use_packing(model: PreTrainedModel) -> None:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if not kinds <= {"full_attention", "sliding_attention"}:
         raise ValueError(_refusal(model, f"it has layers of the kinds {', '.join(sorted(kinds))}"))
-    row = _probe_row(model)
+    asked = probe or model
+    row = _probe_row(asked)
     try:
-        model.set_attn_implementation("eager")
+        asked.set_attn_implementation("eager")
         with torch.no_grad():
-            alone = [model(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
-            model.set_attn_implementation(_NAME)
-            packed = model(**packed_inputs(row))[0]
+            alone = [asked(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
+            asked.set_attn_implementation(_NAME)
+            packed = asked(**packed_inputs(row))[0]
+        model.set_attn_implementation(_NAME)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(_refusal(model, f"it failed on a packed row: {error}")) from error
     if model.config._attn_implementation != _NAME:
@@ -65,7 +70,7 @@ def use_packing(model: PreTrainedModel) -> None:
     expected = torch.cat(alone, 1).float()
     distance = float((packed.float() - expected).abs().max() / expected.abs().max())
     # Not the other way round: NaN is not near.
-    if not distance <= _TOLERANCE.get(model.dtype, 1e-3):
+    if not distance <= _TOLERANCE.get(asked.dtype, 1e-3):
         raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
     if own is not None and "flash" in own:
         model.set_attn_implementation(own)

@@ -1,0 +1,48 @@
+"""What a rank of the tests of empty models does: the same training from a model loaded whole and from an empty one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.engines.causal import load_policy, load_value_model
+from components.engines.opening import open_engine
+from components.engines.train_engine import TrainEngine
+from components.engines.weight_files import local_rows
+from tests.components.engines.train_cases import config, minibatches, nll, squared_error, weights
+
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp-2": {"engine": "fsdp", "zero_stage": 2},
+    "fsdp-3-bf16": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
+    "fsdp-3-offload": {"engine": "fsdp", "zero_stage": 3, "adam_offload": True},
+    "fsdp-3-lora": {"engine": "fsdp", "zero_stage": 3, "lora_rank": 2},
+    "fsdp-3-value": {"engine": "fsdp", "zero_stage": 3},
+    "zero-0": {"zero_stage": 0},
+    "zero-1-bf16": {"zero_stage": 1, "precision": "bf16"},
+    "zero-2-lora": {"zero_stage": 2, "precision": "bf16", "lora_rank": 2},
+    "zero-3": {"zero_stage": 3},
+    "zero-3-bf16": {"zero_stage": 3, "precision": "bf16"},
+    "zero-3-lora": {"zero_stage": 3, "precision": "bf16", "lora_rank": 2},
+    "zero-3-value": {"zero_stage": 3, "adam_offload": True},
+    "fsdp-3-packing": {"engine": "fsdp", "zero_stage": 3, "packing": True},
+}
+
+
+def trained(case: str, folder: str, empty: bool) -> dict[str, Any]:
+    torch.manual_seed(7)
+    chosen = config(max_tokens=40, **CASES[case])
+    load, loss = (load_value_model, squared_error) if "value" in case else (load_policy, nll)
+    engine = open_engine(load(folder, empty=empty, packing=chosen.packing), chosen)
+    record: dict[str, Any] = {"first": weights(engine), "bytes": held(engine), "random": torch.get_rng_state()}
+    record["metrics"] = [engine.train_step(batch, loss) for batch in minibatches()]
+    return record | {"last": weights(engine)}
+
+
+def held(engine: TrainEngine) -> int:
+    """Bytes of this rank's parameters."""
+    parts: list[Tensor] = [local_rows(getattr(p, "ds_tensor", p)) for p in engine.model.parameters()]
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def both_ways(folder: str) -> dict[str, dict[bool, Any]]:
+    return {case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES}
