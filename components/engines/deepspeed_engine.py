@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
 from components.engines.train_engine import TrainEngine, adam_of
-from components.engines.weight_files import fill
+from components.engines.weight_files import fill, filled
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -32,19 +32,34 @@ class DeepSpeedEngine(TrainEngine):
         """
         super().__init__(model, config)
         deepspeed = _import_deepspeed()
-        for parameter in model.parameters():
-            if parameter.is_meta:
-                parameter.data = parameter.data.to(self._type(parameter))
-        fill(model, self.device)
-        optimizer = adam_of(model, config)
         self._deepspeed = deepspeed
-        self._adam = optimizer
         self._stage = config.stage
         settings = _deepspeed_json(model, config)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._read_weights(model, settings)
+        optimizer = adam_of(model, config)
+        self._adam = optimizer
         # Some of its optimizers print how much memory they take, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self._start_average()
+
+    def _read_weights(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        """Give a model that was made empty its weights in the type that passes use: with zero_stage 3 this rank's part
+        of them, without ever having more than one parameter whole.
+        """
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._type(parameter))
+        if self._stage < 3:
+            fill(model, self.device)
+            return
+        # DeepSpeed hands out what rank 0 has.
+        one_by_one = _OneByOne(filled(model, self.device, reads=self.rank == 0))
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=settings)
+        # It moves a model to the device, unless the model is partitioned.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
 
     @property
     def model(self) -> nn.Module:
@@ -106,6 +121,17 @@ class DeepSpeedEngine(TrainEngine):
 
     def _scratch(self) -> list[Tensor]:
         return [bucket.buffer for bucket in self._engine.optimizer.ipg_buckets.values()] if self._stage == 3 else []
+
+
+class _OneByOne(nn.Module):
+    """Parameters that do not all exist at the same time, as the module that DeepSpeed partitions."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._one_by_one = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002 - as of a module
+        return self._one_by_one
 
 
 def _import_deepspeed() -> Any:

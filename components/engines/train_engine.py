@@ -454,8 +454,9 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weight_decay == 0:
         return [{"params": parameters, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    # ds_shape: of the whole parameter, which DeepSpeed may have partitioned.
+    matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
+    vectors = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -208,30 +208,39 @@ def fill(model: nn.Module, device: torch.device | str) -> None:
         model: policy or value model, perhaps with adapters; perhaps under `fully_shard`.
         device: of the parameters.
     """
-    for module in list(model.modules()):
-        files = getattr(module, "weight_files", None)
-        if isinstance(files, WeightFiles):
-            _fill(module, files, device)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    assert not left, f"{len(left)} parameters have no weights, {left[0]} among them"
+    for _ in filled(model, device):
+        pass
 
 
-def _fill(model: nn.Module, files: WeightFiles, device: torch.device | str) -> None:
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    with files:
+def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> Iterator[nn.Parameter]:
+    """The parameters of a model in their order, each made as `fill` makes it when its turn comes.
+
+    Args:
+        model: as for `fill`, like `device`.
+        device: of the parameters.
+        reads: read them; otherwise they have memory, and any numbers in it.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    with ExitStack() as stack:
+        files: dict[str, WeightFiles] = {}
         for path, module in model.named_modules():
-            for name, empty in list(module.named_parameters(recurse=False)):
-                if empty.is_meta and empty not in made:
-                    made[empty] = _read(files, f"{path}.{name}" if path else name, empty, device)
-                if empty.is_meta:
-                    setattr(module, name, made[empty])
-
-
-def _read(files: WeightFiles, name: str, empty: nn.Parameter, device: torch.device | str) -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty_like(empty, device=device), empty.requires_grad)
-    # Layers that have adapters are a part of what stands in their place.
-    files.read(name.replace(".base_layer.", "."), local_rows(parameter.detach()), first_row(parameter))
-    return parameter
+            if isinstance(here := getattr(module, "weight_files", None), WeightFiles):
+                files[f"{path}." if path else ""] = stack.enter_context(here)
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(parameter, []).append((module, name))
+        for name, parameter in list(model.named_parameters()):
+            if not parameter.is_meta:
+                yield parameter
+                continue
+            made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            if reads:
+                prefix = next(prefix for prefix in files if name.startswith(prefix))
+                # A layer that has an adapter is a part of what stands in its place.
+                stored = name.removeprefix(prefix).replace(".base_layer.", ".")
+                files[prefix].read(stored, local_rows(made.detach()), first_row(made))
+            for module, own_name in places[parameter]:
+                setattr(module, own_name, made)
+            yield made
 
 
 def local_rows(tensor: Any) -> Tensor:

@@ -27,6 +27,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
             gradient_checkpointing=self.config.train.gradient_checkpointing,
             attn_implementation=self.config.model.attn_implementation,
             packing=self.config.train.packing,
+            empty=True,
         )
         self.engine = open_engine(model, self.config.train_engine(steps))
         self.open_publisher(self.config.placement.nodes)

@@ -20,12 +20,13 @@ class SupervisedModel(TrainedModel, Generic[C]):
     config: C
 
     def load_model(self, path: str) -> nn.Module:
-        """The model to train; here a causal one."""
+        """The model to train, whose weights the engine reads; here a causal one."""
         return load_policy(
             path,
             gradient_checkpointing=self.config.train.gradient_checkpointing,
             attn_implementation=self.config.model.attn_implementation,
             packing=self.config.train.packing,
+            empty=True,
         )
 
     @trainer_invocation

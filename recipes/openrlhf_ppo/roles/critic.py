@@ -28,6 +28,7 @@ class Critic(Learner):
             value_head_prefix=options.reward_model.value_head_prefix,
             # The critic predicts what the reward model's rewards are normalised to.
             normalize=options.reward_model.normalize and options.critic_start in options.reward_model.paths,
+            empty=True,
         )
         self.engine = open_engine(model, self.config.critic_engine(steps))
 

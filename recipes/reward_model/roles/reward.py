@@ -25,6 +25,7 @@ class Reward(SupervisedModel[RewardModelConfig]):
             attn_implementation=own.attn_implementation,
             value_head_prefix=own.value_head_prefix,
             packing=train.packing,
+            empty=True,
         )
         model.backbone.config.pad_token_id = self.config.tokenizer(path).pad_token_id
         return model

@@ -40,7 +40,7 @@ class ActorRolloutRefWorker(Learner):
         """
         config = self.config
         if "actor" in self.parts:
-            model = self.load(model_path, gradient_checkpointing=config.train.gradient_checkpointing)
+            model = self.load(model_path, gradient_checkpointing=config.train.gradient_checkpointing, empty=True)
             self.engine = open_engine(model, config.train_engine(steps))
             self.open_publisher(config.placement.nodes)
         if "ref" in self.parts and config.needs_reference:

@@ -23,6 +23,7 @@ class CriticWorker(Learner):
             seed=self.config.seed,
             attn_implementation=self.config.model.attn_implementation,
             packing=self.config.critic.packing,
+            empty=True,
         )
         self.engine = open_engine(model, self.config.engine("critic", steps))
 
