@@ -170,7 +170,7 @@ class ValueModel(nn.Module):
             return score_BT
         return (score_BT - self.mean) / self.std
 
-    def save_pretrained(self, path: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(self, path: str | Path) -> None:
         """Write the folder that `load_value_model` loads, with the same prefix of the head and the same `normalize`.
 
         With the prefix "score" transformers' `...ForSequenceClassification` loads it too, to give the scores before
@@ -178,18 +178,26 @@ class ValueModel(nn.Module):
 
         Args:
             path: folder, made when missing.
-            state_dict: written instead of the model's own parameters (partitioned ones are empty).
         """
         from safetensors.torch import save_file
+
+        self.save_config(path, self.backbone.dtype)
+        weights = {self.stored_name(name): tensor.detach().cpu() for name, tensor in self.named_parameters()}
+        save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
+
+    def stored_name(self, name: str) -> str:
+        """What a parameter is called in the files."""
+        prefixes = {"backbone": self.backbone.base_model_prefix, "score": self.value_head_prefix}
+        part, _, rest = name.partition(".")
+        return f"{prefixes[part]}.{rest}"
+
+    def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
+        """Write the config.json of that folder, for weights of this type."""
         from transformers import AutoModelForSequenceClassification
 
-        prefixes = {"backbone": self.backbone.base_model_prefix, "score": self.value_head_prefix}
-        weights: dict[str, Tensor] = {}
-        for name, tensor in (state_dict or dict(self.named_parameters())).items():
-            part, _, rest = name.partition(".")
-            weights[f"{prefixes[part]}.{rest}"] = tensor.detach().cpu().contiguous()
         config = copy.deepcopy(self.backbone.config)
         config.num_labels = 1
+        config.dtype = dtype
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
         # Under another name it would not find the head, and make up a random one.
         config.architectures = [classifier.__name__] if classifier and self.value_head_prefix == "score" else None
@@ -199,9 +207,7 @@ class ValueModel(nn.Module):
             elif hasattr(config, name):
                 # Of the reward model that this one started from: it says nothing about these scores.
                 delattr(config, name)
-        Path(path).mkdir(parents=True, exist_ok=True)
         config.save_pretrained(path)
-        save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_value_model(

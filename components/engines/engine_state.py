@@ -34,7 +34,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from components.engines.tensor_file import TensorFile
 from components.engines.weight_average import WeightAverage
+from components.engines.weight_files import first_row, local_rows
 
 NOTE = "engine.json"
 AVERAGE = "average.safetensors"
@@ -48,6 +50,8 @@ CONSEQUENCES = {
     "device": "its kernels round differently, and dropout starts anew",
 }
 """Of a setting that was another when the state was saved."""
+PIECE = 16 * 2**20
+"""So many numbers of a parameter are gathered, written or read at a time: 64 MB in float32."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
@@ -124,10 +128,23 @@ class _Part:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Cut the part out of `flat` or of a moment, as a view."""
-        return _local(tensor.detach()).view(-1).narrow(0, self.offset, self.count)
+        return local_rows(tensor.detach()).view(-1).narrow(0, self.offset, self.count)
 
-    def copy_from(self, whole: Tensor, into: Tensor) -> None:
-        self.of(into).copy_(whole.view(-1).narrow(0, self.start, self.count))
+    def fill(self, stored: Any, into: Tensor) -> None:
+        """Read the part of a parameter of a file, a slice of safetensors, rows at a time."""
+        shape = stored.get_shape()
+        target = self.of(into)
+        if not shape:
+            target.copy_(stored[...].view(-1))
+            return
+        row = max(1, math.prod(shape[1:]))
+        step = max(1, PIECE // row)
+        end = self.start + self.count
+        for first in range(self.start // row, -(-end // row), step):
+            last = min(first + step, -(-end // row))
+            begin = max(self.start, first * row)
+            numbers = stored[first:last].reshape(-1)[begin - first * row : end - first * row]
+            target.narrow(0, begin - self.start, len(numbers)).copy_(numbers)
 
 
 @dataclass
@@ -160,7 +177,7 @@ class EngineState:
     adapters: dict[str, Any] | None = None
     """The options of a model's adapters. The weights beneath them are not saved."""
     file_bytes: int = 2**30
-    """What a rank collects before it writes a file. A parameter that is larger by itself has one of its own."""
+    """Of a file, at most. A parameter that is larger by itself has one of its own."""
 
     @property
     def rank(self) -> int:
@@ -183,13 +200,18 @@ class EngineState:
         last_of_file = {file: name for name, (_, file) in plan.items()}
         attempt = _Attempt(f"write {folder}")
         attempt.do(partial(self._begin, folder))
-        collected: dict[str, Tensor] = {}
+        opened: dict[str, TensorFile] = {}
         for name, (writer, file) in plan.items():
-            # After an error too, since the other ranks gather.
-            collected |= self._gathered(name, parameters[name], writer)
-            if writer == self.rank and last_of_file[file] == name:
-                attempt.do(partial(save_file, collected, folder / file))
-                collected = {}
+            writes = writer == self.rank
+            if writes and file not in opened:
+                attempt.do(partial(self._create, folder / file, opened, plan))
+            for key in self._keys(parameters[name]):
+                # After an error too, since the other ranks gather.
+                for start, piece in self._pieces(parameters[name], key, writer):
+                    if writes and file in opened:
+                        attempt.do(partial(opened[file].write_part, f"{name}/{key}", piece, start))
+            if writes and file in opened and last_of_file[file] == name:
+                opened[file].close()
         if self.rank == 0 and self.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
             attempt.do(partial(save_file, averages, folder / AVERAGE))
@@ -227,9 +249,9 @@ class EngineState:
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         """
         for name, parameter in self.parameters.items():
-            whole = self._whole(parameter, "weight", 0)
-            if whole is not None:
-                yield name, whole
+            pieces = [piece.to("cpu", copy=True) for _, piece in self._pieces(parameter, "weight", 0) if self.rank == 0]
+            if pieces:
+                yield name, torch.cat(pieces).view(whole_shape(parameter))
 
     def _sum_beneath(self) -> int | None:
         """A number that is another for other weights beneath the adapters, whatever the engine, its precision and the
@@ -260,9 +282,8 @@ class EngineState:
             start = min(self.rank * count, parameter.ds_numel)
             return _Part(flat, offset, start, min(count, parameter.ds_numel - start))
         if _is_dtensor(parameter):
-            # Cut as torch.chunk cuts rows: the last ranks may have none.
-            rows = min(self.rank * math.ceil(parameter.shape[0] / self.world_size), parameter.shape[0])
-            return _Part(parameter, 0, rows * parameter.shape[1:].numel(), _local(parameter).numel())
+            start = first_row(parameter) * parameter.shape[1:].numel()
+            return _Part(parameter, 0, start, local_rows(parameter).numel())
         if not hasattr(parameter, "_hp_mapping"):
             return _Part(parameter, 0, 0, parameter.numel())
         mapping = parameter._hp_mapping
@@ -282,34 +303,51 @@ class EngineState:
         # All are stepped together, and this rank may have no part of this one.
         return max((int(state["step"]) for state in self.adam.state.values() if state), default=None)
 
-    def _gathered(self, name: str, parameter: nn.Parameter, writer: int) -> dict[str, Tensor]:
-        """The whole tensors of one parameter on the CPU of `writer`; nothing on the others."""
-        keys = ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
-        whole = {f"{name}/{key}": self._whole(parameter, key, writer) for key in keys}
-        return {key: tensor for key, tensor in whole.items() if tensor is not None}
+    def _keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """What is saved of a parameter."""
+        return ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
 
-    def _whole(self, parameter: nn.Parameter, key: str, writer: int) -> Tensor | None:
-        """The master weight or a moment of one parameter, in float32 on the CPU of `writer`; None on the others."""
-        part, shape = self._part(parameter), _shape(parameter)
-        tensor = torch.empty(0)
+    def _pieces(self, parameter: nn.Parameter, key: str, writer: int) -> Iterator[tuple[int, Tensor]]:
+        """The master weight or a moment of one parameter, laid flat, in float32: where a piece begins, and the piece.
+
+        Every rank must exhaust the iterator, and the pieces are right on `writer` alone.
+        """
+        part, count = self._part(parameter), whole_shape(parameter).numel()
+        own = torch.empty(0)
         if part is not None:
-            tensor = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key]).float()
-        if (_is_zeros(parameter) or _is_dtensor(parameter)) and self.world_size > 1:
+            own = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
+        if self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter)):
+            yield from ((start, own[start : start + PIECE].float()) for start in range(0, count, PIECE))
+            return
+        first = part.start if part is not None else 0
+        for start in range(0, count, PIECE):
             # Added as integers, all but one of which are 0, the parts arrive with every bit.
-            bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self.device)
-            if part is not None:
-                bits.narrow(0, part.start, part.count).copy_(tensor.view(torch.int32))
+            bits = torch.zeros(min(PIECE, count - start), dtype=torch.int32, device=self.device)
+            begin, end = max(first, start), min(first + len(own), start + len(bits))
+            if begin < end:
+                numbers = own[begin - first : end - first].float()
+                bits[begin - start : end - start].copy_(numbers.view(torch.int32))
             dist.reduce(bits, dst=writer)
-            tensor = bits.view(torch.float32)
-        # A copy, since tensors of one file may share no memory.
-        return tensor.to("cpu", copy=True).view(shape) if self.rank == writer else None
+            yield start, bits.view(torch.float32)
+
+    def _create(self, path: Path, opened: dict[str, TensorFile], plan: dict[str, tuple[int, str]]) -> None:
+        """Begin a file, which is added to `opened`."""
+        tensors = {
+            f"{name}/{key}": torch.empty(whole_shape(parameter), device="meta")
+            for name, parameter in self.parameters.items()
+            for key in self._keys(parameter)
+            if plan[name][1] == path.name
+        }
+        opened[path.name] = TensorFile(path, tensors)
 
     def _plan(self, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, str]]:
         """Which rank writes which parameter, into which file: equal shares at any time, so that all write together."""
         plan: dict[str, tuple[int, str]] = {}
         written, filled, files = ([0] * self.world_size for _ in range(3))
         for name, parameter in parameters.items():
-            nbytes = 4 * _shape(parameter).numel() * (1 if self._adam_step(parameter) is None else 1 + len(MOMENTS))
+            nbytes = (
+                4 * whole_shape(parameter).numel() * (1 if self._adam_step(parameter) is None else 1 + len(MOMENTS))
+            )
             writer = written.index(min(written))
             if filled[writer] and filled[writer] + nbytes > self.file_bytes:
                 files[writer] += 1
@@ -323,7 +361,7 @@ class EngineState:
         folder.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:
             (folder / NOTE).unlink(missing_ok=True)
-        own = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
+        own = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
         own["cpu/random"] = torch.get_rng_state()
         if self.device.type == "cuda":
             own["cuda/random"] = torch.cuda.get_rng_state()
@@ -331,7 +369,11 @@ class EngineState:
 
     def _note(self, parameters: dict[str, nn.Parameter], plan: dict[str, tuple[int, str]]) -> dict[str, Any]:
         entries = {
-            name: {"shape": list(_shape(parameter)), "adam_step": self._adam_step(parameter), "file": plan[name][1]}
+            name: {
+                "shape": list(whole_shape(parameter)),
+                "adam_step": self._adam_step(parameter),
+                "file": plan[name][1],
+            }
             for name, parameter in parameters.items()
         }
         steps = [entry["adam_step"] for entry in entries.values() if entry["adam_step"] is not None]
@@ -343,13 +385,15 @@ class EngineState:
             "average": AVERAGE if self.average is not None else None,
             "adapters": self.adapters,
             "parameters": entries,
-            "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self._buffers().items()},
+            "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self.buffers.items()},
         }
 
     def _settings(self) -> dict[str, Any]:
         return {"zero_stage": self.zero_stage, **self.settings, "device": self.device.type}
 
-    def _buffers(self) -> dict[str, Tensor]:
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that are saved with the model."""
         persistent = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
@@ -358,7 +402,7 @@ class EngineState:
         note = _read_note(folder)
         _same_adapters(folder, note.get("adapters"), self.adapters)
         _same_model(folder, "parameter", note["parameters"], self.parameters)
-        _same_model(folder, "buffer", note["buffers"], self._buffers())
+        _same_model(folder, "buffer", note["buffers"], self.buffers)
         average = note.get("average")
         files = {entry["file"] for entry in note["parameters"].values()} | ({average} if average else set())
         saved.readers |= {file: stack.enter_context(_open(folder / file)) for file in sorted(files)}
@@ -379,7 +423,7 @@ class EngineState:
             part = self._part(parameter)
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
-        for name, buffer in self._buffers().items():
+        for name, buffer in self.buffers.items():
             buffer.copy_(saved.own.get_tensor(f"{name}/buffer"))
         average = saved.note.get("average")
         if self.average is not None and average:
@@ -393,8 +437,7 @@ class EngineState:
     def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
         entry = saved.note["parameters"][name]
         reader = saved.readers[entry["file"]]
-        # What a reader gives is the file itself, mapped into memory: what is not copied is not read.
-        part.copy_from(reader.get_tensor(f"{name}/weight"), into=part.flat)
+        part.fill(reader.get_slice(f"{name}/weight"), into=part.flat)
         # ZeRO steps all parameters together, also those that had no gradient, and so no moments, without it.
         step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
         if step is None or not parameter.requires_grad:
@@ -408,7 +451,7 @@ class EngineState:
             if entry["adam_step"] is None:
                 part.of(state[key]).zero_()
             else:
-                part.copy_from(reader.get_tensor(f"{name}/{key}"), into=state[key])
+                part.fill(reader.get_slice(f"{name}/{key}"), into=state[key])
 
     def _remarks(self, note: dict[str, Any]) -> list[str]:
         remarks = []
@@ -454,12 +497,7 @@ def _is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _local(tensor: Any) -> Tensor:
-    """This rank's rows of what fully_shard has partitioned; another tensor as it is."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
-
-
-def _shape(tensor: Any) -> torch.Size:
+def whole_shape(tensor: Any) -> torch.Size:
     """Of the whole parameter, also where a rank has a part of it."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -490,7 +528,7 @@ def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, 
     """Refuse a state whose names or shapes differ from the model's, naming the first that does."""
     for name in [*saved, *(name for name in here if name not in saved)]:
         there = f"shape {list(saved[name]['shape'])}" if name in saved else "absent"
-        own = f"shape {list(_shape(here[name]))}" if name in here else "absent"
+        own = f"shape {list(whole_shape(here[name]))}" if name in here else "absent"
         if there != own:
             raise ValueError(
                 f"{folder} is the state of another model: the {kind} {name} is {there} in it and {own} in the engine; "
@@ -500,7 +538,8 @@ def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, 
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        # Not mapped: pages that were read would stay with the process.
+        return safe_open(path, framework="pt", backend="pread")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, but {NOTE} beside it names it; take another state") from None
     except SafetensorError as error:

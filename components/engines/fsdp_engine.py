@@ -23,7 +23,7 @@ from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
 from components.engines.train_engine import TrainEngine, adam_of
-from components.engines.weight_files import fill
+from components.engines.weight_files import fill, local_rows
 
 __all__ = ["FSDPEngine"]
 
@@ -72,7 +72,7 @@ class FSDPEngine(TrainEngine):
         loss.backward()
 
     def _step(self, learning_rate: float) -> float:
-        gradients = [_rows(p.grad) for p in self._model.parameters() if p.grad is not None]
+        gradients = [local_rows(p.grad) for p in self._model.parameters() if p.grad is not None]
         # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
         squares = nn.utils.get_total_norm(gradients).double().square().to(self.device)
         dist.all_reduce(squares)
@@ -128,9 +128,3 @@ def _partitioned(model: nn.Module, config: TrainConfig, device: torch.device) ->
             fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=offload)
         )
     return groups
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    part: Any = tensor
-    return part.to_local()

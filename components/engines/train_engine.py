@@ -6,7 +6,7 @@ Legend: `B` sequences, `N` all tokens of a batch end to end, `G` groups of `S` s
 from __future__ import annotations
 
 import atexit
-import json
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import evaluate, without_progress_bars
+from components.engines.causal import evaluate
 from components.engines.config import TrainConfig
-from components.engines.engine_state import EngineState, disk_errors
+from components.engines.engine_state import EngineState, disk_errors, whole_shape
+from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
 from components.engines.router_loss import Routers
@@ -335,25 +336,44 @@ class TrainEngine(ABC):
             OSError: rank 0 cannot write there. The ranks are through with gathering then.
         """
         self._check_awake()
+        weights, adapters = self._exported()
+        tensors = dict(self._shapes())
+        try:
+            if self.rank == 0:
+                with disk_errors(f"write {path}"):
+                    save_model(Path(path), self.model, tensors, weights)
+                    if self.adapters is not None:
+                        self.adapters.save(Path(path) / "adapter", adapters)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(path)
+        finally:
+            # The other ranks gather to the end, whatever happens here.
+            for _ in weights:
+                pass
+
+    def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        """The weights as `save_hf` writes them, and what is trained beside weights that are not."""
         parameters = self._state().parameters
-        if self.average is None:
-            trained = dict(self._whole(parameters.items()))
-        else:
-            types = {name: self._type(parameter) for name, parameter in parameters.items()}
-            trained = {name: tensor.to(types[name]) for name, tensor in self.average.tensors.items()}
-        weights = trained if self.adapters is None else dict(self.adapters.merged(self._frozen(), trained))
-        if self.rank != 0:
-            return
-        model: Any = self.model
-        dtype = next(iter(weights.values())).dtype  # transformers empties `weights` while it writes them
-        with disk_errors(f"write {path}"):
-            with without_progress_bars():
-                model.save_pretrained(path, state_dict=weights)
-            _note_type(Path(path) / "config.json", dtype)
-            if self.adapters is not None:
-                self.adapters.save(Path(path) / "adapter", trained)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(path)
+        averaged: Iterable[tuple[str, Tensor]] = self.average.tensors.items() if self.average is not None else ()
+        in_type = ((name, tensor.to(self._type(parameters[name]))) for name, tensor in averaged)
+        trained = self._whole(parameters.items()) if self.average is None else in_type
+        if self.adapters is None:
+            return itertools.chain(trained, self._buffers()), {}
+        adapters = dict(trained)
+        return itertools.chain(self.adapters.merged(self._frozen(), adapters), self._buffers()), adapters
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are saved with a model, on rank 0."""
+        return iter(self._state().buffers.items() if self.rank == 0 else ())
+
+    def _shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """Names, shapes and types of what `_exported` gives, on the meta device."""
+        for name, parameter in self.model.named_parameters():
+            if self.adapters is None or ".lora_" not in name:
+                plain = name.replace(".base_layer.", ".")
+                yield plain, torch.empty(whole_shape(parameter), dtype=self._type(parameter), device="meta")
+        for name, buffer in self._state().buffers.items():
+            yield name, buffer.to("meta")
 
     def save_state(self, folder: str | Path) -> None:
         """Write everything that training resumes from. All ranks call this, and each writes a share.
@@ -495,13 +515,6 @@ def _plan(minibatch: Batch, world_size: int, config: TrainConfig, group_size: in
 def _members(group_G: Tensor, group_size: int) -> Tensor:
     """Positions of the sequences of some groups."""
     return (group_G.view(-1, 1) * group_size + torch.arange(group_size)).flatten()
-
-
-def _note_type(file: Path, dtype: torch.dtype) -> None:
-    """Save the type of the weights: transformers notes the type of the parameters in the engine, maybe of masters."""
-    note = json.loads(file.read_text(encoding="utf-8"))
-    note["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(note, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _shortest(batch: Batch, group_size: int = 1) -> Tensor:

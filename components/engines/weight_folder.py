@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from components.engines import cuda_ipc
+from components.engines.tensor_file import write_at
 from components.engines.weight_buckets import Bucket, Piece, pieces_of
 
 _WEIGHTS, _INDEX, _ON_GPU = "weights.bin", "index.json", "cuda_ipc.pickle"
@@ -106,7 +107,7 @@ class VersionWriter:
         else:
             # Not through a mapping: a full disk is an OSError here, and the end of the process there.
             for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
-                _write_all(self._file, tensor, self._end + piece.offset)
+                write_at(self._file, tensor, self._end + piece.offset)
             os.truncate(self._file, max(end, os.fstat(self._file).st_size))
         self._table.append({"start": self._end, "nbytes": bucket.nbytes, "pieces": bucket.pieces})
         self._end = end
@@ -194,12 +195,3 @@ def _map(path: Path) -> Tensor | None:
         return None
     finally:
         os.close(file)
-
-
-def _write_all(file: int, tensor: Tensor, offset: int) -> None:
-    if not tensor.numel():
-        return
-    left = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    while left:
-        written = os.pwrite(file, left, offset)
-        left, offset = left[written:], offset + written

@@ -1,0 +1,96 @@
+"""A safetensors file whose tensors are written one at a time, or a part of one at a time, in any order.
+
+The file is a header, which says of each tensor its type, its shape and where its bytes lie, and then the bytes. Names
+and shapes are known before the numbers are, so the header comes first, and every tensor goes to its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TensorFile:
+    """A file that is being written. Close it, or use it in `with`, once everything has come."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            path: of the file, which is replaced.
+            tensors: shapes and types of what it gets, best on the meta device.
+        """
+        self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._left = {name: tensor.numel() for name, tensor in tensors.items()}
+        header, self._offsets = _header(tensors)
+        path.unlink(missing_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        write_at(self._file, torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        missing = [name for name, count in self._left.items() if count]
+        assert kind is not None or not missing, f"{len(missing)} tensors never came whole, {missing[0]} among them"
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a whole tensor."""
+        assert (tensor.shape, tensor.dtype) == self._shapes[name], f"{name} is {tensor.dtype} {list(tensor.shape)}"
+        self.write_part(name, tensor, 0)
+
+    def write_part(self, name: str, part: Tensor, start: int) -> None:
+        """Write the numbers of a tensor, laid flat, from number `start` on."""
+        write_at(self._file, part, self._offsets[name] + start * part.itemsize)
+        self._left[name] -= part.numel()
+
+    def close(self) -> None:
+        """Let go of the file, whole or not."""
+        os.close(self._file)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file, and where each tensor begins in it."""
+    offsets: dict[str, int] = {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # As safetensors itself orders them: the larger types first, so that all are aligned.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        tensor = tensors[name]
+        offsets[name] = end
+        end += tensor.numel() * tensor.dtype.itemsize
+        place = {"shape": list(tensor.shape), "data_offsets": [offsets[name], end]}
+        entries[name] = {"dtype": _TYPES[tensor.dtype], **place}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
+
+
+def write_at(file: int, tensor: Tensor, offset: int) -> None:
+    """Write the numbers of a tensor into an open file; a full disk is an OSError."""
+    if not tensor.numel():
+        return
+    left = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
