@@ -205,9 +205,9 @@ class EngineState:
             writes = writer == self.rank
             if writes and file not in opened:
                 attempt.do(partial(self._create, folder / file, opened, plan))
-            for key in self._keys(parameters[name]):
+            for key in self.keys_of(parameters[name]):
                 # After an error too, since the other ranks gather.
-                for start, piece in self._pieces(parameters[name], key, writer):
+                for start, piece in self.pieces(parameters[name], key, writer):
                     if writes and file in opened:
                         attempt.do(partial(opened[file].write_part, f"{name}/{key}", piece, start))
             if writes and file in opened and last_of_file[file] == name:
@@ -249,7 +249,7 @@ class EngineState:
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         """
         for name, parameter in self.parameters.items():
-            pieces = [piece.to("cpu", copy=True) for _, piece in self._pieces(parameter, "weight", 0) if self.rank == 0]
+            pieces = [piece.to("cpu", copy=True) for _, piece in self.pieces(parameter, "weight", 0) if self.rank == 0]
             if pieces:
                 yield name, torch.cat(pieces).view(whole_shape(parameter))
 
@@ -303,11 +303,11 @@ class EngineState:
         # All are stepped together, and this rank may have no part of this one.
         return max((int(state["step"]) for state in self.adam.state.values() if state), default=None)
 
-    def _keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
+    def keys_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """What is saved of a parameter."""
         return ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
 
-    def _pieces(self, parameter: nn.Parameter, key: str, writer: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, parameter: nn.Parameter, key: str, writer: int) -> Iterator[tuple[int, Tensor]]:
         """The master weight or a moment of one parameter, laid flat, in float32: where a piece begins, and the piece.
 
         Every rank must exhaust the iterator, and the pieces are right on `writer` alone.
@@ -335,7 +335,7 @@ class EngineState:
         tensors = {
             f"{name}/{key}": torch.empty(whole_shape(parameter), device="meta")
             for name, parameter in self.parameters.items()
-            for key in self._keys(parameter)
+            for key in self.keys_of(parameter)
             if plan[name][1] == path.name
         }
         opened[path.name] = TensorFile(path, tensors)

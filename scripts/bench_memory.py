@@ -1,0 +1,192 @@
+"""What memory a rank needs at most for a model of 400 M parameters, from loading it to exporting it, on CPUs.
+
+    for ranks in 2 4; do for engine in fsdp deepspeed; do python scripts/bench_memory.py $engine $ranks; done; done
+    python scripts/bench_memory.py fsdp 2 --layers 2        a small model, to try the script
+
+Each rank trains one step on a few tokens, saves its state and exports the model; /proc says what it took at most in
+each phase. "bound" is what a process takes that has imported everything and met the others, 16 bytes for each parameter
+that the rank keeps (weights, gradients and AdamW's moments in float32), and two buckets of 256 MiB. Then the state is
+loaded by an engine of half as many ranks, and everything in it by a single rank, whose digests have to be equal. Exits
+1 where a peak is more than 10% above the bound, or a digest differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from components.batch import Batch  # noqa: E402 (may not be installed)
+from components.engines.causal import load_policy, token_logprobs  # noqa: E402
+from components.engines.config import TrainConfig  # noqa: E402
+from components.engines.export import save_model  # noqa: E402
+from components.engines.opening import open_engine  # noqa: E402
+from components.engines.train_engine import BUCKET_BYTES, TrainEngine, init_process_group  # noqa: E402
+from components.rl.aggregation import LossOutput, Totals  # noqa: E402
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
+BYTES_PER_PARAMETER = 16
+BAR = 1.1
+PHASES = ("load", "step", "save_state", "save_hf", "load_state")
+
+
+def write_model(folder: Path, layers: int) -> int:
+    """Random weights in bfloat16, as models come; returns their number."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = ((name, torch.randn(shape.shape).mul_(0.02).bfloat16()) for name, shape in shapes.items())
+    save_model(folder, model, shapes, weights)
+    return sum(shape.numel() for shape in shapes.values())
+
+
+def memory(name: str) -> int:
+    """Bytes, by a line of /proc/self/status: VmRSS now, VmHWM at most since `forget_peak`."""
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith(name)).split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def nll(model: Any, batch: Batch, totals: Totals) -> LossOutput:
+    return LossOutput(-token_logprobs(model, batch).logprob_N.sum() / totals.tokens, {})
+
+
+def engine_of(folder: Path, engine: str) -> TrainEngine:
+    config = TrainConfig(engine=engine, zero_stage=3, precision="bf16", learning_rate=1e-3, max_tokens=64)
+    return open_engine(load_policy(folder, empty=True, gradient_checkpointing=True), config)
+
+
+def rank_main(folder: Path, engine_name: str, work: str) -> None:
+    """One rank: trains and saves, or only loads what was saved."""
+    torch.set_num_threads(1)
+    init_process_group()
+    if engine_name == "deepspeed":
+        import deepspeed  # noqa: F401 - its imports are no part of the model
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    import transformers.utils.logging as library
+
+    library.disable_progress_bar()
+    record: dict[str, Any] = {"before": memory("VmRSS")}
+    peaks: dict[str, int] = {}
+
+    def phase(name: str, doing: Any) -> Any:
+        forget_peak()
+        result = doing()
+        peaks[name] = memory("VmHWM")
+        return result
+
+    engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", engine_name))
+    if work == "train":
+        tokens = torch.arange(2 * engine.world_size * 16) % VOCABULARY
+        batch = Batch(torch.full((2 * engine.world_size,), 16), {"tokens": tokens})
+        phase("step", lambda: engine.train_step(batch, nll))
+        phase("save_state", lambda: engine.save_state(folder / "state"))
+        phase("save_hf", lambda: engine.save_hf(folder / "hf"))
+    else:
+        phase("load_state", lambda: engine.load_state(folder / "state"))
+    record |= {"peaks": peaks, "digest": digest(engine)}
+    (folder / f"{work}-{engine.rank}.json").write_text(json.dumps(record))
+    os._exit(0)
+
+
+def digest(engine: TrainEngine) -> str:
+    """Of everything that AdamW has, whole, in the order of the model; on rank 0."""
+    total = hashlib.sha256()
+    state = engine._state()
+    for parameter in state.parameters.values():
+        for key in state.keys_of(parameter):
+            for _, piece in state.pieces(parameter, key, 0):
+                if engine.rank == 0:
+                    total.update(numbers(piece))
+    return total.hexdigest()
+
+
+def numbers(tensor: Tensor) -> memoryview:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().data
+
+
+def run(folder: Path, engine: str, ranks: int, work: str) -> list[dict[str, Any]]:
+    """What each rank measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, engine, str(ranks), "--work", work, "--folder", str(folder)]
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    rendezvous |= {"WORLD_SIZE": str(ranks)}
+    started = [subprocess.Popen(command, env=os.environ | rendezvous | {"RANK": str(r)}) for r in range(ranks)]
+    ends = [process.wait() for process in started]
+    if any(ends):
+        raise SystemExit(f"a rank of {engine} on {ranks} failed")
+    return [json.loads((folder / f"{work}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def rows(records: list[dict[str, Any]], parameters: int) -> Iterator[tuple[str, float, float]]:
+    """(phase, the most that a rank took, its bound), in GB."""
+    for name in PHASES:
+        for record in records:
+            record["bound"] = record["before"] + parameters / len(records) * BYTES_PER_PARAMETER + 2 * BUCKET_BYTES
+        with_phase = [record for record in records if name in record["peaks"]]
+        if with_phase:
+            worst = max(with_phase, key=lambda record: record["peaks"][name] / record["bound"])
+            yield name, worst["peaks"][name] / 1e9, worst["bound"] / 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("fsdp", "deepspeed"))
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=("train", "load"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.work:
+        rank_main(asked.folder, asked.engine, asked.work)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        parameters = write_model(folder / "model", asked.layers)
+        print(f"{asked.engine}, {asked.ranks} ranks, {parameters / 1e6:.0f} M parameters; GB of the largest rank")
+        print("| phase | ranks | peak | bound | peak / bound |\n|---|---|---|---|---|")
+        faults = 0
+        digests = set()
+        for work, ranks in (("train", asked.ranks), ("load", max(1, asked.ranks // 2)), ("load", 1)):
+            records = run(folder, asked.engine, ranks, work)
+            digests.add(records[0]["digest"])
+            for name, peak, bound in rows(records, parameters):
+                faults += peak > BAR * bound
+                print(f"| {name} | {ranks} | {peak:.2f} | {bound:.2f} | {peak / bound:.2f} |", flush=True)
+        print(f"the state is {'the same' if len(digests) == 1 else 'NOT the same'} on all numbers of ranks")
+    return int(bool(faults) or len(digests) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
