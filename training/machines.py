@@ -14,7 +14,7 @@ from components.engines.choice import is_elsewhere
 from core import Job
 from core.placement import assumed_devices
 
-_WRITTEN = re.compile(r"(\d+)(?:x(\d+))?(?:x(\d+)GB)?", re.IGNORECASE)
+_WRITTEN = re.compile(r"(\d+)(?:x(\d+))?(?:x(\d+)GB)?(?:x(\d+)GB)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,13 @@ class Machines:
     """How many there are; None: as many as the run asks for."""
     device_bytes: int | None = None
     """Memory of a GPU; None: not known."""
+    host_bytes: int | None = None
+    """Memory of a machine; None: not known."""
 
     @classmethod
     def parse(cls, text: str) -> Machines:
-        """Of `8`, `8x2` or `8x2x80GB`: GPUs of each machine, machines, and memory of a GPU.
+        """Of `8`, `8x2`, `8x2x80GB` or `8x2x80GBx1000GB`: GPUs of each machine, machines, memory of a GPU, and of a
+        machine. Machines without GPUs have no GPU's: `0x2x64GB`.
 
         Raises:
             ValueError: it is written otherwise.
@@ -39,10 +42,13 @@ class Machines:
         if found is None or found[2] == "0":
             raise ValueError(
                 f"assume_devices={text}; write GPUs of each machine x machines, as 8x2, or with the memory of a GPU, "
-                "as 8x2x80GB"
+                "as 8x2x80GB, and that of a machine, as 8x2x80GBx1000GB"
             )
-        devices, nodes, gigabytes = found.groups()
-        return cls(int(devices), int(nodes) if nodes else None, int(gigabytes) * 10**9 if gigabytes else None)
+        devices, nodes, *amounts = found.groups()
+        device_bytes, host_bytes = (int(gigabytes) * 10**9 if gigabytes else None for gigabytes in amounts)
+        if int(devices) == 0 and host_bytes is None:
+            device_bytes, host_bytes = None, device_bytes
+        return cls(int(devices), int(nodes) if nodes else None, device_bytes, host_bytes)
 
     def __str__(self) -> str:
         if self.nodes is None:
@@ -51,7 +57,8 @@ class Machines:
             machines = f"{self.nodes} machine{'s' * (self.nodes > 1)}"
         each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
         gpus = f"{self.devices} GPU{'s' * (self.devices > 1)}{each}" if self.devices else "no GPU"
-        return f"{machines} with {gpus}{' each' * (self.nodes != 1)}"
+        host = f" and {self.host_bytes / 1e9:g} GB" if self.host_bytes else ""
+        return f"{machines} with {gpus}{host}{' each' * (self.nodes != 1)}"
 
 
 _assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=None)

@@ -12,16 +12,27 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
 from components.engines.choice import attention_note
 from components.engines.config import RolloutConfig, TrainConfig
-from components.engines.memory import PROCESS_BYTES, Need, frozen, micro_batch_tokens, model_size, sampling, training
+from components.engines.memory import (
+    PROCESS_BYTES,
+    Need,
+    frozen,
+    micro_batch_tokens,
+    phases,
+    sampling,
+    steps_in_parts,
+    training,
+)
+from components.engines.model_size import model_size
 from core import Job
 from core.placement import detect_devices
+from core.plan import HostPlan
 from training.launch import printed
 from training.machines import assumed, is_here, node_lines, nodes_of, ranges
 from training.tracking import redact
@@ -39,6 +50,8 @@ _SHARES = ("gpu_memory",)
 _PARALLEL = ("tensor_parallel",)
 _PROCESSES = ("ranks", "ranks_per_node", "references", "rewards", "engines", "devices_per_node")
 _BUDGETS = ("max_tokens",)
+VERDICTS = ("fits", "not known", "maybe too much", "too much")
+"""On a node or a device, the worse ones last. What is too much in any case is refused."""
 _COUNTED_BYTES = 64_000_000
 """Of a file whose lines are counted before a run starts, at most."""
 
@@ -49,16 +62,16 @@ class Capacity:
 
     machine: int | None = None
     device: int | None = None
+    is_guess: bool = False
+    """The run is on other machines too, which are taken to be like this one."""
 
     @classmethod
     def here(cls, gpus: object, nodes: int = 1) -> Capacity:
-        """Of this machine, or what its control group allows, and of each of its GPUs. It says nothing about the others
-        of a cluster, and of machines that are assumed only what was said is known.
+        """Of this machine, or what its control group allows, and of each of its GPUs. The others of a cluster are taken
+        to be like it; of machines that are assumed only what was said is known.
         """
         if machines := assumed():
-            return cls(device=machines.device_bytes if gpus else None)
-        if nodes > 1 or not is_here():
-            return cls()
+            return cls(machines.host_bytes, machines.device_bytes if gpus else None)
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
             text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
@@ -66,7 +79,8 @@ class Capacity:
         visible, order = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("CUDA_DEVICE_ORDER")
         # CUDA's numbers are nvidia-smi's where both count by the bus.
         named = visible and (order == "PCI_BUS_ID" or not visible[0].isdecimal())
-        return cls(min(limits), gpu_bytes(visible if named else "") if gpus else None)
+        device = gpu_bytes(visible if named else "") if gpus else None
+        return cls(min(limits), device, is_guess=nodes > 1 or not is_here())
 
 
 @functools.cache
@@ -91,6 +105,17 @@ class Place:
     there: int | None
     processes: Mapping[str, int] | None = None
     """Of each role on a machine; None: it is a GPU."""
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """The most in each phase of a step."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits: one of `VERDICTS`."""
+        if self.there is None:
+            return "not known"
+        if self.least > self.there:
+            return "too much"
+        return "maybe too much" if self.most > self.there else "fits"
 
 
 @dataclass(kw_only=True)
@@ -132,10 +157,15 @@ class Plan:
             | {"total": need.total if need.is_known else None}
             for role, need in self.needs.items()
         ]
-        places = [{"place": p.name, "least": p.least, "most": p.most, "there": p.there} for p in self._places()]
+        places = [
+            {"place": p.name, "least": p.least, "most": p.most, "phases": p.phases, "there": p.there}
+            | {"verdict": p.verdict}
+            for p in self._places()
+        ]
         return json.dumps(
             own
             | {"assumed": str(assumed() or "") or None, "nodes": node_lines(self.job, self.nodes)}
+            | {"verdicts": self.verdicts()}
             | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps},
             indent=2,
         )
@@ -172,7 +202,8 @@ class Plan:
             print(f"{self.recipe}: {line}", file=sys.stderr)
 
     def check(self) -> None:
-        """See that what is certain fits: weights, gradients, optimizer states, and caches that are taken at once.
+        """See that what is certain fits: weights, gradients, optimizer states, and caches that are taken at once. On
+        other machines than this one, whose memory nobody has said, only the GPUs count.
 
         Raises:
             ValueError: it does not; the message says what to set.
@@ -181,11 +212,12 @@ class Plan:
             if need.short:
                 raise ValueError(
                     f"it cannot fit: {role}'s engine may take {amount(need.share)} of a GPU, and needs "
-                    f"{amount(need.share + need.short)} for its weights and its context alone; "
+                    f"{amount(need.share + need.short)} for its weights, its context and one sequence; "
                     f"{self._larger_share(need)}"
                 )
         for place in self._places():
-            if place.there is None or place.least <= place.there:
+            is_guess = self.there.is_guess and place.processes is not None
+            if place.verdict != "too much" or is_guess:
                 continue
             role = max(place.certain, key=lambda name: place.certain[name])
             need = self.needs[role]
@@ -205,7 +237,8 @@ class Plan:
         """The plan for a person."""
         machines = assumed()
         found = [f"assumed   {machines}, not this one"] if machines else []
-        found += [*self._table(), *self._nodes(), *self._sums()]
+        places = self._places()
+        found += [*self._table(), *self._nodes(), *self._sums(places)]
         parts = {"steps": self.steps, "with": "; ".join(self.choices), "changed": self._changed()}
         if not all(need.is_known for need in self.needs.values()):
             parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
@@ -239,26 +272,52 @@ class Plan:
             for row in table
         ]
 
+    def verdicts(self) -> dict[str, str]:
+        """Of each node, the worst of its memory and its GPUs."""
+        places, found = self._places(), dict[str, str]()
+        devices = [place for place in places if place.processes is None]
+        for node in range(self.job.node_num):
+            roles = {role for host in self._hosts_on(node) for role, _ in host.workers}
+            own = [self._machine(node), *(place for place in devices if roles & place.certain.keys())]
+            found[f"node {node + 1}"] = max((place.verdict for place in own), key=VERDICTS.index)
+        return found
+
     def _nodes(self) -> list[str]:
-        """What is on which node, where there are several."""
+        """What is on which node, and whether it fits, where there are several."""
         if self.job.node_num == 1 and not assumed():
             return []
-        found = list[str]()
-        for line in node_lines(self.job, self.nodes):
+        found, verdicts = list[str](), self.verdicts().values()
+        for line in map("; ".join, zip(node_lines(self.job, self.nodes), verdicts, strict=True)):
             head = "" if found else "nodes"
             found += textwrap.wrap(f"{head:<10}{line}", self._width, subsequent_indent=" " * 10)
         return found
 
-    def _sums(self) -> list[str]:
+    def _sums(self, places: Iterable[Place]) -> list[str]:
         found = []
         most = "at most" if all(need.is_known for need in self.needs.values()) else "as far as known"
-        for place in self._places():
-            has = "what it has is not known" if place.there is None else f"it has {amount(place.there)}"
-            if place.there is not None and place.most > place.there:
-                has += f": maybe too much, {self._remedy(place)}"
-            text = f"{'memory':<10}{place.name}: {most} {amount(place.most)}, {has}"
-            found += textwrap.wrap(text, self._width, subsequent_indent=" " * 10)
+        for place in places:
+            text = f"{'memory':<10}{place.name}: {most} {amount(place.most)}"
+            if len(place.phases) > 1:
+                text += f" ({', '.join(f'{name} {amount(count)}' for name, count in place.phases.items())})"
+            found += textwrap.wrap(f"{text}, {self._has(place)}", self._width, subsequent_indent=" " * 10)
+        if self.there.is_guess:
+            text = "the memory of other machines is taken to be like this one's; --assume_devices plans for others"
+            found += textwrap.wrap(f"{'':<10}{text}", self._width, subsequent_indent=" " * 10)
         return found
+
+    def _has(self, place: Place) -> str:
+        """What there is, and the verdict; with what to set, or how to get one."""
+        if place.there is None:
+            return f"what it has is not known: say {self._to_say(place)}"
+        found = f"it has {amount(place.there)}: {place.verdict}"
+        return found if place.verdict == "fits" else f"{found}, {self._remedy(place)}"
+
+    def _to_say(self, place: Place) -> str:
+        """An option with which it would be known."""
+        gpus = self.job.device_per_node if self.job.device_type == "GPU" else 0
+        host = "x1000GB" * (place.processes is not None)
+        device = f"x{(self.there.device or 80 * 10**9) // 10**9}GB" * (gpus > 0)
+        return f"--assume_devices={gpus}x{self.job.node_num}{device}{host}"
 
     def _changed(self) -> str:
         space, shown = 2 * (self._width - 10) - 20, list[str]()
@@ -277,16 +336,20 @@ class Plan:
         groups += [[role] for role in on_gpu if not any(role in group for group in groups)]
         for group in filter(None, groups):
             needs = [self.needs[role] for role in group]
-            # Learners sleep and wake together, and so do samplers.
-            asleep = [
-                [n.certain for n in needs if n.sleeps and bool(n.optimizer) == learns] for learns in (True, False)
-            ]
-            least = sum(need.certain for need in needs if not need.sleeps) + max(map(sum, asleep))
-            most = least + sum(need.base for need in needs) + max(need.brief for need in needs)
+            base, found_phases = sum(need.base for need in needs), phases(needs)
             certain = {role: self.needs[role].certain for role in group}
-            found.append(Place(f"a GPU of {' + '.join(group)}", certain, least, most, self.there.device))
+            found.append(
+                Place(
+                    f"a GPU of {' + '.join(group)}",
+                    certain,
+                    least=max(phase.certain for phase in found_phases),
+                    most=base + max(phase.most for phase in found_phases),
+                    there=self.there.device,
+                    phases={phase.name: base + phase.most for phase in found_phases},
+                )
+            )
         machines: dict[tuple[int, int], list[int]] = {}
-        places = [self._machine(node, on_gpu) for node in range(self.job.node_num)]
+        places = [self._machine(node) for node in range(self.job.node_num)]
         for node, place in enumerate(places):
             if not place.processes:
                 continue
@@ -297,9 +360,12 @@ class Plan:
             found.append(replace(places[alike[0] - 1], name=name))
         return found
 
-    def _machine(self, node: int, on_gpu: Collection[str]) -> Place:
+    def _hosts_on(self, node: int) -> list[HostPlan]:
+        return [host for host in self.job.placement.hosts if self.nodes[host.bundle] == node]
+
+    def _machine(self, node: int) -> Place:
         """The memory of one machine; the first has the driver."""
-        hosts = [host for host in self.job.placement.hosts if self.nodes[host.bundle] == node]
+        hosts = self._hosts_on(node)
         workers = [worker for host in hosts for worker in host.workers]
         counts = Counter(role for role, _ in workers)
         # In local mode all is in one process, which is the driver's.
@@ -308,12 +374,17 @@ class Plan:
         most = max(bases) if self.config.backend == "local" else driver + sum(bases)
         certain, turns = dict[str, int](), [0]
         for role, need in self.needs.items():
-            is_first = (role, 0) in workers
-            certain[role] = counts[role] * (need.host if role in on_gpu else need.certain) + need.first * is_first
+            on_gpu, is_first = self.job.placement.devices[role] > 0, (role, 0) in workers
+            certain[role] = counts[role] * (need.host if on_gpu else need.certain) + need.first * is_first
             most += certain[role] + need.published * is_first
-            turns.append(0 if role in on_gpu else counts[role] * need.brief)
-        most += sum(turns) if self.overlaps else max(turns)
-        return Place("", certain, sum(certain.values()), most, self.there.machine, counts)
+            turns.append(0 if on_gpu else counts[role] * need.brief)
+        working = sum(turns) if self.overlaps else max(turns)
+        loading = sum(counts[role] * need.loading for role, need in self.needs.items())
+        saving = sum(counts[role] * need.saving for role, need in self.needs.items())
+        # All roles load at the same time, and ranks write their state at the same time.
+        now = {"start": most + loading, "work": most + working, "checkpoint": most + saving}
+        shown = {name: count for name, count in now.items() if count > most} if loading or saving else {}
+        return Place("", certain, sum(certain.values()), max(now.values()), self.there.machine, counts, shown)
 
     def _base(self, role: str) -> int:
         return PROCESS_BYTES["process"] if self.job.placement.devices[role] else self.needs[role].base
@@ -436,14 +507,29 @@ class Estimate:
     def trained(self, role: str, model: str, config: TrainConfig, sequences: int, **options: Any) -> Need:
         """A model under an engine, whose optimizer steps have so many sequences; options as in `training`."""
         ranks = self._processes.get(role, 1)
-        tokens = micro_batch_tokens(config, self._longest, -(-sequences // ranks))
-        return training(model_size(model), config, ranks, tokens=tokens, gpu=self._gpu, **options)
+        own = -(-sequences // ranks)
+        tokens, several = micro_batch_tokens(config, self._longest, own), steps_in_parts(config, self._longest, own)
+        size = model_size(model)
+        return training(size, config, ranks, tokens=tokens, several=several, gpu=self._gpu, **options)
 
-    def inferred(self, model: str, dtype: str, limits: tuple[int, int], has_head: bool = True) -> Need:
-        """A frozen model, whose passes have at most so many tokens, and sequences (0: any)."""
+    def inferred(
+        self,
+        model: str,
+        dtype: str,
+        limits: tuple[int, int],
+        has_head: bool = True,
+        layout: str = "whole",
+        role: str = "",
+    ) -> Need:
+        """A frozen model, whose passes have at most so many tokens, and sequences (0: any); layout as in `frozen`, over
+        the workers of this role.
+        """
         most, sequences = limits
+        ranks = self._processes.get(role, 1)
         tokens = max(self._longest, min(most, sequences * self._longest or most))
-        return frozen(model_size(model), dtype, tokens=tokens, gpu=self._gpu, has_head=has_head)
+        return frozen(
+            model_size(model), dtype, tokens=tokens, gpu=self._gpu, has_head=has_head, layout=layout, ranks=ranks
+        )
 
     def sampled(self, role: str, model: str, config: RolloutConfig, responses: int) -> Need:
         """One of the engines that share so many responses."""

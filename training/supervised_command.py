@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from components.data.scorers import TASK_PREFIX
-from components.engines.memory import micro_batch_tokens, model_size, training
+from components.engines.memory import micro_batch_tokens, steps_in_parts, training
+from components.engines.model_size import model_size
 from core import Job, JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
@@ -69,15 +70,19 @@ class SupervisedCommand(Command[C]):
         ranks, gpu, size = config.placement.ranks, job.device_type == "GPU", model_size(config.model.path)
         engine = config.engine(1)
         longest = min(config.data.max_tokens, (size and size.positions) or config.data.max_tokens)
-        tokens = micro_batch_tokens(engine, longest, -(-config.GROUP_SIZE * config.train.batch_size // ranks))
+        sequences = -(-config.GROUP_SIZE * config.train.batch_size // ranks)
+        tokens = micro_batch_tokens(engine, longest, sequences)
+        several = steps_in_parts(engine, longest, sequences)
+        # The role REWARD has a head of its own.
+        has_head = self.role != Role.REWARD
+        need = training(size, engine, ranks, tokens=tokens, several=several, gpu=gpu, has_head=has_head)
         data = config.data
         return Plan(
             recipe=self.folder.name,
             job=job,
             config=config,
             changed=self.changed(arguments),
-            # The role REWARD has a head of its own.
-            needs={self.role: training(size, engine, ranks, tokens=tokens, gpu=gpu, has_head=self.role != Role.REWARD)},
+            needs={self.role: need},
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
             notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),

@@ -1,68 +1,41 @@
 """How much memory a model takes where it is trained, frozen or sampled from: arithmetic, before anything is loaded.
 
-Nothing here needs torch, and nothing is invented: what neither weight files nor a known architecture tell is None. The
-numbers were compared with runs, on a CPU, of models of 0.4 and 75 million parameters, and were within a quarter.
+Nothing here needs torch, and nothing is invented: what neither weight files nor a known architecture tell is None.
+scripts/bench_plan.py compares the numbers with processes on a CPU. Those of GPUs are computed, not measured.
+
+A device is shared in phases, and its peak is that of the largest: responses are generated, then the models that learn
+and judge work, then weights go to the engines. What sleeps is not there in the phases of others (`phases`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from components.data.tasks import get_task
-from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig
+from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.model_size import ModelSize
 
 PROCESS_BYTES = {"driver": 250_000_000, "process": 400_000_000, "vllm": 1_100_000_000}
 """Of an interpreter with its libraries, as proportional set size: of the driver, of a process with torch, with vLLM."""
 CONTEXT_BYTES = 600_000_000
 """Of a GPU's memory for what a process with torch has there before its first tensor."""
-TASK_MODEL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 384,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-"""Shape of the models that are still to be made for a task: components/data/tiny_model.py."""
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose number of parameters follows from config.json alone."""
+NCCL_BYTES = 1_000_000_000
+"""Of a GPU's memory for the buffers of a group of processes. Between 0.5 GB (2 GPUs) and 1.6 GB (8) are reported, see
+issues 864 and 964 of NVIDIA/nccl."""
+GRAPH_BYTES = 1_000_000_000
+"""Of a GPU's memory for vLLM's CUDA graphs; it reports 0.4 to 1 GB for models of 1 to 30 billion parameters. They stay
+while an engine sleeps."""
+BUCKET_BYTES = 256 * 2**20
+"""Weights travel between files, ranks and engines in such parts, of which two are there at a time."""
+STATE_FILE_BYTES = 2**30
+"""What a rank collects before it writes a file of its state, at most."""
+VLLM_TOKENS = 16384
+"""That vLLM reads at a time, at most."""
 _GATHERED = 1_000_000_000
 """Numbers that DeepSpeed gathers at the same time with zero_stage 3, at most; half as many it reduces at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Numbers of a model."""
-
-    parameters: int
-    head: int = 0
-    """Those of them that are an output layer of its own; 0 where it is the embedding's."""
-    layers: int = 0
-    """Of a decoder; 0: another architecture, of which only the weights are known."""
-    hidden: int = 0
-    queries: int = 0
-    """Numbers of a token's queries in a layer, all heads together."""
-    keys: int = 0
-    """The same of keys; values have as many."""
-    intermediate: int = 0
-    vocabulary: int = 0
-    positions: int = 0
-    """Tokens of a sequence, at most; 0: any."""
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Numbers that go in and come out of each linear layer of a decoder layer."""
-        wide, narrow = self.queries, self.keys
-        found = {"q_proj": (self.hidden, wide), "k_proj": (self.hidden, narrow), "v_proj": (self.hidden, narrow)}
-        found |= {"o_proj": (wide, self.hidden), "down_proj": (self.intermediate, self.hidden)}
-        return found | dict.fromkeys(("gate_proj", "up_proj"), (self.hidden, self.intermediate))
+_WIDTH = {"float32": 4, "bfloat16": 2}
+_STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
+"""Of a token's state, what a layer keeps for the backward pass, in numbers of the matrix products' width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +52,17 @@ class Need:
     cache: int | None = 0
     """Of keys and values."""
     passes: int | None = 0
-    """Beside these within a forward and backward pass, at most: activations, logits, gathered parameters."""
+    """Beside these at most, while it works: activations, logits, gathered parameters, gradients on their way."""
     base: int = PROCESS_BYTES["process"]
-    """Of interpreter and libraries."""
+    """Of interpreter and libraries; on a GPU of its context, NCCL's buffers and CUDA graphs."""
+    let_go: int = 0
+    """Of the gradients, what is there in training alone."""
     host: int = 0
     """On the machine, where the rest is on a GPU: what is offloaded, or sleeps there."""
+    loading: int = 0
+    """On the machine besides, only while the model is made."""
+    saving: int = 0
+    """On the machine besides, only while its state is written."""
     first: int = 0
     """Rank 0 besides, on the machine: a moving average."""
     published: int = 0
@@ -91,11 +70,15 @@ class Need:
     grows: bool = False
     """The cache follows from the longest sequences that there may be, and is not taken before there are."""
     sleeps: bool = False
-    """All of it is given back while other roles that share the device work."""
+    """All but its base is given back while other roles that share the device work."""
+    generates: bool = False
+    """It works while responses are generated, and other roles after that."""
     share: int = 0
     """What vLLM may take of a GPU; 0: not known, or there is none."""
     short: int = 0
-    """What this lacks for its weights alone."""
+    """What this lacks for its weights, one sequence and what vLLM needs besides."""
+    parts: tuple[Need, ...] = ()
+    """Where one process does several things, what each of them takes."""
 
     @property
     def certain(self) -> int:
@@ -109,6 +92,11 @@ class Need:
         return (self.passes or 0) + ((self.cache or 0) if self.grows else 0)
 
     @property
+    def passing(self) -> int:
+        """On the machine besides, only while the model is made, or its state is written."""
+        return max(self.loading, self.saving)
+
+    @property
     def total(self) -> int:
         """All of it, as far as known."""
         return self.base + self.certain + self.brief
@@ -120,56 +108,66 @@ class Need:
 
 
 def together(*needs: Need) -> Need:
-    """Of one process that does all of these, and keeps what each of them takes."""
+    """Of one process that does all of these, one after the other, and keeps what each of them takes."""
     sums: dict[str, int | None] = {}
     for name in ("weights", "gradients", "optimizer", "cache"):
-        parts = [getattr(need, name) for need in needs]
-        sums[name] = None if None in parts else sum(parts)
+        amounts = [getattr(need, name) for need in needs]
+        sums[name] = None if None in amounts else sum(amounts)
     passes = [need.passes for need in needs]
     return Need(
         **sums,  # pyright: ignore[reportArgumentType]
         passes=None if None in passes else max(count or 0 for count in passes),
         base=max(need.base for need in needs),
+        let_go=sum(need.let_go for need in needs),
         host=sum(need.host for need in needs),
+        loading=max(need.loading for need in needs),
+        saving=max(need.saving for need in needs),
         first=sum(need.first for need in needs),
         published=sum(need.published for need in needs),
         grows=any(need.grows for need in needs),
+        sleeps=all(need.sleeps for need in needs),
+        generates=all(need.generates for need in needs),
         share=max(need.share for need in needs),
         short=max(need.short for need in needs),
+        parts=tuple(part for need in needs for part in need.parts or (need,)),
     )
 
 
-def model_size(path: str) -> ModelSize | None:
-    """Numbers of the model in a folder or the hub's local cache, or of one that is still to be made for a task.
+@dataclass(frozen=True)
+class Phase:
+    """What is on one device at the same time, without contexts."""
 
-    Args:
-        path: as a recipe is given it; after a colon, of `warm_start:` and `new:`, a task's name.
+    name: str
+    certain: int
+    """Bytes that are taken in any case."""
+    brief: int
+    """Bytes that are taken besides, at most: of roles that work one after the other the largest."""
 
-    Returns:
-        None where nothing is known.
-    """
-    kind, _, task = path.partition(":")
-    if kind in ("warm_start", "new"):
-        try:
-            found = get_task(task)
-        except ValueError:
-            return None
-        # Three marks beside the characters, or as many tokens as it says.
-        return _from_config(TASK_MODEL | {"vocab_size": found.vocabulary or len(found.alphabet) + 3})
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        folder = _cached(path)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        stored = _stored(folder)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return None  # the recipe's own checks say what is wrong with it
-    by_config = _from_config(config)
-    if stored is None:
-        return by_config
-    shape = vars(by_config) if by_config else {}
-    return ModelSize(**{**shape, "parameters": stored[0], "head": stored[1]})
+    @property
+    def most(self) -> int:
+        """All of it."""
+        return self.certain + self.brief
+
+
+def phases(needs: Iterable[Need]) -> list[Phase]:
+    """The phases of a step on a device that processes with these needs share, in their order."""
+    parts = [part for need in needs for part in need.parts or (need,)]
+    engines = [part for part in parts if part.generates]
+    others = [part for part in parts if not part.generates]
+    learning = sum(part.certain for part in parts if not (part.sleeps and part.generates))
+    idle = sum(part.certain - part.let_go for part in others if not part.sleeps)
+    generating = idle + sum(part.certain for part in engines)
+    found = list[Phase]()
+    if engines:
+        found.append(Phase("generation", generating, max(part.brief for part in engines)))
+    if others:
+        found.append(Phase("training" if engines else "work", learning, max(part.brief for part in others)))
+    if engines and any(part.published for part in others):
+        # Engines that sleep have their weights again before they have a cache.
+        woken = sum((part.weights or 0) if part.sleeps else part.certain for part in engines)
+        learned = sum(part.certain - part.let_go for part in others)
+        found.append(Phase("weight sync", learned + woken, 2 * BUCKET_BYTES))
+    return found
 
 
 def training(
@@ -178,6 +176,7 @@ def training(
     ranks: int,
     *,
     tokens: int,
+    several: bool = False,
     gpu: bool = False,
     publishes: bool = False,
     has_head: bool = True,
@@ -190,59 +189,161 @@ def training(
         config: of the engine.
         ranks: over which it is partitioned.
         tokens: of the largest micro-batch that there can be.
+        several: an optimizer step may have several micro-batches.
         gpu: it computes there.
         publishes: rank 0 hands the weights to engines that sample, and keeps two versions of them.
         has_head: it has an output layer over the vocabulary; values and scores have none.
         sleeps: it goes to host memory while others work.
     """
     trained = None if size is None else _trained(size, config)
-    base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
+    base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)) if gpu else PROCESS_BYTES["process"]
     if size is None or trained is None:
         return Need(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
     count = size.parameters - (0 if has_head else size.head)
     trained = count if trained == size.parameters else trained
-    stage, width, adapters = config.stage, (2 if config.precision == "bf16" else 4), trained if config.lora_rank else 0
-    if config.engine == "fsdp":
-        weights, gradients, optimizer = 4 * (count + adapters) // ranks, 4 * trained // ranks, 8 * trained // ranks
-        # What no layer has stays; of the layers one computes, the next one is on its way, and one has its gradient.
-        rest, layers = size.vocabulary * size.hidden + size.head * has_head, max(1, size.layers)
-        kept = count + trained if stage < 3 else rest + 2 * (count - rest) // layers + trained // layers
-        gathered = width * kept
-    else:
-        weights = width * (count + adapters) // (ranks if stage == 3 else 1)
-        gradients = 4 * trained // (ranks if stage >= 2 else 1)
-        optimizer = 8 * trained if stage == 0 else 12 * trained // ranks
-        # Gradients wait for each other in a buffer, which a GPU is asked for as a whole.
-        most = _GATHERED // 2
-        gathered = 0 if stage == 0 else width * (min(trained, most) + (most if gpu else min(trained, most)))
-        gathered += width * min(count, _GATHERED) if stage == 3 and ranks > 1 else 0
-    host, first = 0, 4 * trained * (config.ema_beta is not None)
+    adapters = trained if config.lora_rank else 0
+    rest = size.rest if has_head else size.rest - size.head
+    work = _Training(config, ranks, count, trained, adapters, rest, max(1, size.layers), several, gpu)
+    weights, gradients, optimizer = work.kept()
+    host = 0
     if config.adam_offload and gpu:
         host, optimizer = optimizer + 4 * trained // ranks, 0
         # Those that are not partitioned wait on the GPU for the end of the step.
-        gradients = gradients if stage < 2 else 0
+        gradients = gradients if config.stage < 2 else 0
         if config.engine == "fsdp":
             host, weights = host + weights, 0
+    # ZeRO 3 keeps a buffer for them.
+    let_go = gradients if config.engine == "fsdp" or config.stage < 3 else 0
     if sleeps:
-        host += weights + gradients + optimizer
-    within = _pass_bytes(size, tokens, config, gpu, has_head)
-    passes = None if within is None else within + gathered
-    here = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "passes": passes}
-    published = 2 * width * count * publishes
-    return Need(**here, base=base, host=host, first=first, published=published, sleeps=sleeps)
+        host += weights + gradients - let_go + optimizer
+    activations = _activations(size, tokens, config)
+    passes = None
+    if activations is not None:
+        head = _head_bytes(size, tokens, config, gpu) * has_head
+        passes = max(activations + max(head, work.backward()), work.step())
+    return Need(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        passes=passes,
+        base=base,
+        let_go=let_go,
+        host=host,
+        loading=min(2 * BUCKET_BYTES, 4 * count) * gpu,
+        saving=2 * min(STATE_FILE_BYTES, 12 * trained // ranks) * gpu,
+        first=4 * trained * (config.ema_beta is not None),
+        published=2 * work.width * count * publishes,
+        sleeps=sleeps,
+    )
 
 
-def frozen(size: ModelSize | None, dtype: str, *, tokens: int, gpu: bool = False, has_head: bool = True) -> Need:
-    """Bytes of a model that is only evaluated; arguments as in `training`, `dtype` of the weights."""
-    base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
+@dataclass(frozen=True)
+class _Training:
+    """The parameters of a model under an engine."""
+
+    config: TrainConfig
+    ranks: int
+    count: int
+    """Parameters."""
+    trained: int
+    """Those of them, or of adapters, that are trained."""
+    adapters: int
+    rest: int
+    """Parameters that no layer has."""
+    layers: int
+    several: bool
+    gpu: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the weights in passes."""
+        return 2 if self.config.precision == "bf16" else 4
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return (self.count - self.rest) // self.layers
+
+    def kept(self) -> tuple[int, int, int]:
+        """Weights, gradients and the optimizer's states, between two steps or at the end of one."""
+        width, stage, ranks = self.width, self.config.stage, self.ranks
+        whole = self.count + self.adapters
+        if self.config.engine == "fsdp":
+            return 4 * whole // ranks, 4 * self.trained // ranks, 8 * self.trained // ranks
+        weights = width * whole // (ranks if stage == 3 else 1)
+        gradients = 4 * self.trained // (ranks if stage >= 2 else 1)
+        return weights, gradients, 8 * self.trained if stage == 0 else 12 * self.trained // ranks
+
+    def backward(self) -> int:
+        """Gathered parameters and gradients on their way, while activations are there."""
+        width, stage = self.width, self.config.stage
+        if self.config.engine == "fsdp":
+            own = self.trained // self.layers if self.adapters else self.layer
+            # A layer's gradient, and its copy in float32 that is reduced.
+            gradients = (width + 4) * own
+            if stage < 3:
+                # The gradients of all micro-batches but the last are added up in float32, whole.
+                return width * self.count + 4 * self.trained * self.several + gradients
+            # What no layer has stays; of the layers one computes, and the next one is on its way.
+            return width * (self.rest + 2 * self.layer) + gradients
+        if stage == 0:
+            return 0
+        # Gradients wait for each other in a buffer, which a GPU is asked for as a whole.
+        most = _GATHERED // 2
+        waiting = width * (min(self.trained, most) + (most if self.gpu else min(self.trained, most)))
+        gathered = width * min(self.count, _GATHERED) if stage == 3 and self.ranks > 1 else 0
+        return waiting + gathered
+
+    def step(self) -> int:
+        """What the end of a step takes, when activations have gone."""
+        return 0
+
+
+def frozen(
+    size: ModelSize | None,
+    dtype: str,
+    *,
+    tokens: int,
+    gpu: bool = False,
+    has_head: bool = True,
+    layout: str = "whole",
+    ranks: int = 1,
+) -> Need:
+    """Bytes of a model that is only evaluated.
+
+    Args:
+        size: of the model.
+        dtype: of the weights.
+        tokens: of the largest micro-batch that there can be.
+        gpu: it computes there.
+        has_head: it has an output layer over the vocabulary.
+        layout: "whole" in each process; "sharded" over the ranks, which gather a layer for the pass over it, and the
+            next one; or "offloaded": sharded, and what a rank keeps is on the machine.
+        ranks: processes of its role.
+    """
+    is_whole = layout == "whole"
+    base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1 and not is_whole)) if gpu else PROCESS_BYTES["process"]
     if size is None:
         return Need(weights=None, passes=None, base=base)
     width = _WIDTH[dtype]
-    count = size.parameters - (0 if has_head else size.head)
-    # Of one layer at a time, nothing kept.
-    layer = tokens * (4 * size.hidden + 3 * size.intermediate) * width
-    passes = None if not size.layers else layer + (_logits(size, tokens, width, gpu) if has_head else 0)
-    return Need(weights=width * count, passes=passes, base=base)
+    head = size.head * has_head
+    weights = width * (size.parameters - size.head + head) // (1 if is_whole else ranks)
+    passes = None
+    if size.layers:
+        # Of one layer at a time, nothing kept.
+        numbers = 4 * size.hidden + 3 * size.intermediate + size.experts_per_token * size.hidden
+        passes = tokens * numbers * width + (_logits(size, tokens, width, gpu) if has_head else 0)
+        if not is_whole:
+            rest = size.vocabulary * size.hidden + head
+            passes += width * rest + 2 * width * (size.parameters - size.rest) // size.layers
+    waits = gpu and layout == "offloaded"
+    return Need(
+        weights=0 if waits else weights,
+        passes=passes,
+        base=base,
+        host=weights * waits,
+        loading=min(2 * BUCKET_BYTES, weights) * gpu,
+    )
 
 
 def sampling(
@@ -258,31 +359,58 @@ def sampling(
         device_bytes: of its GPU, where known.
         gpu: it samples there.
     """
+    if isinstance(config, VLLMRolloutConfig):
+        return _vllm(size, config, rows, tokens, device_bytes, gpu)
+    assert isinstance(config, HFRolloutConfig)
     width = _WIDTH[config.dtype]
-    is_hf = isinstance(config, HFRolloutConfig)
-    base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process" if is_hf else "vllm"]
+    base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
     weights = None if size is None else width * size.parameters
-    if is_hf:
-        if size is None or not size.layers:
-            return Need(weights=weights, cache=None, passes=None, base=base)
-        rows = min(rows, config.max_num_seqs)
-        cache = rows * tokens * 2 * size.layers * size.keys * width
-        return Need(weights=weights, cache=cache, passes=2 * rows * size.vocabulary * 4, base=base, grows=True)
-    assert not isinstance(config, HFRolloutConfig)
-    parts = config.tensor_parallel_size
+    loading = (weights or 0) * gpu
+    if size is None or not size.layers:
+        return Need(weights=weights, cache=None, passes=None, base=base, loading=loading, generates=True)
+    rows = min(rows, config.max_num_seqs)
+    return Need(
+        weights=weights,
+        cache=rows * tokens * 2 * size.layers * size.keys * width,
+        passes=2 * rows * size.vocabulary * 4,
+        base=base,
+        loading=loading,
+        grows=True,
+        generates=True,
+    )
+
+
+def _vllm(
+    size: ModelSize | None, config: VLLMRolloutConfig, rows: int, tokens: int, device_bytes: int | None, gpu: bool
+) -> Need:
+    """Of an engine of vLLM, whose cache has what is left of its share."""
+    width, parts = _WIDTH[config.dtype], config.tensor_parallel_size
+    weights = None if size is None else width * size.parameters
     if not gpu:
-        return Need(weights=weights, cache=int(config.cpu_cache_gb * 2**30), base=base * parts)
+        cache, base = int(config.cpu_cache_gb * 2**30), PROCESS_BYTES["vllm"] * parts
+        return Need(weights=weights, cache=cache, base=base, generates=True)
+    base = CONTEXT_BYTES + GRAPH_BYTES * (not config.enforce_eager) + NCCL_BYTES * (parts > 1)
     # While it sleeps its weights are on the machine.
-    asleep = {"sleeps": config.enable_sleep, "host": (weights or 0) * config.enable_sleep}
+    host = (weights or 0) * config.enable_sleep
+    known = {"base": base, "sleeps": config.enable_sleep, "host": host, "generates": True}
     weights = None if weights is None else weights // parts
-    if device_bytes is None or weights is None:
-        return Need(weights=weights, cache=None, base=base, **asleep)
+    if device_bytes is None or weights is None or size is None:
+        return Need(weights=weights, cache=None, passes=None, **known)
+    passes = _vllm_pass(size, min(rows, config.max_num_seqs), width, parts)
+    longest = 2 * size.layers * size.keys * width * tokens // parts
     share = int(config.gpu_memory_utilization * device_bytes)
-    left = share - weights - base
-    return Need(weights=weights, cache=max(left, 0), base=base, share=share, short=max(-left, 0), **asleep)
+    left = share - base - weights - passes
+    short = max(longest - left, 0)
+    return Need(weights=weights, cache=max(left, 0), passes=passes, share=share, short=short, **known)
 
 
-_WIDTH = {"float32": 4, "bfloat16": 2}
+def _vllm_pass(size: ModelSize, rows: int, width: int, parts: int) -> int:
+    """What vLLM measures before it makes its cache: a pass over as many tokens as it reads at a time, or the logits of
+    all rows in float32, as they are and as log-probabilities.
+    """
+    split = size.queries + 2 * size.keys + 3 * size.intermediate
+    numbers = 4 * size.hidden + 2 * size.experts_per_token * size.hidden + split // parts
+    return max(VLLM_TOKENS * numbers * width, 3 * 4 * rows * size.vocabulary)
 
 
 def micro_batch_tokens(config: TrainConfig, longest: int, sequences: int) -> int:
@@ -296,6 +424,11 @@ def micro_batch_tokens(config: TrainConfig, longest: int, sequences: int) -> int
     return max(longest, min(config.max_tokens, min(config.max_sequences or sequences, sequences) * longest))
 
 
+def steps_in_parts(config: TrainConfig, longest: int, sequences: int) -> bool:
+    """Whether an optimizer step may have several micro-batches; arguments as in `micro_batch_tokens`."""
+    return sequences * longest > micro_batch_tokens(config, longest, sequences)
+
+
 def _trained(size: ModelSize, config: TrainConfig) -> int | None:
     """Parameters that are trained; None where adapters go to layers that are not known."""
     if not config.lora_rank:
@@ -307,81 +440,33 @@ def _trained(size: ModelSize, config: TrainConfig) -> int | None:
     return config.lora_rank * size.layers * sum(sum(size.linears[name]) for name in chosen) if chosen else None
 
 
-def _pass_bytes(size: ModelSize, tokens: int, config: TrainConfig, gpu: bool, has_head: bool) -> int | None:
-    """Activations that are kept for the backward pass, and the logits of a chunk.
+def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | None:
+    """Activations that are kept for the backward pass.
 
     Per token and layer as counted in transformers' Llama-like layers: norms compute in float32 whatever the weights
-    are, the attention keeps queries, keys, values and its output for all query heads, and the MLP four of its width.
+    are, the attention keeps queries, keys, values and its output, and the MLP four of its width. Experts keep what goes
+    in, what comes out, and that weighted, of each expert of a token.
     """
     if not size.layers:
         return None
     width = 4 if config.precision == "fp32" else 2
-    layer = ((7 if width == 4 else 9) * size.hidden + 4 * size.queries + 4 * size.intermediate) * width
-    kept = layer + size.layers * size.hidden * width if config.gradient_checkpointing else layer * size.layers
+    numbers = _STATES[config.precision] * size.hidden + 2 * size.queries + 2 * size.keys + 4 * size.intermediate
+    layer = tokens * (numbers + 3 * size.experts_per_token * size.hidden) * width
+    if config.precision == "bf16_autocast":
+        # Matrix products keep the weights that they were given, rounded.
+        layer += 2 * (size.parameters - size.rest) // size.layers
+    kept = layer + size.layers * tokens * size.hidden * width if config.gradient_checkpointing else layer * size.layers
     # A quarter more for the gradients of activations.
-    return tokens * kept * 5 // 4 + (_logits(size, tokens, width, gpu) + 4 * size.vocabulary * size.hidden) * has_head
+    return kept * 5 // 4
+
+
+def _head_bytes(size: ModelSize, tokens: int, config: TrainConfig, gpu: bool) -> int:
+    """Of the output layer in the backward pass: the logits of a chunk, and the gradient of the weights in float32."""
+    logits = _logits(size, tokens, 4 if config.precision == "fp32" else 2, gpu)
+    return logits + 4 * size.vocabulary * size.hidden
 
 
 def _logits(size: ModelSize, tokens: int, width: int, gpu: bool) -> int:
     """Of a chunk, as components/engines/head_logprobs.py cuts them, and of their gradient."""
     most, rows = (2**27, 512) if gpu else (2**24, 256)
     return 2 * width * size.vocabulary * min(tokens, max(rows, most // max(1, size.vocabulary)))
-
-
-def _from_config(config: dict[str, Any]) -> ModelSize | None:
-    """Sizes of a dense decoder like Llama; None of any other."""
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    kind = config.get("model_type")
-    if kind not in _KNOWN or not all(isinstance(config.get(name), int) for name in needed):
-        return None
-    hidden, layers, heads, intermediate, vocabulary = (int(config[name]) for name in needed)
-    head_size = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head_size, (config.get("num_key_value_heads") or heads) * head_size
-    vectors = {"qwen2": queries + 2 * keys, "qwen3": 2 * head_size}.get(kind, 0)
-    vectors += queries + 2 * keys + hidden if config.get("attention_bias") and kind != "qwen2" else 0
-    vectors += 2 * intermediate + hidden if config.get("mlp_bias") else 0
-    layer = 2 * hidden * (queries + keys) + 3 * hidden * intermediate + 2 * hidden + vectors
-    head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
-    return ModelSize(
-        parameters=vocabulary * hidden + head + layers * layer + hidden,
-        head=head,
-        layers=layers,
-        hidden=hidden,
-        queries=queries,
-        keys=keys,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-        positions=int(config.get("max_position_embeddings") or 0),
-    )
-
-
-def _stored(folder: Path) -> tuple[int, int] | None:
-    """Parameters in the weight files of a folder, and those of its output layer, from their headers; None without such
-    files, or where one of them is missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    count = head = 0
-    for name in names:
-        if not (folder / name).is_file():
-            return None
-        with (folder / name).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for tensor, entry in header.items():
-            numbers = 0 if tensor == "__metadata__" else math.prod(entry["shape"])
-            count += numbers
-            head += numbers if tensor == "lm_head.weight" else 0
-    return count, head
-
-
-def _cached(name: str) -> Path:
-    """Where the hub's library keeps the newest model of this name that it has; it may not be there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:
-        found = None
-    return Path(found).parent if isinstance(found, str) else Path(name)

@@ -13,6 +13,7 @@ import pytest
 from core import Job, RLJobBuilder
 from core.placement import detect_devices
 from tests.messages import says
+from tests.model_folders import folder_of
 from training.launch import threads_each
 from training.machines import Machines, assumed, assuming, node_lines, nodes_of
 from training.options import PlacementOptions
@@ -62,13 +63,15 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
         ("8x2x80GB", Machines(8, 2, 80 * GB)),
         ("4x141gb", Machines(4, None, 141 * GB)),
         ("0x3", Machines(0, 3)),
+        ("8x2x80GBx1000GB", Machines(8, 2, 80 * GB, 1000 * GB)),
+        ("0x2x64GB", Machines(0, 2, None, 64 * GB)),
     ],
 )
 def test_machines_are_written_as_gpus_of_each_machines_and_memory(written: str, machines: Machines) -> None:
     assert Machines.parse(written) == machines
 
 
-@pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "-1x2"])
+@pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "0x1x2GBx3GBx4GB", "-1x2"])
 def test_machines_that_are_written_otherwise_are_refused(written: str) -> None:
     with pytest.raises(ValueError, match=says("assume_devices", "8x2", "8x2x80GB")):
         Machines.parse(written)
@@ -129,10 +132,37 @@ def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
     most = {place["place"]: place["most"] for place in plan["places"]}
     assert list(most) == ["a GPU of ACTOR + ROLLOUT", "node 1", "each of nodes 2-4"]
     # Two ranks and two engines; the first node has trainer and driver too, and the 396,928 weights in float32 that rank
-    # 0 hands on.
-    assert most["each of nodes 2-4"] == 4 * 400_000_000
-    assert most["node 1"] == 5 * 400_000_000 + 250_000_000 + 4 * 396_928
+    # 0 hands on. While they start, ranks read them in float32 on their way to the GPU, and engines in bfloat16.
+    reading = 2 * (4 + 2) * 396_928
+    assert most["each of nodes 2-4"] == 4 * 400_000_000 + reading
+    assert most["node 1"] == 5 * 400_000_000 + 250_000_000 + 4 * 396_928 + reading
     assert "each of nodes 2-4" in told
+
+
+def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on the others.
+    shape = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    shape |= {"intermediate_size": 29568, "vocab_size": 152064, "model_type": "qwen2", "tie_word_embeddings": False}
+    path = folder_of(tmp_path / "large", shape)
+    options = [f"model.path={path}", "data.path=task:sort", "placement.nodes=4", "placement.colocate=false"]
+    options += ["placement.actor_nodes=2", "rollout.tensor_parallel=8", "train.engine=fsdp", "train.zero_stage=3"]
+    told = {}
+    for gigabytes in (80, 141):
+        machines = f"--assume_devices=8x4x{gigabytes}GBx1000GB"
+        _, plan, told[gigabytes] = plan_of(capsys, "grpo", machines, *options)
+        first, second, *others = plan["verdicts"].values()
+        # 72.7 GB of states on a GPU, and activations: within 80 GB only where there are few of them.
+        assert (first, second) == ("maybe too much",) * 2
+        assert others == ["fits"] * 2
+    assert "node 4: rollout 1; 8 of 8 GPUs; fits" in told[80]
+    _, plan, told[0] = plan_of(capsys, "grpo", "--assume_devices=8x4", *options)
+    assert set(plan["verdicts"].values()) == {"not known"}
+    assert "--assume_devices=8x4x80GB" in told[0]
+    code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x80GBx100GB", *options)
+    # Two versions of the weights on the first node are 291 GB, but they may be on disk.
+    assert (code, "node 1" in error, "maybe too much" in error) == (0, True, True)
+    code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x64GB", *options)
+    assert (code, says_all(error, "ACTOR", "64 GB", "73 GB")) == (2, True)
 
 
 def test_a_role_on_more_nodes_than_there_are_is_refused_by_name(eight_by_two: None) -> None:

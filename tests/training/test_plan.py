@@ -1,4 +1,4 @@
-"""What models take, worked by hand, and the plan that every recipe shows before it starts."""
+"""The plan that every recipe shows before it starts."""
 
 import json
 import re
@@ -9,195 +9,20 @@ from typing import Any
 
 import pytest
 
-from components.engines.config import HFRolloutConfig, TrainConfig, VLLMRolloutConfig
-from components.engines.memory import (
-    PROCESS_BYTES,
-    ModelSize,
-    Need,
-    frozen,
-    micro_batch_tokens,
-    model_size,
-    sampling,
-    together,
-    training,
-)
+from components.engines.config import VLLMRolloutConfig
+from components.engines.memory import PROCESS_BYTES, Need, sampling, together
+from components.engines.model_size import ModelSize
 from core import JobBuilder
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
+from tests.model_folders import LARGE, folder_of
 from training.options import DataOptions, ModelOptions, PlacementOptions
 from training.plan import Capacity, Plan, amount, gpu_bytes, steps_text
 from training.rl_options import PolicyTrainOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
-LARGE = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-"""Llama 3's config.json of 70 billion parameters."""
 GB = 1_000_000_000
 ACTOR = "actor_rollout_ref.actor"
-
-
-def folder_of(path: Path, config: dict[str, Any], **files: dict[str, list[int]]) -> str:
-    """A model's folder: config.json, and weight files that are only headers, as name -> shape."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    for name, shapes in files.items():
-        entries = {key: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for key, shape in shapes.items()}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        (path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    return str(path)
-
-
-# --- sizes
-
-
-def test_parameters_of_published_models_follow_from_their_config(tmp_path: Path) -> None:
-    size = model_size(folder_of(tmp_path / "large", LARGE))
-    assert size is not None
-    # As its model card has it; the output layer is 128256 x 8192.
-    assert (size.parameters, size.head) == (70_553_706_496, 1_050_673_152)
-    small = {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
-    small |= {"num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
-    found = model_size(folder_of(tmp_path / "small", small))
-    assert found is not None
-    assert (found.parameters, found.head, found.queries, found.keys) == (494_032_768, 0, 896, 128)
-
-
-def test_weight_files_are_counted_by_their_headers_whatever_the_architecture(tmp_path: Path) -> None:
-    shapes = {"embed.weight": [10, 4], "norm.weight": [4], "lm_head.weight": [10, 4]}
-    found = model_size(folder_of(tmp_path / "own", {"model_type": "own"}, model=shapes))
-    assert found == ModelSize(parameters=84, head=40)
-    # Of several files the index says which; without all of them only the config is left, which says nothing here.
-    path = folder_of(tmp_path / "parts", {"model_type": "own"}, a={"x": [3, 5]}, b={"y": [2]})
-    index = Path(path) / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
-    assert model_size(path) == ModelSize(parameters=17)
-    (Path(path) / "b.safetensors").unlink()
-    assert model_size(path) is None
-
-
-def test_a_model_that_is_still_to_be_made_has_the_tiny_shape() -> None:
-    size = model_size("warm_start:sort")
-    # 20 tokens x 128; two layers of 2 x 128 x (128 + 64) + 3 x 128 x 384 + 256 of norms + 256 of biases; a last norm.
-    assert size is not None
-    assert size.parameters == 2_560 + 2 * 197_120 + 128 == 396_928
-    assert model_size("new:sort") == size
-    assert (model_size("new:text"), model_size("warm_start:nothing"), model_size("/no/such/folder")) == (None,) * 3
-
-
-# --- training
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # Of 1000 parameters, on 4 ranks: weights, gradients, Adam's states with the master weights.
-        ({}, (4000, 4000, 8000)),
-        ({"zero_stage": 1}, (4000, 4000, 3000)),
-        ({"zero_stage": 2}, (4000, 1000, 3000)),
-        ({"zero_stage": 3}, (1000, 1000, 3000)),
-        # bfloat16 has master weights, which ZeRO keeps in any case.
-        ({"precision": "bf16"}, (2000, 4000, 3000)),
-        ({"precision": "bf16", "zero_stage": 3}, (500, 1000, 3000)),
-        ({"precision": "bf16_autocast"}, (4000, 4000, 8000)),
-        ({"engine": "fsdp", "zero_stage": 3}, (1000, 1000, 2000)),
-        ({"engine": "fsdp", "zero_stage": 2, "precision": "bf16"}, (1000, 1000, 2000)),
-    ],
-)
-def test_what_is_partitioned_is_divided_by_the_ranks(options: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    need = training(ModelSize(parameters=1000), TrainConfig(**options), 4, tokens=10)
-    assert (need.weights, need.gradients, need.optimizer) == expected
-    assert (need.passes, need.is_known) == (None, False)  # of an unknown architecture
-
-
-SMALL = ModelSize(
-    parameters=100_000, layers=2, hidden=10, queries=10, keys=5, intermediate=30, vocabulary=100, positions=64
-)
-
-
-def test_adapters_alone_have_gradients_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    need = training(SMALL, TrainConfig(lora_rank=2), 1, tokens=10)
-    # In and out: q, o 10 + 10, k, v 10 + 5, gate, up, down 10 + 30: 190 numbers x rank 2 x 2 layers = 760.
-    assert (need.weights, need.gradients, need.optimizer) == (4 * 100_760, 4 * 760, 8 * 760)
-    some = training(SMALL, TrainConfig(lora_rank=2, lora_target_modules="q_proj,v_proj"), 1, tokens=10)
-    assert some.gradients == 4 * 2 * 2 * (20 + 15)
-
-
-def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
-    # A layer and token: 7 x 10 + 4 x 10 + 4 x 30 = 230 numbers; a quarter more; logits twice, and the head's gradient.
-    rest = 2 * 4 * 100 * 16 + 4 * 100 * 10
-    need = training(SMALL, TrainConfig(), 1, tokens=16)
-    assert need.passes == 16 * (2 * 230 * 4) * 5 // 4 + rest
-    less = training(SMALL, TrainConfig(gradient_checkpointing=True), 1, tokens=16)
-    assert less.passes == 16 * (230 * 4 + 2 * 10 * 4) * 5 // 4 + rest
-    # ZeRO's gradients wait in a buffer: beside each other 2 x 4 x 100000 more.
-    assert training(SMALL, TrainConfig(zero_stage=2), 1, tokens=16).passes == need.passes + 800_000
-    # FSDP gathers the embedding, 100 x 10, which stays, two layers of (100000 - 1000) / 2, and a layer's gradient.
-    whole = training(SMALL, TrainConfig(engine="fsdp", zero_stage=3), 2, tokens=16)
-    assert whole.passes == need.passes + 4 * (1_000 + 99_000 + 50_000)
-
-
-def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
-    config = TrainConfig(zero_stage=2, precision="bf16", adam_offload=True, ema_beta=0.9)
-    need = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True, publishes=True)
-    assert (need.weights, need.gradients, need.optimizer, need.host) == (2000, 0, 0, 2000 + 6000)
-    assert (need.first, need.published) == (4000, 2 * 2000)
-    # Gradients that are not partitioned are on the GPU until the step ends; then a rank's half is on the machine.
-    config = TrainConfig(zero_stage=1, adam_offload=True)
-    need = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True)
-    assert (need.weights, need.gradients, need.optimizer, need.host) == (4000, 4000, 0, 2000 + 6000)
-    asleep = training(ModelSize(parameters=1000), TrainConfig(), 1, tokens=1, gpu=True, sleeps=True)
-    assert (asleep.certain, asleep.host) == (16_000, 16_000)
-    shared = VLLMRolloutConfig(enable_sleep=True, tensor_parallel_size=2)
-    engine = sampling(ModelSize(parameters=1000), shared, 1, 1, GB, gpu=True)
-    assert (engine.weights, engine.host) == (2000, 4000)  # of both devices
-
-
-def test_a_head_over_the_vocabulary_is_not_a_critics() -> None:
-    size = ModelSize(parameters=1000, head=300)
-    assert frozen(size, "bfloat16", tokens=1, has_head=False).weights == 1400
-    assert training(size, TrainConfig(), 1, tokens=1, has_head=False).weights == 2800
-
-
-def test_a_micro_batch_is_what_the_budget_and_the_step_allow() -> None:
-    assert micro_batch_tokens(TrainConfig(max_tokens=1000), 100, 64) == 1000
-    assert micro_batch_tokens(TrainConfig(max_tokens=1000), 100, 4) == 400
-    assert micro_batch_tokens(TrainConfig(max_tokens=10**9, max_sequences=2), 100, 64) == 200
-    assert micro_batch_tokens(TrainConfig(max_tokens=50), 100, 64) == 100  # a longer sequence stands alone
-
-
-# --- sampling
-
-
-def test_an_hf_engines_cache_grows_with_rows_and_tokens() -> None:
-    need = sampling(SMALL, HFRolloutConfig(max_num_seqs=8), 100, 64, None, gpu=False)
-    # 8 rows x 64 tokens x keys and values x 2 layers x 5 numbers x 4 bytes; it is not sure to be taken.
-    assert (need.weights, need.cache, need.certain) == (400_000, 8 * 64 * 2 * 2 * 5 * 4, 400_000)
-    assert sampling(SMALL, HFRolloutConfig(dtype="bfloat16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2
-
-
-def test_vllm_takes_its_share_of_a_gpu_or_what_it_is_told_on_a_cpu() -> None:
-    shared = VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.5, tensor_parallel_size=2)
-    size = ModelSize(parameters=10 * GB)
-    need = sampling(size, shared, 1, 1, 80 * GB, gpu=True)
-    assert (need.weights, need.base + need.certain) == (10 * GB, 40 * GB)
-    assert sampling(size, shared, 1, 1, None, gpu=True).cache is None
-    told = sampling(size, VLLMRolloutConfig(cpu_cache_gb=2.0), 1, 1, None, gpu=False)
-    assert (told.weights, told.cache, told.base) == (40 * GB, 2 * 2**30, PROCESS_BYTES["vllm"])
-
-
-def test_one_process_that_does_two_things_keeps_both() -> None:
-    both = together(Need(weights=1, optimizer=2, passes=5), Need(weights=10, cache=20, passes=3))
-    assert (both.weights, both.optimizer, both.cache, both.passes) == (11, 2, 20, 5)
-    assert together(Need(weights=None), Need(weights=1)).weights is None
 
 
 # --- the plan
@@ -230,13 +55,15 @@ def learner(**options: Any) -> Need:
 
 
 def test_roles_that_share_a_gpu_keep_what_stays_and_take_turns_with_the_rest() -> None:
-    sampler = Need(weights=10 * GB, cache=20 * GB, base=0)
+    sampler = Need(weights=10 * GB, cache=20 * GB, base=0, generates=True)
     device, machine = json.loads(plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).json())["places"]
     assert (device["place"], device["least"], device["most"]) == ("a GPU of ACTOR + ROLLOUT", 70 * GB, 75 * GB)
     assert machine["most"] == PROCESS_BYTES["driver"] + 5 * PROCESS_BYTES["process"]
-    # Where both sleep while the other works, the larger one counts.
-    needs = {"ACTOR": learner(sleeps=True), "ROLLOUT": Need(weights=10 * GB, cache=20 * GB, base=0, sleeps=True)}
-    assert json.loads(plan_of(needs, device=80 * GB).json())["places"][0]["least"] == 40 * GB
+    # Where both sleep while the other works, the larger phase counts: 30 GB of generation, or of training 40 and 5.
+    engine = Need(weights=10 * GB, cache=20 * GB, base=0, sleeps=True, generates=True)
+    device = json.loads(plan_of({"ACTOR": learner(sleeps=True), "ROLLOUT": engine}, device=80 * GB).json())["places"][0]
+    assert (device["least"], device["most"]) == (40 * GB, 45 * GB)
+    assert device["phases"] == {"generation": 30 * GB, "training": 45 * GB}
     apart = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB, collocated=False)
     assert [place["least"] for place in json.loads(apart.json())["places"]] == [40 * GB, 30 * GB, 0]
 
@@ -273,10 +100,10 @@ def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
 def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
     size = ModelSize(parameters=20 * GB)
     need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
-    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights and 0.6 GB of context.
-    assert (need.cache, need.short) == (0, 4_600_000_000)
+    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of context and 1 GB of CUDA graphs.
+    assert (need.cache, need.short) == (0, 5_600_000_000)
     plan = plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB)
-    message = says("ROLLOUT", "36 GB", "41 GB")
+    message = says("ROLLOUT", "36 GB", "42 GB")
     with pytest.raises(ValueError, match=message) as error:
         plan.check()
     assert options_in(error) == ["rollout.tensor_parallel", "rollout.gpu_memory"]
@@ -286,7 +113,7 @@ def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
         plan.check()
     assert options_in(error) == ["rollout.tensor_parallel"]
     plan.needs = {"ROLLOUT": together(need, learner())}
-    with pytest.raises(ValueError, match="41 GB") as error:
+    with pytest.raises(ValueError, match="42 GB") as error:
         plan.check()
     assert options_in(error) == []
 
@@ -301,14 +128,30 @@ def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
     gpu_bytes.cache_clear()
 
 
-def test_the_machine_of_a_cluster_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_of_a_cluster_are_taken_to_be_like_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus(tmp_path, monkeypatch, 8192)
     here = Capacity.here(1)
-    assert ((here.machine or 0) > GB, here.device) == (True, 8 * 2**30)
-    assert Capacity.here(1, nodes=2) == Capacity()
+    assert ((here.machine or 0) > GB, here.device, here.is_guess) == (True, 8 * 2**30, False)
+    assert Capacity.here(1, nodes=2) == replace(here, is_guess=True)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert Capacity.here(1) == Capacity()
+    assert Capacity.here(1) == replace(here, is_guess=True)
+
+
+def test_a_gpu_that_is_too_small_is_refused_on_any_machine_and_the_memory_of_others_is_a_verdict() -> None:
+    plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
+    plan.there = Capacity(100 * GB, None, is_guess=True)
+    plan.check()
+    told = "\n".join(plan.lines())
+    assert re.search(says("too much", "other machines", "like this one"), told)
+    assert plan.verdicts() == {"node 1": "too much"}
+    plan.there = Capacity(200 * GB, 39 * GB, is_guess=True)
+    with pytest.raises(ValueError, match=says("a GPU of ACTOR", "39 GB")):
+        plan.check()
+    plan.there = Capacity(200 * GB, None)
+    assert (plan.verdicts(), "--assume_devices=8x1x80GB" in "\n".join(plan.lines())) == ({"node 1": "not known"}, True)
 
 
 def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
