@@ -326,8 +326,7 @@ def rounding(setting: Setting) -> Iterator[Row]:
 def agreement(setting: Setting, precision: str) -> Iterator[Row]:
     """What the hf engine says about the tokens that it drew beside what the trainer says about them."""
     trained = engine(setting, precision=precision, learning_rate=1e-3)
-    dtype = "float32" if precision == "fp32" else "bfloat16"
-    rollout = HFRolloutEngine(setting.folder / "small", HFRolloutConfig(dtype=dtype))
+    rollout = HFRolloutEngine(setting.folder / "small", HFRolloutConfig(precision=precision))
     prompts = questions(setting, [3, 17, 9, 40] * 8)
     for when in ("", ", after a step and its weights"):
         if when:
@@ -346,8 +345,8 @@ def agreement(setting: Setting, precision: str) -> Iterator[Row]:
 def generation(setting: Setting) -> Iterator[Row]:
     """Tokens per second of the hf engine with the large model."""
     rows, length, new = setting.sized(256, 4), setting.sized(128, 8), setting.sized(128, 8)
-    dtype = "bfloat16" if setting.on_gpu else "float32"
-    rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(dtype=dtype))
+    precision = "bf16" if setting.on_gpu else "fp32"
+    rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
     prompts = questions(setting, [length] * rows)
     rollout.generate(prompts, SamplingConfig(max_new_tokens=4))
     began = time.perf_counter()

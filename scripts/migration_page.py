@@ -117,7 +117,9 @@ What is different on purpose:
   it is there: float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`. On a CPU `fp32` is
   float32 throughout.
 - **Sequence parallelism and `fsdp_size`** spread what the plan shows otherwise; results are the same.
-- **LoRA** with a KL loads a second copy of the model as the reference; there the adapter is switched off.
+- **LoRA** with a KL: the policy with its adapters off is the reference, as there, and no second model is loaded.
+- **`ref.fsdp_config.param_offload`** shards the reference and keeps it in host memory, and with it the reward model;
+  without it each process has them whole, and `placement.frozen_models=sharded` is what fsdp does there.
 - **The hybrid engine** has an engine of its own in each process, of one device; `tensor_model_parallel_size` is read
   where the engines have devices of their own (`hybrid_engine=false`, or `rollout.nnodes`).
 - **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have

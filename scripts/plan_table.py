@@ -120,7 +120,7 @@ def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:
             break
     actor = training(size, TRAIN, devices, tokens=TOKENS, several=True, gpu=True, publishes=True, sleeps=True)
     sharding = "sharded" if devices > 1 else "whole"
-    reference = frozen(size, "bfloat16", tokens=TOKENS, gpu=True, layout=sharding, ranks=devices)
+    reference = frozen(size, "bf16", tokens=TOKENS, gpu=True, layout=sharding, ranks=devices)
     return Layout(devices, actor, engine, reference, parallel)
 
 

@@ -20,6 +20,7 @@ from components.engines.config import (
     RolloutConfig,
     SamplingConfig,
     VLLMRolloutConfig,
+    product_type,
 )
 from training.machines import Machines
 from training.schema import Options, at_least, recipe_of
@@ -336,20 +337,20 @@ class RolloutOptions(Options):
         )
 
     def engine_config(
-        self, dtype: str, max_prompt_tokens: int | None, shares_gpu: bool, sleeps: bool = False
+        self, precision: str, max_prompt_tokens: int | None, shares_gpu: bool, sleeps: bool = False
     ) -> RolloutConfig:
         """What one engine is made with.
 
         Args:
-            dtype: of the weights.
+            precision: that the policy is trained in.
             max_prompt_tokens: of the longest prompt; None: as the model allows.
             shares_gpu: with other roles.
             sleeps: it is put to sleep between generations.
         """
         if self.engine != "vllm":
-            return HFRolloutConfig(dtype=dtype, max_num_seqs=self.max_num_seqs)
+            return HFRolloutConfig(precision=precision, max_num_seqs=self.max_num_seqs)
         return VLLMRolloutConfig(
-            dtype=dtype,
+            dtype=product_type(precision),
             max_num_seqs=self.max_num_seqs,
             max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
             tensor_parallel_size=self.tensor_parallel,
@@ -391,6 +392,10 @@ class PlacementOptions(Options):
     """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
     references: int | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
+    frozen_models: Literal["whole", "sharded", "offloaded"] = "whole"
+    """Reference and reward models: `whole` in each of their processes, which are replaced when they are lost; `sharded`
+    over these, which gather a layer for each pass over it, and all starts again when one is lost; or `offloaded`:
+    sharded, and in host memory but for the layer at work."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
 from components.engines.choice import attention_note
-from components.engines.config import RolloutConfig, TrainConfig
+from components.engines.config import FrozenConfig, RolloutConfig, TrainConfig
 from components.engines.memory import (
     PROCESS_BYTES,
     Need,
@@ -49,6 +49,7 @@ _CHECKPOINTING = {"gradient_checkpointing": True}
 _SHARES = ("gpu_memory",)
 _PARALLEL = ("tensor_parallel",)
 _PROCESSES = ("ranks", "ranks_per_node", "references", "rewards", "engines", "devices_per_node")
+_FROZEN = ".frozen_models"
 _BUDGETS = ("max_tokens",)
 VERDICTS = ("fits", "not known", "maybe too much", "too much")
 """On a node or a device, the worse ones last. What is too much in any case is refused."""
@@ -407,6 +408,10 @@ class Plan:
         else:
             lower += ("cpu_cache_gb",) * caches
         found = list[str]()
+        parts = [part for need in needs for part in need.parts or (need,)]
+        freezes = any(part.weights and not part.optimizer and not part.generates for part in parts)
+        if gpu and not here and freezes:
+            found += self._cut_frozen_models(place)
         for name, value in flat(redact(self.config)).items():
             last = name.rpartition(".")[2]
             if last in better and value in (0, 1, 2) and value != better[last]:
@@ -418,6 +423,12 @@ class Plan:
             if fewer or (last in lower and (value is not None or last in _SHARES)):
                 found.append(f"{name} lower")
         return self._or_smaller(found[:4] + ["more GPUs"] * (gpu and not here))
+
+    def _cut_frozen_models(self, place: Place) -> list[str]:
+        """An option with which models that are not trained take less of a GPU, where there is one."""
+        names = [name for name, value in flat(redact(self.config)).items() if name.endswith(_FROZEN) and value == "whole"]
+        layout = "sharded" if max(self._count(role) for role in place.certain) > 1 else "offloaded"
+        return [f"{name}={layout}" for name in names]
 
     def _larger_share(self, need: Need) -> str:
         """What to set where an engine may not take what its weights do. Where it trains too it has one device."""
@@ -512,24 +523,12 @@ class Estimate:
         size = model_size(model)
         return training(size, config, ranks, tokens=tokens, several=several, gpu=self._gpu, **options)
 
-    def inferred(
-        self,
-        model: str,
-        dtype: str,
-        limits: tuple[int, int],
-        has_head: bool = True,
-        layout: str = "whole",
-        role: str = "",
-    ) -> Need:
-        """A frozen model, whose passes have at most so many tokens, and sequences (0: any); layout as in `frozen`, over
-        the workers of this role.
-        """
-        most, sequences = limits
-        ranks = self._processes.get(role, 1)
-        tokens = max(self._longest, min(most, sequences * self._longest or most))
-        return frozen(
-            model_size(model), dtype, tokens=tokens, gpu=self._gpu, has_head=has_head, layout=layout, ranks=ranks
-        )
+    def inferred(self, role: str, model: str, config: FrozenConfig, sequences: int, has_head: bool = True) -> Need:
+        """A model under a frozen engine, which the workers of this role ask about so many sequences."""
+        most, rows = config.limits.max_tokens, config.limits.max_sequences
+        tokens = max(self._longest, min(most, min(rows or sequences, sequences) * self._longest))
+        options = {"gpu": self._gpu, "has_head": has_head, "ranks": self._processes.get(role, 1)}
+        return frozen(model_size(model), config.precision, tokens=tokens, layout=config.layout, **options)
 
     def sampled(self, role: str, model: str, config: RolloutConfig, responses: int) -> Need:
         """One of the engines that share so many responses."""

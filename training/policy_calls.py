@@ -56,7 +56,7 @@ class PolicyCalls:
         if self.config.rollout.engine == "vllm" and self.config.placement.colocate:
             loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
-        if self.config.needs_reference:
+        if self.config.has_reference_role:
             loading.append(self.trainer.RG_REFERENCE.load(path))
         for future in loading:
             future.result()
@@ -81,7 +81,8 @@ class PolicyCalls:
             if self.config.placement.colocate:
                 asked[0].result()  # so that the reference has the cores for itself
         if self.config.needs_reference:
-            asked.append(self.trainer.RG_REFERENCE.logprobs(tokens))
+            ask = self.trainer.RG_ACTOR.reference_logprobs
+            asked.append((ask if self.config.is_own_reference else self.trainer.RG_REFERENCE.logprobs)(tokens))
         found: dict[str, Tensor] = {}
         for future in asked:
             found |= future.result().per_token

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from components.engines.memory import Need
-from core import Job, RLJobBuilder, Role
+from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
 from training.inputs import check_prompts, resolved
@@ -19,6 +20,8 @@ from training.schema import ConfigError
 
 C = TypeVar("C", bound=RLOptions)
 
+REFERENCE = "training.roles.reference"
+
 
 def policy_job(
     config: RLOptions,
@@ -26,7 +29,7 @@ def policy_job(
     trainer: str,
     actor: str,
     rollout: str = "training.roles.rollout:RolloutWorker",
-    reference: str = "training.roles.reference:ReferenceWorker",
+    reference: tuple[str, str] = (f"{REFERENCE}:ReferenceWorker", f"{REFERENCE}:ReferenceRank"),
 ) -> RLJobBuilder:
     """What runs where; further roles may be added before `build()`.
 
@@ -35,12 +38,12 @@ def policy_job(
         trainer: the class of each role, as `package.module:Class`.
         actor: the ranks that train the policy.
         rollout: the engines that sample.
-        reference: the frozen policy; started where there is a KL.
+        reference: the frozen policy, started where there is a KL; as `frozen_role` takes it.
     """
     own = config.placement
     actors, engines, references = own.actor_ranks or 1, own.rollout_engines or 1, own.references or 1
     # Colocated roles work one after the other, and may each use all cores; others share them.
-    learners = actors if own.colocate or not config.needs_reference else actors + references
+    learners = actors if own.colocate or not config.has_reference_role else actors + references
     builder = RLJobBuilder().config(config).node_num(own.nodes)
     gpus = detect_devices()
     if gpus:
@@ -54,13 +57,36 @@ def policy_job(
     devices = config.rollout.tensor_parallel
     builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines))
     colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
-    if config.needs_reference:
-        builder.reference(reference).total(references).max_restarts(config.max_restarts)
+    if config.has_reference_role:
+        nodes = spread if spread == own.nodes else own.nodes - spread
+        frozen_role(builder, Role.REFERENCE, reference, references, nodes, config)
         builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners))
         colocated.append(Role.REFERENCE)
     if own.colocate and gpus:
         builder.with_collocation(*colocated)
     return builder
+
+
+def frozen_role(
+    builder: JobBuilder, role: str, classes: tuple[str, str], count: int, nodes: int, config: RLOptions
+) -> None:
+    """Open a role of models that are not trained: of instances, or where these are sharded, of ranks that meet.
+
+    Args:
+        builder: of the job.
+        role: its name.
+        classes: of an instance and of a rank, as `package.module:Class`.
+        count: of its workers.
+        nodes: that ranks are spread over, as far as their number allows.
+        config: of the run.
+    """
+    instance, rank = classes
+    builder.role(role)
+    if config.placement.frozen_models == "whole":
+        builder.run(instance).total(count).max_restarts(config.max_restarts)
+        return
+    machines = math.gcd(count, nodes)
+    builder.train(rank).nnodes(machines).nproc_per_node(count // machines)
 
 
 class PolicyCommand(Command[C]):
@@ -110,13 +136,13 @@ class PolicyCommand(Command[C]):
 
     def needs(self, config: C, job: Job) -> dict[str, Need]:
         """What a process of each role that holds a model will take."""
-        model, size, limits = config.model.path, config.step_size, (config.forward_limits[0], config.step_size)
+        model, size = config.model.path, config.step_size
         estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
         engine = config.train_engine(1)
         return {
             Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, config.mini_batch_size, publishes=True),
             Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), size),
-            Role.REFERENCE: estimate.inferred(model, config.dtype, limits),
+            Role.REFERENCE: estimate.inferred(Role.REFERENCE, model, config.frozen_engine, size),
         }
 
     def count_prompts(self, config: C) -> int:

@@ -12,7 +12,14 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
-from components.engines.config import EVALUATION_STEP, RolloutConfig, SamplingConfig, TrainConfig, TrainOptions
+from components.engines.config import (
+    EVALUATION_STEP,
+    FrozenConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+    TrainOptions,
+)
 from training.adapter import Adapter
 from training.options import (
     LORAS_OWN,
@@ -211,6 +218,21 @@ class RLOptions(RunOptions):
         return self.algorithm.kl_coef != 0
 
     @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy is the reference too, with its adapters off: then there is no role for that."""
+        return self.train.lora_rank > 0
+
+    @property
+    def has_reference_role(self) -> bool:
+        """Whether the reference is a model of its own."""
+        return self.needs_reference and not self.is_own_reference
+
+    @property
+    def freezes_models(self) -> bool:
+        """Whether there is a model that is only evaluated."""
+        return self.has_reference_role
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the policy's log-probabilities before the update are needed. With one optimizer step they are its
         own.
@@ -244,7 +266,7 @@ class RLOptions(RunOptions):
     @property
     def groups(self) -> int:
         """Roles that hold the policy."""
-        return 3 if self.needs_reference else 2
+        return 3 if self.has_reference_role else 2
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -252,15 +274,10 @@ class RLOptions(RunOptions):
         return self.checkpoint.folder(self.run_dir)
 
     @property
-    def dtype(self) -> str:
-        """Of models that are not trained."""
-        return "bfloat16" if self.train.precision == "bf16" else "float32"
-
-    @property
-    def forward_limits(self) -> tuple[int, int]:
-        """Tokens and answers of a pass without gradients, at most; 0 responses: any number."""
-        own = self.train
-        return own.forward_max_tokens or own.max_tokens, own.forward_micro_batch_size or own.micro_batch_size or 0
+    def frozen_engine(self) -> FrozenConfig:
+        """The engine of a model that is not trained: it computes as the policy does, in as large micro-batches."""
+        own = self.train.for_run(1, self.seed)
+        return FrozenConfig(precision=own.precision, limits=own.forward_limits, layout=self.placement.frozen_models)
 
     @property
     def micro_batch_size(self) -> str:
@@ -297,6 +314,8 @@ class RLOptions(RunOptions):
         idle = [
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
+            (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
+            (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
             *(
                 (self.evaluation.path is None, f"evaluation.{option.name}", "there is no evaluation.path")
                 for option in fields(self.evaluation)
@@ -324,7 +343,7 @@ class RLOptions(RunOptions):
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.dtype, longest, self.placement.colocate)
+        return self.rollout.engine_config(self.train.precision, longest, self.placement.colocate)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""

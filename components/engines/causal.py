@@ -302,6 +302,11 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
 
 
+def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """[N] of `token_logprobs` alone."""
+    return token_logprobs(model, batch, temperature).logprob_N
+
+
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state before each token; 0 for the first token of a sequence."""
     inputs, state_M, follower_M = _predecessors(model, batch)

@@ -8,11 +8,24 @@ from dataclasses import dataclass, fields
 
 ENGINES = ("deepspeed", "fsdp")
 PRECISIONS = ("fp32", "bf16", "bf16_autocast", "auto")
+LAYOUTS = ("whole", "sharded", "offloaded")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 
 EVALUATION_STEP = -1
 """Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
 same numbers, and two of the same weights are equal."""
+
+
+def weight_type(precision: str) -> str:
+    """Name of the type of a model's weights, as `load_policy` takes it, where it computes in this precision and is not
+    trained.
+    """
+    return "bfloat16" if precision == "bf16" else "float32"
+
+
+def product_type(precision: str) -> str:
+    """Name of the type of matrix products."""
+    return "float32" if precision == "fp32" else "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +146,7 @@ class TrainConfig(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        remedy = f"an engine is told one of {', '.join(PRECISIONS[:-1])}"
-        _require(self.precision != "auto", "precision", self.precision, remedy)
+        _require_precision(self.precision)
         _require(self.total_steps >= 0, "total_steps", self.total_steps, "use 0 or more")
         _require(self.max_sequences >= 0, "max_sequences", self.max_sequences, "use 0 (no limit) or more")
         limit = self.forward_max_sequences
@@ -144,6 +156,15 @@ class TrainConfig(TrainOptions):
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
                 'the length of the run; set total_steps, or lr_scheduler="constant" and lr_warmup_ratio=0'
             )
+
+    @property
+    def forward_limits(self) -> PassLimits:
+        """Of passes without gradients."""
+        return PassLimits(
+            max_tokens=self.forward_max_tokens or self.max_tokens,
+            max_sequences=self.forward_max_sequences or self.max_sequences,
+            packing=self.packing,
+        )
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0; constant beyond total_steps."""
@@ -155,6 +176,39 @@ class TrainConfig(TrainOptions):
         progress = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
         remaining = 1 - progress if self.lr_scheduler == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassLimits:
+    """Of a micro-batch in a pass without gradients."""
+
+    max_tokens: int = 16384
+    """Tokens with their padding; a longer sequence stands alone."""
+    max_sequences: int = 0
+    """Sequences; 0 sets no limit."""
+    packing: bool = False
+    """The model packs, so that there is no padding to count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenConfig:
+    """A model that is evaluated and never trained."""
+
+    precision: str = "fp32"
+    """"fp32", "bf16" or "bf16_autocast", as of the model that it is compared with."""
+    limits: PassLimits = PassLimits()
+    layout: str = "whole"
+    """"whole" on its device; "sharded" over the ranks, which gather a layer for each pass over it; or "offloaded":
+    sharded, and what a rank keeps is in host memory."""
+
+    def __post_init__(self) -> None:
+        _require_precision(self.precision)
+        _require(self.layout in LAYOUTS, "layout", self.layout, f"use one of {', '.join(LAYOUTS)}")
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether passes gather parameters, so that every rank has to make them."""
+        return self.layout != "whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +245,18 @@ class SamplingConfig:
 class HFRolloutConfig:
     """The generation loop over a transformers model."""
 
-    dtype: str = "float32"
-    """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
+    precision: str = "fp32"
+    """"fp32", "bf16" or "bf16_autocast", as of the policy that is trained. Log-probabilities are float32 always."""
     max_num_seqs: int = 512
     """Sequences generated at the same time. Changes memory and speed, not tokens."""
 
+    @property
+    def dtype(self) -> str:
+        """Of weights: "float32" or "bfloat16"."""
+        return weight_type(self.precision)
+
     def __post_init__(self) -> None:
-        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
+        _require_precision(self.precision)
         _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
 
 
@@ -244,3 +303,8 @@ RolloutConfig = HFRolloutConfig | VLLMRolloutConfig
 def _require(fits: bool, field: str, value: object, remedy: str) -> None:
     if not fits:
         raise ValueError(f"{field}={value!r} is not possible; {remedy}")
+
+
+def _require_precision(precision: str) -> None:
+    known = PRECISIONS[:-1]
+    _require(precision in known, "precision", precision, f"an engine is told one of {', '.join(known)}")

@@ -28,6 +28,8 @@ class _RoomyLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append positions; returns all keys and all values."""
+        # Under autocast rotated keys come in float32: attention would round all of them anew for every token.
+        key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._space is None and self.get_seq_length() == 0:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
+from components.engines.fsdp_groups import partition
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, local_rows
 
@@ -39,7 +39,12 @@ class FSDPEngine(TrainEngine):
             config: of this engine.
         """
         super().__init__(model, config)
-        self._groups = _partitioned(model.float(), config, self.device)
+        is_bf16 = config.precision == "bf16"
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
+        # What no layer has is needed again when the backward pass begins, at once.
+        self._groups = partition(
+            model.float(), self.device, precision, offload=config.adam_offload, layers_let_go=config.zero_stage == 3
+        )
         fill(model, "cpu" if config.adam_offload else self.device)
         self._model = model
         self._adam = adam_of(model, config)
@@ -54,10 +59,10 @@ class FSDPEngine(TrainEngine):
     def _passes_are_collective(self) -> bool:
         return True
 
-    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor], *, adapters: bool = True) -> Tensor:
         """Evaluate `batch` without gradients, in micro-batches; as `TrainEngine.forward` says."""
         try:
-            return super().forward(batch, compute)
+            return super().forward(batch, compute, adapters=adapters)
         finally:
             # What a forward pass keeps for its backward pass stays where there is none, and would get stale.
             for group in self._groups:
@@ -107,24 +112,3 @@ class FSDPEngine(TrainEngine):
             average=self.average,
             adapters=self.adapters and self.adapters.note,
         )
-
-
-def _partitioned(model: nn.Module, config: TrainConfig, device: torch.device) -> list[FSDPModule]:
-    """Partition `model` in place; its groups, of which the last is what no layer has."""
-    is_bf16 = config.precision == "bf16"
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.adam_offload else OffloadPolicy()
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    # transformers says which of its modules are layers.
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    layers = [module for module in model.modules() if type(module).__name__ in names and module is not model]
-    groups = []
-    # The innermost first, should layers have layers in them.
-    for module in [*reversed(layers), model]:
-        # What no layer has is needed again when the backward pass begins, at once.
-        lets_go = config.zero_stage == 3 and module is not model
-        groups.append(
-            fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=offload)
-        )
-    return groups

@@ -17,6 +17,7 @@ from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.decode_attention import use_grouped_decoding
+from components.engines.precision import compute_in, round_products
 from components.engines.rollout_engine import Completions, RolloutEngine, limits
 from components.engines.sampling import uniform
 from components.engines.weight_digest import digest
@@ -90,9 +91,10 @@ class HFRolloutEngine(RolloutEngine):
         # With its number: another thread may have another current device.
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.model: Any = load_policy(model_path, dtype=self.config.dtype)
-        self.model.to(self.device).eval()
-        self.model.requires_grad_(False)
+        self.model: Any = load_policy(model_path, dtype=self.config.dtype).eval().requires_grad_(False)
+        round_products(self.model, self.config.precision)
+        compute_in(self.model, self.config.precision, self.device)
+        self.model.to(self.device)
         use_grouped_decoding(self.model)
         end = self.model.generation_config.eos_token_id
         end_tokens = torch.tensor([] if end is None else end, dtype=torch.int64)

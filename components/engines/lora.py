@@ -65,6 +65,19 @@ class Adapters:
         self.note = {name: getattr(config, name) for name in names}
         """What a saved state has to agree with."""
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, passes are those of the model that training started from."""
+        # Not peft's `enable_adapters`, which changes too what has a gradient, under the hands of the library that has
+        # partitioned it.
+        for layer in self.layers.values():
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer._disable_adapters = False
+
     def merged(
         self, frozen: Iterable[tuple[str, Tensor]], trained: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.config import (
+    HFRolloutConfig,
+    RolloutConfig,
+    TrainConfig,
+    VLLMRolloutConfig,
+    product_type,
+    weight_type,
+)
 from components.engines.model_size import ModelSize
 
 PROCESS_BYTES = {"driver": 250_000_000, "process": 400_000_000, "vllm": 1_100_000_000}
@@ -301,7 +308,7 @@ class _Training:
 
 def frozen(
     size: ModelSize | None,
-    dtype: str,
+    precision: str,
     *,
     tokens: int,
     gpu: bool = False,
@@ -313,7 +320,7 @@ def frozen(
 
     Args:
         size: of the model.
-        dtype: of the weights.
+        precision: as in `FrozenConfig`.
         tokens: of the largest micro-batch that there can be.
         gpu: it computes there.
         has_head: it has an output layer over the vocabulary.
@@ -325,17 +332,19 @@ def frozen(
     base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1 and not is_whole)) if gpu else PROCESS_BYTES["process"]
     if size is None:
         return Need(weights=None, passes=None, base=base)
-    width = _WIDTH[dtype]
-    head = size.head * has_head
-    weights = width * (size.parameters - size.head + head) // (1 if is_whole else ranks)
+    width = _WIDTH[weight_type(precision)]
+    head, embedding = size.head * has_head, size.vocabulary * size.hidden
+    # What is multiplied is kept in the type of products; embeddings are not.
+    narrow = _WIDTH[product_type(precision)]
+    weights = narrow * (size.parameters - size.head + head - embedding) + width * embedding
+    weights //= 1 if is_whole else ranks
     passes = None
     if size.layers:
         # Of one layer at a time, nothing kept.
         numbers = 4 * size.hidden + 3 * size.intermediate + size.experts_per_token * size.hidden
         passes = tokens * numbers * width + (_logits(size, tokens, width, gpu) if has_head else 0)
         if not is_whole:
-            rest = size.vocabulary * size.hidden + head
-            passes += width * rest + 2 * width * (size.parameters - size.rest) // size.layers
+            passes += width * embedding + narrow * head + 2 * narrow * (size.parameters - size.rest) // size.layers
     waits = gpu and layout == "offloaded"
     return Need(
         weights=0 if waits else weights,

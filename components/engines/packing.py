@@ -21,6 +21,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from components.batch import Batch
+from components.engines.precision import as_multiplied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,6 +151,8 @@ def _attention(
     if is_masked:
         arguments = {"scaling": scaling, "dropout": dropout, **rest}
         return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
+    # Under autocast rotated queries and keys come in float32, which the kernel does not take.
+    query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
     window = None if attention_mask is None else int(attention_mask)
     scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is not None and plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.engines.causal import evaluate, load_value_model, state_values
+from components.engines.causal import load_value_model, state_values
+from components.engines.config import FrozenConfig, weight_type
+from components.engines.frozen_engine import FrozenEngine, is_read_by_parts
 
 
 def note_statistics(folder: str | Path, mean: float, std: float) -> None:
@@ -28,39 +29,34 @@ class RewardModel:
     def __init__(
         self,
         path: str | Path,
+        config: FrozenConfig | None = None,
         *,
-        dtype: str = "float32",
         normalize: bool = False,
         value_head_prefix: str = "score",
         attn_implementation: str | None = None,
-        max_tokens: int = 16384,
-        max_sequences: int = 0,
     ) -> None:
         """
         Args:
             path: a folder or hub name that `AutoModelForSequenceClassification` with num_labels=1 wrote.
-            dtype: of the parameters, "float32" or "bfloat16"; scores are float32.
+            config: of its engine; it does not pack. Scores are float32 in any precision.
             normalize: scores minus the `mean`, by the `std`, that are in the model's config.json.
             value_head_prefix: the head's weights are called `<prefix>.weight`.
             attn_implementation: as transformers names it; None: its own choice.
-            max_tokens: of a micro-batch with its padding; a longer sequence stands alone.
-            max_sequences: of a micro-batch; 0 sets no limit.
 
         Raises:
             ValueError: the folder has no such head, or one of several labels, or no mean and std to normalise with.
         """
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = config or FrozenConfig()
         model = load_value_model(
             path,
-            dtype=dtype,
+            dtype=weight_type(config.precision),
             attn_implementation=attn_implementation,
             value_head_prefix=value_head_prefix,
             normalize=normalize,
             needs_head=True,
+            empty=is_read_by_parts(config),
         )
-        self._model = model.to(self._device).eval()
-        self._max_tokens = max_tokens
-        self._max_sequences = max_sequences
+        self._engine = FrozenEngine(model, config)
 
     def score(self, batch: Batch) -> Tensor:
         """[B] float32 on the CPU: what the head says after the last token of each sequence.
@@ -75,11 +71,5 @@ class RewardModel:
             raise ValueError(
                 f"sequence {empty[0]} of {len(batch)} has no token, so nothing can be scored; leave it out"
             )
-        score_N = evaluate(
-            batch.only("tokens"),
-            self._max_tokens,
-            self._device,
-            lambda micro_batch: state_values(self._model, micro_batch),
-            self._max_sequences,
-        )
+        score_N = self._engine.forward(batch.only("tokens"), state_values)
         return score_N[batch.offsets[1:] - 1]

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import evaluate
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState, disk_errors, whole_shape
 from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
+from components.engines.passes import evaluate_together
+from components.engines.precision import compute_in
 from components.engines.router_loss import Routers
 from components.engines.weight_average import WeightAverage
 from components.rl.aggregation import LossOutput, Totals
@@ -113,10 +114,7 @@ class TrainEngine(ABC):
         torch.manual_seed(config.seed + self.rank)
         self.adapters = Adapters(model, config) if config.lora_rank else None
         self.routers = Routers(model)
-        if config.precision == "bf16_autocast":
-            # Inside of what a library wraps around the model: DeepSpeed switches off what is around itself.
-            autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-            model.forward = autocast(model.forward)
+        compute_in(model, config.precision, self.device)
 
     @property
     @abstractmethod
@@ -162,44 +160,31 @@ class TrainEngine(ABC):
         """Of the next optimizer step."""
         return self.config.learning_rate_at(self.step_count)
 
-    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+    def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor], *, adapters: bool = True) -> Tensor:
         """Evaluate `batch` without gradients, in micro-batches.
 
         Args:
             batch: this rank's own; ranks may have different numbers of sequences.
             compute: (model, micro-batch of n tokens) -> [n].
+            adapters: False: as the model was before its training, which is to have adapters.
 
         Returns:
             [N] on the CPU, in the order of `batch`.
         """
         self._check_awake()
-        max_tokens = self.config.forward_max_tokens or self.config.max_tokens
-        max_sequences = self.config.forward_max_sequences or self.config.max_sequences
-        packing = self.config.packing
-        own = len(batch.micro_batch_indices(max_tokens, max_sequences, packing))
-        extra = self._collective_forwards(own) - own
-        if extra and not len(batch):
-            raise ValueError(
-                f"rank {self.rank} has no sequence to evaluate, and with engine={self.config.engine!r} and "
-                f"zero_stage={self.config.zero_stage} all ranks compute together; send at least one sequence to "
-                "every rank"
-            )
+        if not adapters:
+            if self.adapters is None:
+                raise ValueError("the model has no adapters, and its weights are trained; set lora_rank")
+            with self.adapters.off():
+                return self.forward(batch, compute)
         model = self.model.eval()
-        result_N = evaluate(
-            batch, max_tokens, self.device, lambda micro_batch: compute(model, micro_batch), max_sequences, packing
+        return evaluate_together(
+            batch,
+            self.config.forward_limits,
+            self.device,
+            lambda micro: compute(model, micro),
+            self._passes_are_collective,
         )
-        with torch.no_grad():
-            for _ in range(extra):
-                compute(model, batch.select(_shortest(batch)).to(self.device))
-        return result_N
-
-    def _collective_forwards(self, own: int) -> int:
-        """Forwards this rank has to make: with partitioned parameters as many as the busiest rank."""
-        if self.world_size == 1 or not self._passes_are_collective:
-            return own
-        count = torch.tensor(own, device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return int(count)
 
     def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
         """One optimizer step on `minibatch`.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from components.engines.config import RolloutConfig, TrainConfig, TrainOptions
+from components.engines.config import FrozenConfig, RolloutConfig, TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions
@@ -355,7 +355,18 @@ class PPOConfig(RLOptions):
         """See `RLOptions.rollout_engine`."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
         own = self.placement
-        return self.rollout.engine_config(self.dtype, longest, own.colocate, sleeps=own.engines_sleep)
+        return self.rollout.engine_config(self.train.precision, longest, own.colocate, sleeps=own.engines_sleep)
+
+    @property
+    def freezes_models(self) -> bool:
+        """See `RLOptions.freezes_models`."""
+        return super().freezes_models or self.reward_model.path is not None
+
+    @property
+    def reward_engine(self) -> FrozenConfig:
+        """The engine of a reward model, which does not pack."""
+        own = self.frozen_engine
+        return replace(own, limits=replace(own.limits, packing=False))
 
     def critic_engine(self, steps: int) -> TrainConfig:
         """The engine of the critic's ranks, in a run of so many steps."""
@@ -377,6 +388,7 @@ class PPOConfig(RLOptions):
         idle: list[tuple[bool, str, list[str]]] = [
             (not self.needs_critic, f"algorithm.estimator={own.estimator} trains no critic", critics),
             (not self.needs_reference, "algorithm.kl_coef=0", references),
+            (self.is_own_reference, "the policy with its adapters off is the reference", references),
             (not self.reward_model.path, "only reward models take a device", ["placement.colocate_critic_reward"]),
             (own.policy_loss in UNCLIPPED, f"algorithm.policy_loss={own.policy_loss} clips no ratio", clips),
             (own.correction == "none", "algorithm.correction=none", ["algorithm.correction_range"]),

@@ -88,7 +88,7 @@ def groups(config: PPOConfig) -> list[tuple[str, ...]]:
     own = config.placement
     wanted = {
         "critic": config.needs_critic,
-        "reference": config.needs_reference,
+        "reference": config.has_reference_role,
         "reward": config.reward_model.path is not None,
     }
     roles = tuple(role for role in COUNTS if wanted.get(role, True))

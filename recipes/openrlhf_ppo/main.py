@@ -7,7 +7,7 @@ from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.launch import STOP_GRACE_S
 from training.plan import Estimate, Plan
-from training.policy_command import PolicyCommand
+from training.policy_command import PolicyCommand, frozen_role
 
 from .config import PPOConfig
 from .data import check_models
@@ -32,11 +32,16 @@ def build_job(config: PPOConfig) -> Job:
     devices = config.rollout.tensor_parallel
     builder.rollout(f"{roles}.rollout:Rollout").total(own.rollout_engines or 1)
     builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
-    builder.reward(f"{roles}.reward:Reward").total(own.rewards or 1).max_restarts(config.max_restarts)
+    reward = f"{roles}.reward:Reward"
+    if config.reward_model.path:
+        frozen_role(builder, Role.REWARD, (reward, f"{reward}Rank"), own.rewards or 1, own.nodes_of("reward"), config)
+    else:
+        builder.reward(reward).total(own.rewards or 1).max_restarts(config.max_restarts)
     builder.resource(accelerator=1 if config.reward_model.path else 0)
-    if config.needs_reference:
-        builder.reference(f"{roles}.reference:Reference").total(own.references or 1).resource(accelerator=1)
-        builder.max_restarts(config.max_restarts)
+    if config.has_reference_role:
+        classes = (f"{roles}.reference:Reference", f"{roles}.reference:ReferenceRank")
+        frozen_role(builder, Role.REFERENCE, classes, own.references or 1, own.nodes_of("reference"), config)
+        builder.resource(accelerator=1)
     for group in groups(config):
         if len(group) > 1:
             builder.with_collocation(*map(Role, group))
@@ -52,16 +57,17 @@ class PPOCommand(PolicyCommand[PPOConfig]):
 
     def needs(self, config: PPOConfig, job: Job) -> dict[str, Need]:
         """See `PolicyCommand.needs`."""
-        policy, dtype, passes = config.model.path, config.dtype, config.forward_limits
+        policy, size = config.model.path, config.step_size
         batch, sleeps = config.mini_batch_size, config.placement.learners_sleep
         actor, critic, start = config.train_engine(1), config.critic_engine(1), config.critic_start
         estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        rewards = [estimate.inferred(path, dtype, passes, has_head=False) for path in config.reward_model.paths]
+        frozen, paths = config.reward_engine, config.reward_model.paths
+        rewards = [estimate.inferred(Role.REWARD, path, frozen, size, has_head=False) for path in paths]
         return {
             Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),
             Role.CRITIC: estimate.trained(Role.CRITIC, start, critic, batch, has_head=False, sleeps=sleeps),
-            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.rollout_engine(), config.step_size),
-            Role.REFERENCE: estimate.inferred(policy, dtype, passes),
+            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.rollout_engine(), size),
+            Role.REFERENCE: estimate.inferred(Role.REFERENCE, policy, config.frozen_engine, size),
             Role.REWARD: together(Need(), *rewards),
         }
 

@@ -85,8 +85,9 @@ def critic_forward(samples: Batch) -> FutureSequence[Batch]:
 
 
 def reference_forward(samples: Batch) -> FutureSequence[Batch]:
-    """`reference_logprob` per token, in nats, under the frozen policy."""
-    return RoleGroup(Role.REFERENCE).call_batch(reference_forward, len(samples), samples)
+    """`reference_logprob` per token, in nats, under the frozen policy, or where that has no role under the actor's."""
+    role = Role.REFERENCE if RoleGroup(Role.REFERENCE, optional=True) else Role.ACTOR
+    return RoleGroup(role).call_batch(reference_forward, len(samples), samples)
 
 
 # --- training

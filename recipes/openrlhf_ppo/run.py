@@ -57,7 +57,7 @@ class PPOCalls(PolicyCalls):
         loading += [remote_call.reward_init(path), remote_call.actor_init(path, steps)]
         if options.needs_critic:
             loading.append(remote_call.critic_init(options.critic_start, steps))
-        if options.needs_reference:
+        if options.has_reference_role:
             loading.append(remote_call.reference_init(path))
         remote_call.wait_all(loading)
 

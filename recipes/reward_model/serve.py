@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from components.data.remote_reward import TOKEN, reward_token
 from components.engines.choice import attention_note, choose_attention
+from components.engines.config import FrozenConfig, PassLimits
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
 from core.placement import detect_devices
@@ -118,14 +119,13 @@ def load_service(config: ServeConfig) -> ScoringService:
         max_len = config.max_text_tokens or min(2048, positions)
         if max_len > positions:
             raise ValueError(f"max_text_tokens={max_len} is more than its {positions} positions; set it lower")
+        limits = PassLimits(max_tokens=config.max_tokens, max_sequences=config.batch_size or 0)
         model = RewardModel(
             path,
-            dtype="bfloat16" if config.precision == "bf16" else "float32",
+            FrozenConfig(precision=config.precision, limits=limits),
             normalize=config.normalize,
             value_head_prefix=own.value_head_prefix,
             attn_implementation=own.attn_implementation,
-            max_tokens=config.max_tokens,
-            max_sequences=config.batch_size or 0,
         )
         tokenizer = own.tokenizer()
     except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.verl_rows import load_verl_rows
-from components.engines.config import RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions, without_effect
 from training.schema import idle_options, where
@@ -327,7 +327,7 @@ class VerlPPOConfig(RLOptions):
         """The roles that run."""
         needed = {
             "critic": self.needs_critic,
-            "ref": self.needs_reference,
+            "ref": self.has_reference_role,
             "rm": bool(self.reward.model_path),
         }
         return [role for role in self.placement.mapping if needed.get(role, True)]
@@ -381,6 +381,18 @@ class VerlPPOConfig(RLOptions):
         return self.engine("actor", steps)
 
     @property
+    def freezes_models(self) -> bool:
+        """See `RLOptions.freezes_models`."""
+        return super().freezes_models or bool(self.reward.model_path)
+
+    @property
+    def reward_engine(self) -> FrozenConfig:
+        """The engine of the reward model."""
+        own = self.reward
+        limits = PassLimits(max_tokens=own.model_max_tokens, max_sequences=own.model_micro_batch_size or 0)
+        return replace(self.frozen_engine, limits=limits)
+
+    @property
     def sleeps(self) -> bool:
         """Whether the engines give their memory back between generations; not between an agent's episodes."""
         return self.rollout.engine == "vllm" and self.placement.shares_devices and not self.agent.func_path
@@ -388,7 +400,7 @@ class VerlPPOConfig(RLOptions):
     def rollout_engine(self) -> RolloutConfig:
         """See `RLOptions.rollout_engine`; an engine beside what trains has a process of its own."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        config = self.rollout.engine_config(self.dtype, longest, self.placement.shares_devices, self.sleeps)
+        config = self.rollout.engine_config(self.train.precision, longest, self.placement.shares_devices, self.sleeps)
         if not isinstance(config, VLLMRolloutConfig):
             return config
         return replace(config, own_process=self.placement.is_hybrid)

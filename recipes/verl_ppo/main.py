@@ -21,12 +21,18 @@ LEARNERS = ("actor", "actor_rollout", "actor_rollout_ref", "critic")
 """Roles whose processes enter collectives together."""
 
 
-def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:  # noqa: ARG001 (for yours to look at)
+FROZEN = ("ref", "rm")
+"""Roles whose processes do so where their model is sharded."""
+
+
+def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:
     """What each role runs. Put workers of your own in here; placement.role_pools gives a role of your own its pool."""
+    sharded = config.frozen_engine.is_collective
+    policy = "Rank" if sharded or config.is_own_reference else "Worker"
     return {
-        **dict.fromkeys(POLICY_ROLES, f"{__package__}.roles.actor_rollout_ref:ActorRolloutRefWorker"),
+        **dict.fromkeys(POLICY_ROLES, f"{__package__}.roles.actor_rollout_ref:ActorRolloutRef{policy}"),
         "critic": f"{__package__}.roles.critic:CriticWorker",
-        "rm": f"{__package__}.roles.reward_model:RewardModelWorker",
+        "rm": f"{__package__}.roles.reward_model:RewardModel{'Rank' if sharded else 'Worker'}",
     }
 
 
@@ -42,7 +48,7 @@ def build_job(config: VerlPPOConfig) -> Job:
         builder.role(role)
         devices = config.rollout.tensor_parallel if role == "rollout" else 1
         count = own.workers(role) // devices
-        if role in LEARNERS:
+        if role in LEARNERS or (role in FROZEN and config.frozen_engine.is_collective):
             builder.train(workers[role]).nnodes(own.nodes_of(role)).nproc_per_node(count // own.nodes_of(role))
         else:
             builder.run(workers[role]).total(count).max_restarts(config.max_restarts)
@@ -76,7 +82,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
 
     def needs(self, config: VerlPPOConfig, job: Job) -> dict[str, Need]:
         """What a process of each role takes: the parts of the policy that its name says, or a model of its own."""
-        policy, dtype, limits = config.model.path, config.dtype, config.forward_limits
+        policy, size = config.model.path, config.step_size
         estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
         needs, critic = dict[str, Need](), config.critic.path or policy
         for role in job.placement.processes:
@@ -85,15 +91,15 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
                 engine = config.train_engine(1)
                 held.append(estimate.trained(role, policy, engine, config.mini_batch_size, publishes=True))
             if "rollout" in parts:
-                held.append(estimate.sampled(role, policy, config.rollout_engine(), config.step_size))
-            if "ref" in parts and config.needs_reference:
-                held.append(estimate.inferred(policy, dtype, limits))
+                held.append(estimate.sampled(role, policy, config.rollout_engine(), size))
+            if "ref" in parts and config.has_reference_role:
+                held.append(estimate.inferred(role, policy, config.frozen_engine, size))
             if "critic" in parts:
                 engine, batch = config.engine("critic", 1), config.size_of("critic")
                 held.append(estimate.trained(role, critic, engine, batch, has_head=False))
             if "rm" in parts:
-                passes = (config.reward.model_max_tokens, config.reward.model_micro_batch_size or 0)
-                held.append(estimate.inferred(config.reward.model_path, dtype, passes, has_head=False))
+                own = config.reward_engine
+                held.append(estimate.inferred(role, config.reward.model_path, own, size, has_head=False))
             needs[role] = together(Need(), *held)
         return needs
 

@@ -31,7 +31,8 @@ class VerlPPOTrainer(BaseTrainer):
         policy = cache(lambda role: WorkerGroup(role, ActorRolloutRefWorker))
         self.actor_wg = policy(config.placement.holder("actor"))
         self.rollout_wg = policy(config.placement.holder("rollout"))
-        self.ref_wg = policy(config.placement.holder("ref")) if config.needs_reference else None
+        reference = config.placement.holder("actor" if config.is_own_reference else "ref")
+        self.ref_wg = policy(reference) if config.needs_reference else None
         self.critic_wg = WorkerGroup("critic", CriticWorker) if config.needs_critic else None
         self.rm_wg = WorkerGroup("rm", RewardModelWorker) if config.reward.model_path else None
         self.kl = AdaptedKL(config)

@@ -246,7 +246,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
     [
         ("grpo", "algorithm.kl_estimator=k3", ["algorithm.kl_estimator", "algorithm.kl_coef=0"]),
         ("openrlhf_ppo", "ema_beta=0.5", ["ema_beta", "enable_ema"]),
-        ("verl_ppo", "actor_rollout_ref.ref.fsdp_config.param_offload=true", ["actor_rollout_ref.ref."]),
+        ("verl_ppo", "actor_rollout_ref.ref.fsdp_config.reshard_after_forward=true", ["actor_rollout_ref.ref."]),
     ],
 )
 def test_what_has_no_effect_is_said_with_the_printed_configuration(

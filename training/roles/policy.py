@@ -1,9 +1,10 @@
 """The policy that is trained."""
 
+from functools import partial
 from typing import Generic, TypeVar
 
 from components.batch import Batch
-from components.engines.causal import load_policy, token_logprobs
+from components.engines.causal import load_policy, policy_logprobs
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import rpc, trainer_invocation
@@ -35,10 +36,16 @@ class PolicyWorker(TrainedModel, Generic[C]):
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch, temperature: float) -> Batch:
         """`logprob` per token, in nats; the batch is split over the ranks."""
-        logprob_N = self.engine.forward(
-            tokens, lambda model, micro: token_logprobs(model, micro, temperature).logprob_N
-        )
+        logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=temperature))
         return Batch(tokens.lengths, {"logprob": logprob_N})
+
+    @trainer_invocation(blocking=False, post_func=Batch.concat)
+    def reference_logprobs(self, tokens: Batch) -> Batch:
+        """`reference_logprob` per token, in nats, at the sampling temperature: of the policy with its adapters off,
+        which is what it was at the start.
+        """
+        compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
+        return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute, adapters=False)})
 
     @trainer_invocation(post_func=of_rank0)
     def update(self, experience: Batch, step: int) -> dict[str, float]:
@@ -48,7 +55,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
         """Rank 0 writes what all ranks gather."""
-        return self.publish_parameters(version, self.config.rollout.verify_weight_sync)
+        return self.publish_parameters(version)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

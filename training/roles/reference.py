@@ -1,11 +1,11 @@
 """The reference model: the frozen policy that the KL is measured to."""
 
-from typing import Any
-
-import torch
+from functools import partial
 
 from components.batch import Batch
-from components.engines.causal import evaluate, load_policy, token_logprobs
+from components.engines.causal import policy_logprobs
+from components.engines.frozen_engine import open_frozen_policy
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, trainer_invocation
 from training.rl_options import RLOptions
 
@@ -18,26 +18,23 @@ class ReferenceWorker(BaseWorkload):
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model: Any = load_policy(
-            model_path,
-            dtype=self.config.dtype,
-            attn_implementation=self.config.model.attn_implementation,
-            packing=self.config.train.packing,
-        )
-        self.model.to(self.device).eval().requires_grad_(False)
+        self.engine = open_frozen_policy(model_path, self.config.frozen_engine, self.config.model.attn_implementation)
 
     @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:
         """`reference_logprob` per token, in nats, at the sampling temperature; split over the instances."""
-        temperature = self.config.rollout.temperature
-        max_tokens, max_sequences = self.config.forward_limits
-        logprob_N = evaluate(
-            tokens,
-            max_tokens,
-            self.device,
-            lambda micro: token_logprobs(self.model, micro, temperature).logprob_N,
-            max_sequences,
-            self.config.train.packing,
-        )
-        return Batch(tokens.lengths, {"reference_logprob": logprob_N})
+        compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
+        return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute)})
+
+
+class ReferenceRank(ReferenceWorker):
+    """One rank of a reference model that is sharded over them; they compute together."""
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @trainer_invocation(blocking=False, post_func=Batch.concat)
+    def logprobs(self, tokens: Batch) -> Batch:
+        """See `ReferenceWorker.logprobs`; every rank has a part."""
+        return super().logprobs(tokens)

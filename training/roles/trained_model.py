@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
@@ -92,11 +93,13 @@ class TrainedModel(BaseWorkload):
             on_disk = f"{self.config.run_dir}/weights"
             self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=nodes > 1)
 
-    def publish_parameters(self, version: int, with_digests: bool) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather, and returns where."""
-        parameters = self.engine.gathered_parameters()
+    def publish_parameters(self, version: int) -> WeightHandle | None:
+        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where."""
+        own = self.config
+        dtype: torch.dtype = getattr(torch, own.rollout_engine().dtype)
+        parameters = ((name, tensor.to(dtype)) for name, tensor in self.engine.gathered_parameters())
         if self.publisher is not None:
-            return self.publisher.publish(version, parameters, with_digests=with_digests)
+            return self.publisher.publish(version, parameters, with_digests=own.rollout.verify_weight_sync)
         for _ in parameters:
             raise AssertionError("only rank 0 is given parameters")
         return None

@@ -1,13 +1,12 @@
 """The policy that learns, and the reference model before it."""
 
-from functools import partial
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from components.batch import Batch
-from components.engines.causal import evaluate, load_policy, token_logprobs
+from components.engines.causal import policy_logprobs
+from components.engines.config import FrozenConfig
+from components.engines.frozen_engine import open_frozen_policy
 from components.rl.aggregation import LossOutput, Totals
 from core import trainer_invocation
 from training.roles.supervised import SupervisedModel
@@ -25,19 +24,16 @@ class Actor(SupervisedModel[DPOConfig]):
 
     @trainer_invocation
     def load_reference(self, model_path: str) -> None:
-        """Load a frozen model."""
-        config = self.config
-        dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
-        attention = config.model.attn_implementation
-        model: Any = load_policy(model_path, dtype, attn_implementation=attention, packing=config.train.packing)
-        self.reference = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        """Load a frozen model, sharded over the ranks where the policy is."""
+        train = self.config.engine(1)
+        layout = "sharded" if train.stage == 3 else "whole"
+        own = FrozenConfig(precision=train.precision, limits=train.forward_limits, layout=layout)
+        self.reference = open_frozen_policy(model_path, own, self.config.model.attn_implementation)
 
     @trainer_invocation(post_func=Batch.concat)
     def reference_logprobs(self, responses: Batch) -> Batch:
         """`logprob` of each response under the reference model; the batch is split over its instances."""
-        own, device = self.config.engine(1), self.reference.device
-        compute = partial(_logprobs, self.reference)
-        logprob_N = evaluate(responses.only("tokens"), own.max_tokens, device, compute, own.max_sequences, own.packing)
+        logprob_N = self.reference.forward(responses.only("tokens"), policy_logprobs)
         return Batch(responses.lengths, {}, {"logprob": response_logprobs(logprob_N, responses)})
 
     @trainer_invocation
@@ -49,9 +45,5 @@ class Actor(SupervisedModel[DPOConfig]):
     @trainer_invocation(post_func=Batch.concat)
     def logprobs(self, responses: Batch) -> Batch:
         """`logprob` of each response; the batch is split over the ranks."""
-        logprob_N = self.engine.forward(responses.only("tokens"), _logprobs)
+        logprob_N = self.engine.forward(responses.only("tokens"), policy_logprobs)
         return Batch(responses.lengths, {}, {"logprob": response_logprobs(logprob_N, responses)})
-
-
-def _logprobs(model: nn.Module, micro: Batch) -> Tensor:
-    return token_logprobs(model, micro).logprob_N

@@ -25,6 +25,11 @@ class Actor(Learner, PolicyWorker[PPOConfig]):
         """Log-probabilities at a temperature."""
         return self.logprobs(samples, temperature)
 
+    @rpc(remote_call.reference_forward)
+    def forward_reference(self, samples: Batch) -> Batch:
+        """Log-probabilities with the adapters off, where they are the reference."""
+        return self.reference_logprobs(samples)
+
     @rpc(remote_call.actor_update)
     def update_actor(self, step: int, kl_coef: float) -> dict[str, float]:
         """Train on the experience."""

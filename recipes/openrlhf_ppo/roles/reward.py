@@ -8,6 +8,7 @@ from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
 from components.engines.reward_model import RewardModel
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, rpc
 
 from .. import remote_call
@@ -23,16 +24,13 @@ class Reward(BaseWorkload):
     def init_model(self, tokenizer_path: str) -> None:
         """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
         own = self.config.reward_model
-        max_tokens, max_sequences = self.config.forward_limits
         self.models = [
             RewardModel(
                 path,
-                dtype=self.config.dtype,
+                self.config.reward_engine,
                 normalize=own.normalize,
                 value_head_prefix=own.value_head_prefix,
                 attn_implementation=self.config.model.attn_implementation,
-                max_tokens=max_tokens,
-                max_sequences=max_sequences,
             )
             for path in own.paths
         ]
@@ -75,3 +73,16 @@ class Reward(BaseWorkload):
         for source in (self.source, self.heldout_source):
             if source is not None:
                 source.close()
+
+
+class RewardRank(Reward):
+    """One rank of reward models that are sharded over them; they compute together."""
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @rpc(remote_call.reward_forward)
+    def forward(self, samples: Batch, heldout: bool = False) -> Batch:
+        """See `Reward.forward`; every rank has a part."""
+        return super().forward(samples, heldout)

@@ -1,14 +1,12 @@
 """The policy: what trains it, what samples from it, and what it was at the start, in any combination in one process."""
 
 from functools import partial
-from typing import Any
-
-import torch
 
 from agents.runner import Collected, open_runner
 from components.batch import Batch
-from components.engines.causal import evaluate, load_policy, token_logprobs
+from components.engines.causal import load_policy, policy_logprobs
 from components.engines.config import SamplingConfig
+from components.engines.frozen_engine import open_frozen_policy
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import Dispatch, register
@@ -28,9 +26,9 @@ class ActorRolloutRefWorker(Learner):
         return "actor"
 
     def setup(self) -> None:
-        """Meet the other ranks, where the policy is trained."""
+        """Meet the other ranks, where the policy is trained, or the reference sharded."""
         self.parts = set(self.role.lower().split("_"))
-        if "actor" in self.parts:
+        if "actor" in self.parts or ("ref" in self.parts and self.config.frozen_engine.is_collective):
             super().setup()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
@@ -40,21 +38,21 @@ class ActorRolloutRefWorker(Learner):
         """
         config = self.config
         if "actor" in self.parts:
-            model = self.load(model_path, gradient_checkpointing=config.train.gradient_checkpointing, empty=True)
+            model = load_policy(
+                model_path,
+                gradient_checkpointing=config.train.gradient_checkpointing,
+                attn_implementation=config.model.attn_implementation,
+                packing=config.train.packing,
+                empty=True,
+            )
             self.engine = open_engine(model, config.train_engine(steps))
             self.open_publisher(config.placement.nodes)
-        if "ref" in self.parts and config.needs_reference:
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
-            self.reference = self.load(model_path, dtype=config.dtype).to(self.device).eval().requires_grad_(False)
+        if "ref" in self.parts and config.has_reference_role:
+            self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
         if "rollout" in self.parts:
             in_flight, tokenizer = config.asynchronous.partial_rollout, config.model.tokenizer
             self.runner = open_runner(model_path, config.rollout_engine(), config.agent, tokenizer, in_flight=in_flight)
             self.sleeps = config.sleeps
-
-    def load(self, model_path: str, **options: Any) -> Any:
-        """The policy as transformers has it."""
-        attention, packing = self.config.model.attn_implementation, self.config.train.packing
-        return load_policy(model_path, attn_implementation=attention, packing=packing, **options)
 
     # --- rollouts
 
@@ -89,22 +87,17 @@ class ActorRolloutRefWorker(Learner):
     def compute_log_prob(self, tokens: Batch, temperature: float | None = None) -> Batch:
         """`logprob` per token, in nats, by default at the sampling temperature; the batch is split over the ranks."""
         at = self.config.rollout.temperature if temperature is None else temperature
-        logprob_N = self.engine.forward(tokens, lambda model, micro: token_logprobs(model, micro, at).logprob_N)
+        logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=at))
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_ref_log_prob(self, tokens: Batch) -> Batch:
         """`reference_logprob` per token, in nats, at the sampling temperature; split over the workers."""
-        config = self.config
-        max_tokens, max_sequences = config.forward_limits
-        logprob_N = evaluate(
-            tokens,
-            max_tokens,
-            self.device,
-            lambda micro: token_logprobs(self.reference, micro, config.rollout.temperature).logprob_N,
-            max_sequences,
-            packing=config.train.packing,
-        )
+        compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
+        if self.config.is_own_reference:
+            logprob_N = self.engine.forward(tokens, compute, adapters=False)
+        else:
+            logprob_N = self.reference.forward(tokens, compute)
         return Batch(tokens.lengths, {"reference_logprob": logprob_N})
 
     # --- training
@@ -121,7 +114,7 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> WeightHandle | None:
         """Rank 0 writes what all ranks gather."""
-        return self.publish_parameters(version, self.config.rollout.verify_weight_sync)
+        return self.publish_parameters(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> None:
@@ -141,3 +134,12 @@ class ActorRolloutRefWorker(Learner):
         self.close_publisher()
         if "rollout" in self.parts:
             self.runner.close()
+
+
+class ActorRolloutRefRank(ActorRolloutRefWorker):
+    """One worker of a policy whose reference is sharded over the ranks, or is the actor's with its adapters off."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_ref_log_prob(self, tokens: Batch) -> Batch:
+        """See `ActorRolloutRefWorker`; the ranks compute together, and every one has a part."""
+        return super().compute_ref_log_prob(tokens)

@@ -4,6 +4,7 @@ import torch
 
 from components.batch import Batch
 from components.engines.reward_model import RewardModel
+from components.engines.train_engine import init_process_group
 from core import BaseWorkload, Dispatch, register
 
 from ..config import VerlPPOConfig
@@ -17,14 +18,8 @@ class RewardModelWorker(BaseWorkload):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
         """Load; nothing of it is ever trained."""
-        own = self.config.reward
-        self.model = RewardModel(
-            model_path,
-            dtype=self.config.dtype,
-            attn_implementation=self.config.model.attn_implementation,
-            max_tokens=own.model_max_tokens,
-            max_sequences=own.model_micro_batch_size or 0,
-        )
+        attention = self.config.model.attn_implementation
+        self.model = RewardModel(model_path, self.config.reward_engine, attn_implementation=attention)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_rm_score(self, tokens: Batch) -> Batch:
@@ -34,3 +29,16 @@ class RewardModelWorker(BaseWorkload):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
     def end_job(self) -> None:
         """Nothing is held outside the process."""
+
+
+class RewardModelRank(RewardModelWorker):
+    """One rank of a reward model that is sharded over them; they compute together."""
+
+    def setup(self) -> None:
+        """Meet the other ranks before any library can make a process group of its own."""
+        self.setup_process_group(init_process_group)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_rm_score(self, tokens: Batch) -> Batch:
+        """See `RewardModelWorker`; every rank has a part."""
+        return super().compute_rm_score(tokens)

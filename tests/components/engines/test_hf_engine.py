@@ -367,7 +367,7 @@ def test_bfloat16_weights_reach_a_float32_engine(tied_model: Path, other_tied_mo
 
 
 def test_a_bfloat16_engine_reports_float32_logprobs(tied_model: Path) -> None:
-    engine = HFRolloutEngine(tied_model, HFRolloutConfig(dtype="bfloat16"))
+    engine = HFRolloutEngine(tied_model, HFRolloutConfig(precision="bf16"))
     result = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
     assert result["rollout_logprob"].dtype == torch.float32
 

@@ -158,7 +158,7 @@ def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
 
 def test_a_head_over_the_vocabulary_is_not_a_critics() -> None:
     size = ModelSize(parameters=1000, head=300)
-    assert frozen(size, "bfloat16", tokens=1, has_head=False).weights == 1400
+    assert frozen(size, "bf16", tokens=1, has_head=False).weights == 1400
     assert training(size, TrainConfig(), 1, tokens=1, has_head=False).weights == 2800
 
 
@@ -177,7 +177,7 @@ def test_an_hf_engines_cache_grows_with_rows_and_tokens() -> None:
     need = sampling(SMALL, HFRolloutConfig(max_num_seqs=8), 100, 64, None, gpu=False)
     # 8 rows x 64 tokens x keys and values x 2 layers x 5 numbers x 4 bytes; it is not sure to be taken.
     assert (need.weights, need.cache, need.certain) == (400_000, 8 * 64 * 2 * 2 * 5 * 4, 400_000)
-    assert sampling(SMALL, HFRolloutConfig(dtype="bfloat16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2
+    assert sampling(SMALL, HFRolloutConfig(precision="bf16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2
 
 
 def test_vllm_takes_its_share_of_a_gpu_or_what_it_is_told_on_a_cpu() -> None:
@@ -210,14 +210,14 @@ def test_vllm_measures_a_pass_before_it_makes_its_cache_and_one_sequence_has_to_
 
 
 def test_a_sharded_model_is_divided_and_one_that_is_offloaded_waits_on_the_machine() -> None:
-    whole = frozen(SMALL, "bfloat16", tokens=16, gpu=True, ranks=4)
+    whole = frozen(SMALL, "bf16", tokens=16, gpu=True, ranks=4)
     # The states of a layer, 16 x (4 x 10 + 3 x 30) x 2, and logits twice.
     assert (whole.weights, whole.passes) == (200_000, 16 * 130 * 2 + 2 * 2 * 100 * 16)
-    sharded = frozen(SMALL, "bfloat16", tokens=16, gpu=True, layout="sharded", ranks=4)
+    sharded = frozen(SMALL, "bf16", tokens=16, gpu=True, layout="sharded", ranks=4)
     # The embedding, 100 x 10, and two layers of 99000 / 2 are gathered besides, in a group with buffers.
     assert (sharded.weights, sharded.passes) == (50_000, (whole.passes or 0) + 2 * (1_000 + 99_000))
     assert (whole.base, sharded.base) == (CONTEXT_BYTES, CONTEXT_BYTES + NCCL_BYTES)
-    waits = frozen(SMALL, "bfloat16", tokens=16, gpu=True, layout="offloaded", ranks=4)
+    waits = frozen(SMALL, "bf16", tokens=16, gpu=True, layout="offloaded", ranks=4)
     assert (waits.weights, waits.host, waits.passes) == (0, 50_000, sharded.passes)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from components.batch import Batch
 from components.engines.causal import load_value_model
+from components.engines.config import FrozenConfig, PassLimits
 from components.engines.reward_model import RewardModel
 from tests.messages import says
 
@@ -89,7 +90,7 @@ def test_scores_equal_those_of_transformers_for_each_sequence_alone(folders: dic
 def test_neither_order_nor_micro_batches_change_a_score(folders: dict[str, Path], limits: dict[str, Any]) -> None:
     expected = alone(folders["llama"])
     batch = Batch.from_rows({"tokens": ROWS}).with_objects(label=list(range(len(ROWS))))
-    model = RewardModel(folders["llama"], **limits)
+    model = RewardModel(folders["llama"], FrozenConfig(limits=PassLimits(**limits)))
     for order in ([5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 3, 4]):
         assert model.score(batch.select(order)).tolist() == pytest.approx([expected[i] for i in order], abs=1e-5)
 
@@ -118,7 +119,7 @@ def test_a_value_model_with_a_head_of_its_own_name_scores_as_well(untied_model: 
 
 
 def test_bfloat16_gives_float32_scores_near_those_of_float32(folders: dict[str, Path]) -> None:
-    score_B = RewardModel(folders["qwen2"], dtype="bfloat16").score(Batch.from_rows({"tokens": ROWS}))
+    score_B = RewardModel(folders["qwen2"], FrozenConfig(precision="bf16")).score(Batch.from_rows({"tokens": ROWS}))
     assert score_B.dtype == torch.float32
     assert score_B.tolist() == pytest.approx(alone(folders["qwen2"]), abs=0.1, rel=0.05)
 

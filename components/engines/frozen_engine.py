@@ -1,0 +1,93 @@
+"""A model that is evaluated and never trained: a reference, a reward model.
+
+It is whole on its device, or its layers are partitioned by rows over the ranks (FSDP2), on the device or on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.engines.causal import load_policy
+from components.engines.config import FrozenConfig, weight_type
+from components.engines.passes import evaluate_together
+from components.engines.precision import compute_in, round_products
+from components.engines.weight_files import fill
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class FrozenEngine(Generic[M]):
+    """One model, on the GPU when there is one. If it is sharded, all ranks make the same calls in the same order."""
+
+    def __init__(self, model: M, config: FrozenConfig) -> None:
+        """
+        Args:
+            model: with weights of `config.weight_type`, perhaps made empty, then the engine reads what this rank
+                keeps; it is changed in place.
+            config: of this engine.
+        """
+        self.config = config
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model.eval().requires_grad_(False)
+        round_products(model, config.precision)
+        compute_in(model, config.precision, self.device)
+        if config.is_collective:
+            self._partition()
+        fill(model, "cpu" if config.layout == "offloaded" else self.device)
+        if not config.is_collective:
+            model.to(self.device)
+
+    def _partition(self) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        from components.engines.fsdp_groups import partition
+        from components.engines.train_engine import init_process_group
+
+        init_process_group()
+        offload = self.config.layout == "offloaded"
+        # Weights are kept in the types that passes use.
+        plain = MixedPrecisionPolicy()
+        partition(self.model, self.device, plain, offload=offload, layers_let_go=True, rest_lets_go=True)
+
+    def forward(self, batch: Batch, compute: Callable[[M, Batch], Tensor]) -> Tensor:
+        """Evaluate `batch` in micro-batches.
+
+        Args:
+            batch: this rank's own; ranks may have different numbers of sequences.
+            compute: (model, micro-batch of n tokens) -> [n].
+
+        Returns:
+            [N] on the CPU, in the order of `batch`.
+
+        Raises:
+            ValueError: the model is sharded, and this rank has no sequence where others have some.
+        """
+        own = self.config
+        return evaluate_together(
+            batch, own.limits, self.device, lambda micro: compute(self.model, micro), own.is_collective
+        )
+
+
+def is_read_by_parts(config: FrozenConfig) -> bool:
+    """Whether a model is to be made empty for such an engine: on a CPU a whole one is the file, mapped."""
+    return config.is_collective or torch.cuda.is_available()
+
+
+def open_frozen_policy(
+    path: str | Path, config: FrozenConfig, attn_implementation: str | None = None
+) -> FrozenEngine[nn.Module]:
+    """A causal language model under such an engine; arguments as `load_policy` takes them."""
+    model = load_policy(
+        path,
+        weight_type(config.precision),
+        attn_implementation=attn_implementation,
+        packing=config.limits.packing,
+        empty=is_read_by_parts(config),
+    )
+    return FrozenEngine(model, config)

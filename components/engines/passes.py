@@ -1,0 +1,53 @@
+"""Passes without gradients, over ranks that may have to make them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.batch import Batch
+from components.engines.causal import evaluate
+from components.engines.config import PassLimits
+
+
+def evaluate_together(
+    batch: Batch, limits: PassLimits, device: torch.device, compute: Callable[[Batch], Tensor], is_collective: bool
+) -> Tensor:
+    """Apply `compute` to a batch in micro-batches, without gradients.
+
+    Args:
+        batch: this rank's; ranks may have different numbers of sequences.
+        limits: of a micro-batch.
+        device: where `compute` wants its micro-batch.
+        compute: micro-batch of n tokens -> [n].
+        is_collective: a pass gathers parameters, so that every rank has to make as many as the busiest one.
+
+    Returns:
+        [N] on the CPU, in the order of `batch`.
+
+    Raises:
+        ValueError: passes are collective, and this rank has nothing to make them with.
+    """
+    count = len(batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, limits.packing))
+    extra = _busiest(count, device) - count if is_collective else 0
+    if extra and not len(batch):
+        raise ValueError(
+            f"rank {dist.get_rank()} has no sequence to evaluate, and the model is partitioned over the ranks, which "
+            "compute together; send at least one sequence to every rank"
+        )
+    result_N = evaluate(batch, limits.max_tokens, device, compute, limits.max_sequences, limits.packing)
+    with torch.no_grad():
+        for _ in range(extra):
+            compute(batch.select(batch.lengths.argmin().view(1)).to(device))
+    return result_N
+
+
+def _busiest(count: int, device: torch.device) -> int:
+    if dist.get_world_size() == 1:
+        return count
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
