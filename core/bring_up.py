@@ -53,6 +53,8 @@ class _Start:
     drivers: set[str]
     local: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
     rendezvous: dict[Role, tuple[str, int]] = field(default_factory=dict)
+    devices: dict[int, list[str]] = field(default_factory=dict)
+    """Of each bundle in which one process claims them for all."""
     directory: Any = None
     """A reference to the directory as it is now, stored once for all who ask; None if it has changed."""
 
@@ -136,7 +138,9 @@ class BringUp:
                 yield
             yield self._ask(host, "connect", self._directory())
         local = {(Role(role), rank): start.local[Role(role), rank] for role, rank in workers}
-        self._note(host, (yield self._ask(host, "construct", start.rendezvous, local)))
+        devices = start.devices.get(host.plan.bundle, [])
+        shown = [device for index, device in enumerate(devices) if index in host.plan.shown]
+        self._note(host, (yield self._ask(host, "construct", start.rendezvous, local, shown)))
         start.unmade.discard(name)
         while start.unmade:
             yield
@@ -153,6 +157,7 @@ class BringUp:
         start.rendezvous = {
             role: (host.report.ip, port) for host in hosts if host.report for role, port in host.report.ports.items()
         }
+        start.devices = {h.plan.bundle: h.report.devices for h in hosts if h.report and h.plan.accelerator > 1}
 
     def _note(self, host: WatchedHost, made: dict[Role, Made]) -> None:
         for role, _ in host.plan.workers:

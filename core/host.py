@@ -87,6 +87,8 @@ class HostReport:
     """Which machine, or share of one, the cluster takes it for."""
     control: Address | None = None
     ports: dict[Role, int] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    """Those that the cluster has given it, as CUDA_VISIBLE_DEVICES names them."""
 
 
 @dataclass
@@ -189,13 +191,18 @@ class Host:
         """Say where it is."""
         return HostReport(self._ip, machine_id(), os.getpid())
 
-    def construct(self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]]) -> dict[Role, Made]:
+    def construct(
+        self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], shown: list[str]
+    ) -> dict[Role, Made]:
         """Import the workloads' classes, make them, and run their `setup()`.
 
         Args:
             rendezvous: where the ranks of each role meet.
             local: (local rank, local world size) of each of its workers.
+            shown: devices that it works on and another process has claimed; none where it has its own, or needs none.
         """
+        if shown:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
         made: dict[Role, Made] = {}
         for (role, rank), worker in self._workers.items():
             spec, (local_rank, local_world_size) = self._spec.roles[role], local[role, rank]

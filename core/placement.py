@@ -5,6 +5,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +34,45 @@ def plan(
     """Lay the roles out.
 
     Each worker gets a bundle of its own; the ranks of a node share one, so that they stay on one node. Collocated
-    roles share bundles rank by rank, and the accelerator in equal parts. Roles of one process share a host. A role of
-    several nodes has as many ranks on each; which machines these are is found when the job starts.
+    roles share bundles rank by rank, and the accelerator in equal parts; a worker of several devices is with as many
+    ranks that have one each. Roles of one process share a host. A role of several nodes has as many ranks on each;
+    which machines these are is found when the job starts.
 
     Raises:
         JobError: a collocation or a process cannot be formed, or there are fewer devices than are asked for.
     """
     _check_collocations(roles, collocations)
-    group_of = {role: index for index, group in enumerate(collocations) for role in group}
+    on_gpu = device_type == "GPU"
     bundles: list[BundlePlan] = []
-    bundle_of: dict[tuple[str, int], int] = {}
+    seats: dict[tuple[str, int], _Seat] = {}
     share: dict[str, float] = {}
     asked: defaultdict[str, list[float]] = defaultdict(list)
-    for name, spec in roles.items():
-        group = collocations[group_of[name]] if name in group_of else [name]
-        if name != group[0]:
+    for name in roles:
+        group = [roles[role] for role in next((group for group in collocations if name in group), [name])]
+        if name != group[0].name:
             continue
-        for role in group:
-            wanted = roles[role].resource.accelerator if len(group) == 1 else math.floor(1e4 / len(group)) / 1e4
-            share[role] = wanted if device_type == "GPU" else 0.0
-        per_bundle = spec.nproc_per_node if len(group) == 1 and spec.kind == "train" else 1
-        widest = max((roles[role] for role in group), key=lambda spec: spec.nnodes)
-        for first in range(0, spec.total, per_bundle):
-            for role in group:
-                bundle_of |= {(role, rank): len(bundles) for rank in range(first, first + per_bundle)}
-            machine = (widest.name, first // widest.nproc_per_node) if widest.nnodes > 1 else None
-            each = sum(share[role] for role in group) * per_bundle
-            total = _total([roles[role] for role in group], per_bundle)
-            bundles.append(BundlePlan(accelerator=round(each, 4), machine=machine, **total))
-            asked[" + ".join(group)].append(each)
-    hosts = _hosts(roles, bundle_of, share)
-    if device_type == "GPU":
+        first, *others = group
+        width = {spec.name: _width(spec) if others else 1 for spec in group}
+        size = first.nproc_per_node if first.kind == "train" and not others else max(width.values())
+        # Ray gives nobody shares of several devices: who has them whole claims them, and the others are shown theirs.
+        claims = max(width, key=lambda role: width[role]) if others and size > 1 and on_gpu else None
+        for spec in group:
+            each = math.floor(1e4 * width[spec.name] / len(group)) / 1e4 if others else spec.resource.accelerator
+            share[spec.name] = each if on_gpu else 0.0
+        for start in range(0, first.total * width[name], size):
+            workers = [
+                (s, rank) for s in group for rank in range(start // width[s.name], (start + size) // width[s.name])
+            ]
+            for spec, rank in workers:
+                seats[spec.name, rank] = _Seat(len(bundles), share[spec.name])
+                if claims is not None:
+                    at = rank * width[spec.name] - start
+                    shown = [] if spec.name == claims else list(range(at, at + width[spec.name]))
+                    seats[spec.name, rank] = _Seat(len(bundles), 0.0 if shown else size, shown)
+            bundles.append(_bundle(workers, size if claims else sum(share[spec.name] for spec, _ in workers)))
+            asked[" + ".join(width)].append(bundles[-1].accelerator)
+    hosts = _hosts(roles, seats)
+    if on_gpu:
         _check_capacity(asked, nodes, devices)
     return Placement(
         processes={name: spec.total for name, spec in roles.items()},
@@ -73,9 +82,32 @@ def plan(
     )
 
 
-def _total(specs: Sequence[RoleSpec], workers: int = 1) -> dict[str, Any]:
-    """What so many workers of each of these roles are given together."""
-    resources = [spec.resource for spec in specs for _ in range(workers)]
+@dataclass
+class _Seat:
+    """The place of a worker."""
+
+    bundle: int
+    claims: float
+    """Devices that Ray gives it."""
+    shown: list[int] = field(default_factory=list)
+    """Those of the bundle that it is shown, where another worker claims them."""
+
+
+def _width(spec: RoleSpec) -> int:
+    """Devices that a worker shares with as many workers that have one each."""
+    return max(1, int(spec.resource.accelerator))
+
+
+def _bundle(workers: Sequence[tuple[RoleSpec, int]], devices: float) -> BundlePlan:
+    """What they are given together, on the machine of the role that is spread over several."""
+    spread, rank = max(workers, key=lambda worker: worker[0].nnodes)
+    machine = (spread.name, rank // spread.nproc_per_node) if spread.nnodes > 1 else None
+    return BundlePlan(accelerator=round(devices, 4), machine=machine, **_total([spec for spec, _ in workers]))
+
+
+def _total(specs: Sequence[RoleSpec]) -> dict[str, Any]:
+    """What a worker of each of these is given together."""
+    resources = [spec.resource for spec in specs]
     custom: Counter[str] = Counter()
     for resource in resources:
         custom.update(resource.custom)
@@ -94,23 +126,26 @@ def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Se
         if twice:
             raise JobError(f"role {twice[0]} is in two collocations; name it in one")
         seen |= set(group)
-        counts = {role: roles[role].total for role in group}
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{role} has {count}" for role, count in counts.items())
-            raise JobError(f"collocated roles pair up worker by worker, but {listed}; give them equal numbers")
+        specs = [roles[role] for role in group]
+        size = max(map(_width, specs))
+        uneven = [s for s in specs if size % _width(s) or (s.nnodes > 1 and s.nproc_per_node * _width(s) % size)]
+        if uneven or len({spec.total * _width(spec) for spec in specs}) > 1:
+            listed = ", ".join(f"{s.name} has {s.nnodes} x {s.nproc_per_node} x {_width(s)}" for s in specs)
+            raise JobError(
+                f"collocated roles pair up on each node device by device, but of nodes x workers x devices {listed}; "
+                "give them equal numbers"
+            )
 
 
-def _hosts(
-    roles: Mapping[str, RoleSpec], bundle_of: Mapping[tuple[str, int], int], share: Mapping[str, float]
-) -> list[HostPlan]:
+def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]) -> list[HostPlan]:
     hosts: list[HostPlan] = []
     for name, spec in roles.items():
         members = [r for r, s in roles.items() if spec.process is not None and s.process == spec.process] or [name]
         if name != members[0]:
             continue
         for rank in range(spec.total):
-            bundles = {bundle_of.get((role, rank), -1) for role in members}
-            if len(bundles) > 1 or any(roles[role].total != spec.total for role in members):
+            found = [seats.get((role, rank), _Seat(-1, 0.0)) for role in members]
+            if len({seat.bundle for seat in found}) > 1 or any(roles[role].total != spec.total for role in members):
                 raise JobError(
                     f"roles {', '.join(members)} are to share the process {spec.process!r}, so they need equal numbers "
                     "of workers and one collocation; add with_collocation(...)"
@@ -118,9 +153,10 @@ def _hosts(
             hosts.append(
                 HostPlan(
                     workers=[(role, rank) for role in members],
-                    bundle=bundles.pop(),
+                    bundle=found[0].bundle,
                     threads=_threads([roles[role].resource for role in members]),
-                    accelerator=round(sum(share[role] for role in members), 4),
+                    accelerator=round(sum(seat.claims for seat in found), 4),
+                    shown=found[0].shown,
                     **_total([roles[role] for role in members]),
                     env={key: value for role in members for key, value in roles[role].env.items()},
                 )

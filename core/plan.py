@@ -69,6 +69,8 @@ class HostPlan(Resource):
 
     workers: list[tuple[str, int]]
     bundle: int
+    shown: list[int] = []
+    """Which of its bundle's devices it works on, where another process of the bundle claims them all."""
     env: dict[str, str] = {}
 
     @property

@@ -120,8 +120,8 @@ What is different on purpose:
 - **LoRA** with a KL: the policy with its adapters off is the reference, as there, and no second model is loaded.
 - **`ref.fsdp_config.param_offload`** shards the reference and keeps it in host memory, and with it the reward model;
   without it each process has them whole, and `placement.frozen_models=sharded` is what fsdp does there.
-- **The hybrid engine** has an engine of its own in each process, of one device; `tensor_model_parallel_size` is read
-  where the engines have devices of their own (`hybrid_engine=false`, or `rollout.nnodes`).
+- **The hybrid engine** has an engine of its own in each process. With `tensor_model_parallel_size` above 1 the engines
+  are processes of their own, `rollout`, each on the devices of as many ranks of `actor` on its node.
 - **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have
   defaults, and win.
 - **`lr_warmup_steps`** counts steps of the run, as there; the learning rate changes with each optimizer step.

@@ -273,7 +273,8 @@ class RolloutOptions(Options):
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
     tensor_parallel: int = 1
-    """vllm: devices of one engine, over which the weights are spread; on a CPU processes."""
+    """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
+    are the devices of as many ranks, on one node."""
     gpu_memory: float | None = None
     """vllm: share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
     cpu_cache_gb: float = 1.0
@@ -389,7 +390,8 @@ class PlacementOptions(Options):
     actor_ranks: int | None = None
     """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
     rollout_engines: int | None = None
-    """Engines that sample. Default: one per GPU that is theirs; as many as ranks of the actor where they share GPUs."""
+    """Engines that sample. Default: one for each rollout.tensor_parallel GPUs that are theirs, which are those of the
+    actor where they share GPUs."""
     references: int | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
     frozen_models: Literal["whole", "sharded", "offloaded"] = "whole"
@@ -425,19 +427,16 @@ class PlacementOptions(Options):
             )
         ranks, other = self._shares(self.devices_per_node or gpus, groups)
         other = ranks if gpus and self.colocate else other
-        if gpus and self.colocate and tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel={tensor_parallel}: an engine of several devices shares none with other roles "
-                "yet; set placement.colocate=false"
-            )
         engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
         if ranks % spread:
             name = "actor_nodes" if self.actor_nodes else "nodes"
             raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.{name}={spread} evenly")
-        if gpus and self.colocate and len({ranks, engines, references if groups > 2 else ranks}) > 1:
+        devices = {ranks, engines * tensor_parallel, references if groups > 2 else ranks}
+        if gpus and self.colocate and (len(devices) > 1 or ranks // spread % tensor_parallel):
             raise ValueError(
-                f"placement.actor_ranks={ranks}, rollout_engines={engines} and references={references} cannot pair up "
-                "on shared GPUs; set them to the same number, or placement.colocate=false"
+                f"placement.actor_ranks={ranks} on {spread} nodes, rollout_engines={engines} x rollout.tensor_parallel="
+                f"{tensor_parallel} and references={references} cannot pair up on shared GPUs; set them to the same "
+                "number of devices, an engine's all on one node, or placement.colocate=false"
             )
         return replace(self, actor_nodes=spread, actor_ranks=ranks, rollout_engines=engines, references=references)
 

@@ -1,8 +1,8 @@
 """What the two vLLM engines share: the environment they start in, their settings, and requests.
 
 On a CPU three traps of vLLM 0.32 are kept out. Without a size its key-value cache takes all memory. It prefills long
-queues of prompts in chunks, which ends a request with a seed of its own, so chunks are off. And one process per core
-of a machine is bound to a core by NUMA node, which fails where there is one node, so cores are dealt out here.
+queues of prompts in chunks, which ends a request with a seed of its own, so chunks are off there. And one process per
+core of a machine is bound to a core by NUMA node, which fails where there is one node, so cores are dealt out here.
 
 Legend: `B` sequences, `K` most new tokens.
 """
@@ -10,7 +10,12 @@ Legend: `B` sequences, `K` most new tokens.
 from __future__ import annotations
 
 import importlib.util
+import logging
+import math
 import os
+import subprocess
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +25,8 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.cuda_ipc import gpu_uuid
+from components.engines.memory import CONTEXT_BYTES
 from components.engines.rollout_engine import Completions, limits
 from components.engines.sampling import request_seeds
 
@@ -30,7 +37,12 @@ RECEIVER = "components.engines.vllm_worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
 """Which cores vLLM takes, and what we have set that to."""
 BATCHED_TOKENS = 16384
-"""Prompt tokens that are read at the same time, at least."""
+"""Prompt tokens that are read at the same time; on a CPU at least."""
+MEMORY_WITHIN_S = 60.0
+"""So long an engine that starts waits for others to give the memory of its GPUs back."""
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+
+_log = logging.getLogger(__name__)
 
 
 def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
@@ -43,7 +55,8 @@ def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
     for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # On a CPU it warns of what is set here on purpose.
+        "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Its workers are started anew: a fork of a process with threads may hang.
@@ -70,16 +83,20 @@ def _cores(processes: int) -> str:
     return "|".join(",".join(map(str, own[i * share : (i + 1) * share])) for i in range(processes))
 
 
-def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`."""
+def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: bool | None = None) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`.
+
+    Args:
+        model_path: folder or hub name of the model.
+        config: of the engine.
+        on_gpu: it samples there. Default: where there is one.
+    """
     length = positions_of(model_path, config)
     arguments: dict[str, Any] = {
         "model": str(model_path),
         "dtype": config.dtype,
         "max_model_len": length,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
-        "enable_chunked_prefill": False,
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_parallel_size,
         # In an actor of Ray vLLM would ask Ray for its processes, which have places of ours.
@@ -92,15 +109,79 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig) -> dict[
         "disable_log_stats": True,
         "seed": 0,
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() if on_gpu is None else on_gpu:
+        asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size
         return arguments | {
+            "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
             "enable_sleep_mode": config.enable_sleep,
         }
     _check_heads(model_path)
-    # Compiling takes minutes on a CPU and makes nothing faster.
-    return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30)}
+    return arguments | {
+        # Without chunks the longest prompt is read as a whole.
+        "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
+        "enable_chunked_prefill": False,
+        # Compiling takes minutes on a CPU and makes nothing faster.
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30),
+    }
+
+
+def free_share(
+    asked: float,
+    read: Callable[[], list[tuple[int, int]]],
+    within_s: float = MEMORY_WITHIN_S,
+    every_s: float = 1.0,
+) -> float:
+    """The share of its GPUs that an engine may take as it starts. vLLM refuses to where less is free than its share, as
+    when it takes a lost engine's place while other roles use the GPU.
+
+    Args:
+        asked: the share that it is to take.
+        read: (free, total) bytes of each of its GPUs now; none where that is not known.
+        within_s: to wait for others to give memory back.
+        every_s: time between two looks.
+
+    Returns:
+        `asked`; or, with a warning, what is free after all this time.
+    """
+    began, has_warned = time.monotonic(), False
+    while True:
+        free = min(((free - CONTEXT_BYTES) / total for free, total in read()), default=asked)
+        if free >= asked or time.monotonic() - began >= within_s:
+            break
+        if not has_warned:
+            text = "the engine is to take %.2f of a GPU's memory, and %.2f are free; waiting up to %g s for others"
+            _log.warning(text, asked, free, within_s)
+            has_warned = True
+        time.sleep(every_s)
+    share = math.floor(free * 100) / 100
+    if free >= asked or share <= 0:  # without any vLLM says best what is missing
+        return asked
+    text = "the engine takes %.2f of a GPU's memory in place of %.2f, as no more is free: its cache is smaller by that"
+    _log.warning(text, share, asked)
+    return share
+
+
+def gpu_memory(count: int) -> list[tuple[int, int]]:
+    """(free, total) bytes of the first GPUs that this process sees; none where nvidia-smi does not tell. CUDA itself
+    would take memory on each GPU that it is asked about.
+    """
+    try:
+        shown = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = memory_by_uuid(shown)
+    names = [gpu_uuid(index).removeprefix("GPU-") for index in range(count)]
+    return [found[name] for name in names if name in found]
+
+
+def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
+    """UUID -> (free, total) bytes of a GPU, of lines that nvidia-smi prints; what has no numbers is left out."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
+    known = [row for row in rows if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()]
+    return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
 
 
 def _check_heads(model_path: str | Path) -> None:

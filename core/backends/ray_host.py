@@ -86,6 +86,7 @@ class RayHost(Host):
         report = super().report()
         report.control = self._control.address
         report.node = ray.get_runtime_context().get_node_id()
+        report.devices = sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
         for role, rank in self._workers:
             if rank == 0 and self._spec.roles[role].kind == "train":
                 self._reserved[role] = socket.socket()

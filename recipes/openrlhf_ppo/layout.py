@@ -20,11 +20,6 @@ def resolved(config: PPOConfig) -> PPOConfig:
     own = config.placement
     gpus = detect_devices() and (own.devices_per_node or detect_devices())
     rollout, _ = config.rollout.chosen(gpus, config.model.path, config.evaluation.temperature)
-    if gpus and rollout.tensor_parallel > 1 and own.colocate:
-        raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel}: an engine of several devices shares none with other "
-            "roles yet; set placement.colocate=false"
-        )
     if rollout.engine == "vllm" and own.engines_sleep and config.agent.func_path:
         raise ConfigError(
             f"vllm does not sleep between episodes of agent.func_path={config.agent.func_path}; set "
@@ -53,17 +48,19 @@ def _workers(config: PPOConfig, gpus: int) -> dict[str, int]:
     """How many workers each role has. Roles whose number was left open share what the others leave of a machine's
     devices.
     """
-    parts, width = groups(config), config.rollout.tensor_parallel
-    given = {role: getattr(config.placement, COUNTS[role]) for group in parts for role in group}
-    nodes = _nodes(config)
-    named = {group: next((-(-given[role] // nodes[role]) for role in group if given[role]), None) for group in parts}
-    if ("rollout",) in named and given["rollout"]:
-        named["rollout",] = -(-given["rollout"] * width // nodes["rollout"])
+    parts, nodes = groups(config), _nodes(config)
+    width = {"rollout": config.rollout.tensor_parallel if gpus else 1}
+    given: dict[str, int | None] = {role: getattr(config.placement, COUNTS[role]) for group in parts for role in group}
+    # Devices on each machine.
+    taken = {role: -(-count * width.get(role, 1) // nodes[role]) for role, count in given.items() if count}
+    named = {group: next((taken[role] for role in group if role in taken), None) for group in parts}
     left = gpus - sum(count or 0 for count in named.values())
     each = max(1, left // max(1, sum(count is None for count in named.values())))
-    found = {role: given[role] or (named[group] or each) * nodes[role] for group in parts for role in group}
-    if given["rollout"] is None:
-        found["rollout"] = max(1, found["rollout"] // width)
+    found = dict[str, int]()
+    for group in parts:
+        for role in group:
+            devices = (named[group] or each) * nodes[role]
+            found[role] = given[role] or max(1, devices // width.get(role, 1))
     return found
 
 

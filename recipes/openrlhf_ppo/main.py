@@ -18,7 +18,8 @@ def build_job(config: PPOConfig) -> Job:
     """What runs where, of a configuration with every number of workers filled in."""
     own, roles = config.placement, f"{__package__}.roles"
     builder = RLJobBuilder().config(config).node_num(own.nodes)
-    if gpus := detect_devices():
+    gpus = detect_devices()
+    if gpus:
         builder.device_per_node(own.devices_per_node or gpus)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
@@ -43,7 +44,7 @@ def build_job(config: PPOConfig) -> Job:
         frozen_role(builder, Role.REFERENCE, classes, own.references or 1, own.nodes_of("reference"), config)
         builder.resource(accelerator=1)
     for group in groups(config):
-        if len(group) > 1:
+        if gpus and len(group) > 1:
             builder.with_collocation(*map(Role, group))
     return builder.build()
 

@@ -344,15 +344,11 @@ def read_pools(keys: Keys) -> None:
         keys.put("placement.pools", pools)
         keys.put("placement.role_pools", roles)
         keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
-    own = keys.options.get("placement.role_pools") or roles
-    is_apart = "rollout" in own or keys.options.get("placement.colocate") is False
-    tensor_parallel = f"{ROLLOUT}.tensor_model_parallel_size"
-    if is_apart:
+    engine, tensor_parallel = keys.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.tensor_model_parallel_size"
+    if engine != "hf":
         keys.pass_on(tensor_parallel, "rollout.tensor_parallel")
     elif keys.get(tensor_parallel, default=1) > 1:
-        keys.found.notes.append(
-            "tensor_model_parallel_size: each process of the hybrid engine samples on its own device"
-        )
+        keys.found.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")
     _read_fully_async(keys)
 
 

@@ -56,7 +56,7 @@ def build_job(config: VerlPPOConfig) -> Job:
         processes = sum(sum(counts) for counts in own.pools.values())
         threads = threads_each(processes if config.asynchronous.ahead else count)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
-        if own.share_processes:
+        if own.share_processes and devices == 1:
             builder.process(own.mapping[role])
     for pool in own.pools:
         roles = [role for role in own.roles_of(pool) if role in config.roles]

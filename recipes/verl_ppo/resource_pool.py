@@ -20,7 +20,8 @@ class PoolOptions(PlacementOptions):
     colocate=false one that trains and one that samples."""
     role_pools: dict[str, str] = field(default_factory=dict)
     """Role -> pool, of actor_rollout_ref, actor_rollout, actor, rollout, ref, critic, rm, and roles of your own.
-    Default: actor_rollout (or actor and rollout), and what else is needed, in the first pool."""
+    Default: actor_rollout (or actor and rollout), and what else is needed, in the first pool. With
+    rollout.tensor_parallel above 1 each part of the policy is a role of its own, in the pool where it is."""
     share_processes: bool = False
     """The roles of a pool share processes, rank by rank, not only devices."""
 
@@ -106,7 +107,8 @@ class PoolOptions(PlacementOptions):
         return [role for role, own in self.mapping.items() if own == pool]
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PoolOptions:  # noqa: ARG002
-        """See `PlacementOptions.resolved`.
+        """See `PlacementOptions.resolved`. Engines of several devices are a role of their own, on those of as many
+        ranks where they share them.
 
         Raises:
             ValueError: the engines do not fill their pool.
@@ -115,19 +117,30 @@ class PoolOptions(PlacementOptions):
         if not own.pools and not own.colocate and own.rollout_engines:
             devices = own.rollout_engines * tensor_parallel
             own.pools = own.spec | {"sample": [devices // own.nodes] * own.nodes}
-        devices = own.workers(own.holder("rollout"))
-        if tensor_parallel > 1 and (own.shares_devices or devices % tensor_parallel):
-            raise ValueError(
-                f"rollout.tensor_parallel={tensor_parallel}: engines of several devices share none with other roles, "
-                f"and their pool has a multiple of it, not {devices}; set placement.colocate=false, or give rollout a "
-                "pool of its own in placement.pools and placement.role_pools"
-            )
+        if tensor_parallel > 1:
+            own.role_pools = own.one_part_each
+            each = own.spec[own.mapping["rollout"]][0]
+            if each % tensor_parallel:
+                raise ValueError(
+                    f"rollout.tensor_parallel={tensor_parallel}: the devices of an engine are on one node, and its "
+                    f"pool has {each} on each; set a divisor of that, or give rollout a pool of its own in "
+                    "placement.pools and placement.role_pools"
+                )
         return replace(
             own,
             pools=own.spec,
             role_pools=own.mapping,
             nodes=max(own.nodes, *map(len, own.spec.values())),
             actor_ranks=own.workers(own.holder("actor")),
-            rollout_engines=devices // tensor_parallel,
+            rollout_engines=own.workers(own.holder("rollout")) // tensor_parallel,
             references=own.workers(own.holder("ref")) if self._holders("ref") else None,
         )
+
+    @property
+    def one_part_each(self) -> dict[str, str]:
+        """`mapping` with a role for each part of the policy, in the pool where that part is."""
+        found = dict[str, str]()
+        for role, pool in self.mapping.items():
+            parts = role.split("_") if role in POLICY_ROLES else [role]
+            found |= dict.fromkeys(parts, pool)
+        return found

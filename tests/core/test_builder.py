@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 import core
 from core import DLJobBuilder, Job, JobBuilder, JobError, RLJobBuilder, RLRoleType
 from core.placement import assumed_devices
+from core.plan import Placement
 from tests.messages import says
 
 
@@ -53,6 +54,59 @@ def test_collocated_roles_share_each_device_in_equal_parts() -> None:
         ("ROLLOUT-0", 0, 0.5),
         ("ROLLOUT-1", 1, 0.5),
     ]
+
+
+def engines_beside_ranks(engines: int, devices: int, ranks: int = 4, nodes: int = 1) -> Placement:
+    """Of ranks on nodes of four devices, engines of so many, and references, which all share them."""
+    builder = RLJobBuilder().device_type("GPU").device_per_node(4).node_num(nodes)
+    builder.actor("workers.Echo").nnodes(nodes).nproc_per_node(ranks // nodes).resource(accelerator=1)
+    builder.rollout("workers.Echo").total(engines).resource(cpu=devices, accelerator=devices)
+    builder.reference("workers.Echo").total(ranks).resource(accelerator=1)
+    return builder.with_collocation("actor", "rollout", "reference").build().placement
+
+
+def test_an_engine_of_two_devices_claims_those_of_two_ranks_and_they_are_shown_one_each() -> None:
+    placement = engines_beside_ranks(engines=2, devices=2)
+    # Two ranks, an engine with a core for each of its parts, and two references.
+    assert [(bundle.cpu, bundle.accelerator) for bundle in placement.bundles] == [(6, 2), (6, 2)]
+    assert [(host.name, host.bundle, host.accelerator, host.shown) for host in placement.hosts] == [
+        ("ACTOR-0", 0, 0, [0]),
+        ("ACTOR-1", 0, 0, [1]),
+        ("ACTOR-2", 1, 0, [0]),
+        ("ACTOR-3", 1, 0, [1]),
+        ("ROLLOUT-0", 0, 2, []),
+        ("ROLLOUT-1", 1, 2, []),
+        ("REFERENCE-0", 0, 0, [0]),
+        ("REFERENCE-1", 0, 0, [1]),
+        ("REFERENCE-2", 1, 0, [0]),
+        ("REFERENCE-3", 1, 0, [1]),
+    ]
+    # Of four devices each role has a third.
+    assert placement.devices == pytest.approx(dict.fromkeys(("ACTOR", "ROLLOUT", "REFERENCE"), 4 / 3), abs=1e-3)
+
+
+def test_engines_of_all_devices_of_a_node_are_on_the_nodes_of_their_ranks() -> None:
+    placement = engines_beside_ranks(engines=2, devices=4, ranks=8, nodes=2)
+    assert [(bundle.accelerator, bundle.machine) for bundle in placement.bundles] == [
+        (4, ("ACTOR", 0)),
+        (4, ("ACTOR", 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engines", "devices", "ranks", "nodes", "facts"),
+    [
+        (1, 8, 8, 2, ["ACTOR has 2 x 4 x 1", "ROLLOUT has 1 x 1 x 8"]),
+        (1, 8, 8, 1, ["ACTOR + ROLLOUT + REFERENCE", "8 devices on one node", "a node has 4"]),
+        (4, 2, 4, 1, ["ACTOR has 1 x 4 x 1", "ROLLOUT has 1 x 4 x 2"]),
+        (1, 3, 4, 1, ["ACTOR has 1 x 4 x 1", "ROLLOUT has 1 x 1 x 3"]),
+    ],
+)
+def test_engines_that_do_not_fit_the_ranks_they_share_devices_with_are_refused_by_name(
+    engines: int, devices: int, ranks: int, nodes: int, facts: list[str]
+) -> None:
+    with pytest.raises(JobError, match=says(*facts)):
+        engines_beside_ranks(engines, devices, ranks, nodes)
 
 
 def test_ranks_of_one_node_share_a_bundle_so_that_they_stay_together() -> None:

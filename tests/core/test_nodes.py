@@ -22,9 +22,15 @@ Found = dict[str, list[Any]]
 
 SCRIPT = """
 import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 from core import JobBuilder, JobError, RLJobBuilder, RoleGroup
+from core.context import current
 
 node = {"num_cpus": 8, "num_gpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args=node)
@@ -56,6 +62,24 @@ try:
         pass
 except JobError as error:
     found["refused"] = [str(error)]
+
+def lose_an_engine(trainer):
+    places = {role: RoleGroup(role).call("place").result() for role in ("actor", "rollout", "reference")}
+    lost = trainer.RG_ROLLOUT[1]
+    os.kill(places["rollout"][1]["pid"], signal.SIGKILL)
+    while current().recovery.replacement(lost, 0.0) == lost:
+        time.sleep(0.01)
+    return places | {"replaced": RoleGroup("rollout").call("place").result()}
+
+folder = Path(sys.argv[1])
+builder = RLJobBuilder().device_type("GPU").node_num(2).device_per_node(4)
+builder.config({"folder": folder, "script": lose_an_engine}).trainer("fragile.Script").resource(cpu=0.25)
+builder.actor("workers.Where").nnodes(2).nproc_per_node(4).resource(cpu=0.25, accelerator=1)
+builder.rollout("workers.Where").total(4).resource(cpu=0.25, accelerator=2)
+builder.reference("workers.Where").total(8).resource(cpu=0.25, accelerator=1)
+builder.with_collocation("actor", "rollout", "reference")
+result = builder.build().submit("engines", log_dir=folder / "logs")
+found["engines"] = [result.status, result.error, eval((folder / "result").read_text())]
 print(json.dumps(found))
 ray.shutdown()
 cluster.shutdown()
@@ -63,11 +87,11 @@ cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    """What the workers of the two jobs say of where they are."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the workers of the jobs say of where they are."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("engines"))],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -80,6 +104,22 @@ def test_collocated_roles_share_each_device_rank_by_rank_and_see_no_other(found:
     seen = [(place["node"], place["devices"]) for place in found["actor"]]
     assert [(place["node"], place["devices"]) for place in found["rollout"]] == seen
     assert sorted(seen) == sorted((node, device) for node in found["nodes"] for device in "01")
+
+
+def test_an_engine_of_two_devices_is_shown_those_of_two_ranks_on_their_node_and_so_is_its_replacement(
+    found: Found,
+) -> None:
+    status, error, places = found["engines"]
+    assert (status, error) == ("finished", "")
+    ranks = [(place["node"], place["devices"]) for place in places["actor"]]
+    # Each rank has a device of its own, four on each node.
+    assert sorted(ranks) == sorted((node, device) for node in found["nodes"] for device in "0123")
+    assert [(place["node"], place["devices"]) for place in places["reference"]] == ranks
+    for engines in (places["rollout"], places["replaced"]):
+        for i, engine in enumerate(engines):
+            pair = ranks[2 * i : 2 * i + 2]
+            assert [(engine["node"], device) for device in sorted(engine["devices"].split(","))] == pair
+    assert places["rollout"][1]["pid"] != places["replaced"][1]["pid"]
 
 
 def test_ranks_of_several_nodes_are_on_as_many_machines_though_one_has_room_for_all(found: Found) -> None:

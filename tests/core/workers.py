@@ -461,7 +461,7 @@ class Grouped(BaseWorkload):
         return int(total)
 
 
-class Place(Grouped):
+class Where(BaseWorkload):
     """Tells where it is."""
 
     @rpc()
@@ -469,9 +469,14 @@ class Place(Grouped):
         import ray
 
         return {
+            "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "local_rank": self.local_rank,
             "local_world_size": self.local_world_size,
             "master": f"{self.torch_master_addr}:{self.torch_master_port}",
         }
+
+
+class Place(Grouped, Where):
+    """The same, of ranks that meet."""

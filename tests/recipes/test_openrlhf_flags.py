@@ -14,6 +14,7 @@ from recipe_runs import ROOT
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
+from training.machines import Machines, assuming
 from training.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
@@ -273,6 +274,24 @@ def test_devices_that_nobody_counted_are_shared_out_evenly(
     assert config.train.precision == ("bf16" if gpus else "fp32")
     processes = build_job(config).placement.processes
     assert {role: count for role, count in processes.items() if role not in ("TRAINER", "REWARD")} == devices
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [
+        ("--colocate_all_models --vllm_tensor_parallel_size 4", {"ACTOR": 8, "CRITIC": 8, "ROLLOUT": 2}),
+        # Of eight devices four are left for actor and critic.
+        ("--vllm_tensor_parallel_size 2 --vllm_num_engines 2", {"ACTOR": 2, "CRITIC": 2, "ROLLOUT": 2}),
+        ("--vllm_tensor_parallel_size 2", {"ACTOR": 2, "CRITIC": 2, "ROLLOUT": 1}),
+    ],
+)
+def test_engines_are_counted_by_their_devices(options: str, workers: dict[str, int]) -> None:
+    from recipes.openrlhf_ppo.layout import resolved
+    from recipes.openrlhf_ppo.main import build_job
+
+    with assuming(Machines(devices=8)):
+        processes = build_job(resolved(read_config(options.split()))).placement.processes
+    assert {role: processes[role] for role in workers} == workers
 
 
 def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(

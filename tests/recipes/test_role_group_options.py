@@ -14,6 +14,7 @@ import pytest
 from recipe_runs import ROOT
 
 from tests.messages import says
+from training.machines import Machines, assuming
 
 RECIPES = ("grpo", "reinforce_pp")
 OWN = ["model.path=x", "data.path=task:sort"]
@@ -181,6 +182,26 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
     assert config.placement.rollout_engines == (1 if "placement.colocate=false" in options else 2)
     found = main.build_job(config).placement.devices
     assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (["rollout.tensor_parallel=3"], ["actor_ranks=4", "rollout_engines=1", "tensor_parallel=3"]),
+        (["rollout.tensor_parallel=2", "placement.rollout_engines=4"], ["actor_ranks=4", "rollout_engines=4"]),
+        (["rollout.tensor_parallel=8", "placement.nodes=2"], ["actor_ranks=8 on 2 nodes", "tensor_parallel=8"]),
+    ],
+)
+def test_engines_that_share_gpus_are_as_many_as_their_devices_allow(
+    main: Any, options: list[str], facts: list[object]
+) -> None:
+    with assuming(Machines(devices=4)):
+        config = main.read_config(["rollout.tensor_parallel=2", "algorithm.kl_coef=0.1"])
+        own = config.placement
+        assert (own.actor_ranks, own.rollout_engines, own.references) == (4, 2, 4)
+        assert main.build_job(config).placement.processes["ROLLOUT"] == 2
+        with pytest.raises(ValueError, match=says(*facts)):
+            main.read_config(options)
 
 
 BOTH: list[tuple[list[str], list[object]]] = [

@@ -58,7 +58,6 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     notes = [*config.notes({"critic.warmup_steps"}), *adapter_notes(VerlPPOConfig, arguments)]
     assert [note.split(": ")[0] for note in notes] == [
         "no effect of critic.*",
-        "tensor_model_parallel_size",
     ]
 
 
@@ -346,7 +345,6 @@ def test_what_belongs_elsewhere_is_said_first() -> None:
         "trainer.balance_batch=False",
         "trainer.logger=[console,swanlab]",
         "reward_model.reward_manager=prime",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ],
 )
 def test_what_changes_no_results_is_noted_and_taken(argument: str) -> None:

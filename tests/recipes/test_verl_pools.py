@@ -1,6 +1,7 @@
 """Roles of recipes/verl_ppo and the pools of processes that they are in, and the job that they become."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main, read_config
 from recipes.verl_ppo.resource_pool import PoolOptions
+from tests.messages import says
 from tests.recipes.verl_commands import SMALL
 from training.config import load_config
 
@@ -51,6 +53,30 @@ def test_engines_apart_have_devices_of_their_own() -> None:
     # Four times two mini-batches of 16 prompts between two syncs.
     assert (config.prompts_per_step, config.mini_batch_size, config.max_steps) == (128, 128, 10)
     assert (config.asynchronous.queue_size, config.asynchronous.partial_rollout) == (1, True)
+
+
+@pytest.mark.parametrize("hybrid", ["actor_rollout", "actor_rollout_ref"])
+def test_engines_of_several_devices_are_a_role_of_their_own_on_the_devices_of_the_ranks(
+    hybrid: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role = f"trainer.role_mapping={{{hybrid}: global_pool}}"
+    devices = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=2", f"{R}.name=vllm"]
+    plan = planned(capsys, role, *devices, "algorithm.use_kl_in_reward=true", "--assume_devices=4x2")
+    assert [dict(re.findall(r"(\w+) (\d-\d)", line)) for line in plan["nodes"]] == [
+        {"actor": "0-3", "rollout": "0-1", "critic": "0-3", "ref": "0-3"},
+        {"actor": "4-7", "rollout": "2-3", "critic": "4-7", "ref": "4-7"},
+    ]
+    shown = {host["workers"][0][0]: (host["accelerator"], host["shown"]) for host in plan["placement"]["hosts"]}
+    # The last of each role.
+    assert shown == {"TRAINER": (0, []), "ACTOR": (0, [1]), "ROLLOUT": (2, []), "CRITIC": (0, [1]), "REF": (0, [1])}
+
+
+def test_engines_that_do_not_fill_the_devices_of_their_pools_nodes_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three = ["trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=3", "--assume_devices=4"]
+    assert main([*SMALL, *three, "--dry_run"]) == 2
+    assert re.search(says(f"{R}.tensor_model_parallel_size=3", "4 on each", "divisor"), capsys.readouterr().err)
 
 
 def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
