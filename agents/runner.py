@@ -22,7 +22,6 @@ from components.data.reward_workers import FEW_FAILURES, allowed_failures
 from components.data.rewards import RewardError
 from components.data.text import TextEncoder
 from components.engines.async_engine import AsyncEngine
-from components.engines.batched_engine import BatchedEngine
 from components.engines.opening import open_async_engine, open_rollout_engine
 from components.engines.rollout_engine import RolloutEngine
 
@@ -155,12 +154,19 @@ class EpisodeRunner:
             self._loop_runner.run(self.engine.receive(handle, verify))
 
     def sleep(self, level: int = 1) -> int:
-        """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes."""
-        return self._batch_engine.sleep(level)
+        """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes. No episode may
+        be in flight.
+        """
+        if self._groups:
+            raise ValueError(f"{len(self._groups)} groups of episodes are in flight; collect them, then sleep")
+        freed = self.engine.sleep(level)
+        return freed if isinstance(freed, int) else self._loop_runner.run(freed)
 
     def wake(self, for_weights: bool = False) -> None:
         """Undo `sleep`, as `RolloutEngine.wake`."""
-        self._batch_engine.wake(for_weights)
+        waking = self.engine.wake(for_weights)
+        if waking is not None:
+            self._loop_runner.run(waking)
 
     def close(self) -> None:
         """End the episodes that are still being run, what the agent has started, and the engine."""
@@ -168,13 +174,6 @@ class EpisodeRunner:
             self._loop_runner.run(self._close())
         self.engine.close()
         self._loop_runner.close()
-
-    @property
-    def _batch_engine(self) -> RolloutEngine:
-        engine = self.engine.engine if isinstance(self.engine, BatchedEngine) else self.engine
-        if isinstance(engine, RolloutEngine):
-            return engine
-        raise ValueError("vllm does not sleep while it runs episodes; turn its sleeping off, or use the engine hf")
 
     async def _close(self) -> None:
         for group in self._groups.values():

@@ -52,7 +52,7 @@ What takes more than another name:
   code and servers take no device.
 - **`colocate_all_models`** with `async_train` is for all models but the engines, as there.
 - **`dynamic_filtering`** with `partial_rollout`: new weights wait until responses are done.
-- **`vllm_enable_sleep`** has an effect where engines share devices, and not with an agent.
+- **`vllm_enable_sleep`** has an effect where engines share devices, and is the default there.
 - **`use_dynamic_batch`** cuts by `train_max_tokens_per_gpu`; the micro-batch sizes have no effect then, as there.
 - **`enable_vllm_is_correction`** with `use_icepop` or `vllm_is_correction_type` is `algorithm.correction`. One number
   as `vllm_is_truncated_threshold` is the highest weight, as up to 0.9.0.

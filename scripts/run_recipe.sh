@@ -22,7 +22,16 @@ refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
 
 python="${TROUPE_PYTHON:-}"
 if [[ -z "$python" ]]; then
-    bash "$home/scripts/setup.sh" --quiet recipes >&2
+    extras=(recipes)
+    # Its gpu.yaml is for runs on GPUs, where vLLM generates.
+    if [[ -f "$here/gpu.yaml" ]] && timeout 30 nvidia-smi >/dev/null 2>&1; then
+        extras+=(vllm)
+    fi
+    if ! bash "$home/scripts/setup.sh" --quiet "${extras[@]}" >&2; then
+        ((${#extras[@]} > 1)) || exit 1
+        bash "$home/scripts/setup.sh" --quiet recipes >&2
+        printf '%s: vLLM could not be installed, so transformers generates, which is slower\n' "$name" >&2
+    fi
     python="$home/.venv/bin/python"
 elif ! command -v -- "$python" >/dev/null; then
     refuse "TROUPE_PYTHON=$python cannot be run; name a Python 3.11 or 3.12, or unset it"

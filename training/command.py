@@ -10,14 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from training.config import adapter_notes, changed_options, given_options, load_config, renamed
+from core.placement import detect_devices
+from training.config import (
+    adapter_notes,
+    changed_options,
+    given_options,
+    load_config,
+    names_config,
+    read_options,
+    renamed,
+)
 from training.launch import open_run, run_job
-from training.machines import assuming
+from training.machines import Machines, assuming
 from training.options import RunOptions
 from training.plan import Plan
 from training.schema import describe_options
 
 C = TypeVar("C", bound=RunOptions)
+ASSUME = "assume_devices"
 
 _OF_CORE = {"node_num": "placement.nodes", "device_per_node": "placement.devices_per_node"}
 """Names in messages of core, which users of a recipe know otherwise."""
@@ -28,12 +38,15 @@ class Command(ABC, Generic[C]):
 
     models: frozenset[str]
     """Options of which a user names one to have a run of their own; without them the preset is the demonstration."""
+    is_adapted: bool = False
+    """Whole commands of another system are taken, which say all that their run is to be."""
 
     def __init__(self, schema: type[C], folder: Path) -> None:
         """
         Args:
             schema: the options.
-            folder: of the recipe; its name is the recipe's, its tiny.yaml the preset.
+            folder: of the recipe; its name is the recipe's. Its tiny.yaml is the demonstration; its gpu.yaml, where it
+                has one, suits a run of the user's own on GPUs.
         """
         self.schema = schema
         self.folder = folder
@@ -71,8 +84,33 @@ class Command(ABC, Generic[C]):
     # --- what all have in common
 
     def presets(self, arguments: list[str]) -> list[Path]:
-        """What a run starts from: the preset, unless it is one of the user's own."""
-        return [] if given_options(self.schema, arguments) & self.models else [self.folder / "tiny.yaml"]
+        """What a run starts from: the demonstration, or, if it is one of the user's own, what suits the machine."""
+        if not given_options(self.schema, arguments) & self.models:
+            return [self.folder / "tiny.yaml"]
+        gpu = self.folder / "gpu.yaml"
+        return [gpu] if gpu.is_file() and self.takes_gpu_preset(arguments) else []
+
+    def takes_gpu_preset(self, arguments: list[str]) -> bool:
+        """Whether there are GPUs, and the user has neither a file of their own nor a command of another system."""
+        if not detect_devices() or names_config(self.schema, arguments):
+            return False
+        written = read_options(self.schema, arguments).written
+        return not (self.is_adapted and any(option != word for option, word in written.items()))
+
+    def preset_notes(self, arguments: list[str]) -> list[str]:
+        """What the GPU preset sets, in a line."""
+        files = [file for file in self.presets(arguments) if file.name == "gpu.yaml"]
+        options = read_options(self.schema, [], files).options
+        values = " ".join(f"{option.name}={option.value}" for option in options)
+        return [f"there are GPUs, so {files[0].name} of the recipe sets, where you do not, {values}"] if files else []
+
+    def machines(self, arguments: list[str]) -> Machines | None:
+        """What the run is planned for, where that is not this machine."""
+        values = [option.value for option in read_options(self.schema, arguments).options if option.name == ASSUME]
+        try:
+            return Machines.parse(str(values[-1])) if values and values[-1] else None
+        except ValueError:
+            return None  # as the options are read, all that is wrong with them is said
 
     def read(self, arguments: list[str]) -> C:
         """What the user asks for."""
@@ -95,11 +133,11 @@ class Command(ABC, Generic[C]):
             return 0
         try:
             arguments = self.words(arguments)
-            asked = self.read(arguments)
-            with assuming(asked.machines):
+            with assuming(self.machines(arguments)):
+                asked = self.read(arguments)
                 plan = self.plan(asked, arguments)
                 notes = self.renamed("\n".join(plan.notes), arguments).splitlines()
-                plan.notes = [*adapter_notes(self.schema, arguments), *notes]
+                plan.notes = [*adapter_notes(self.schema, arguments), *self.preset_notes(arguments), *notes]
                 if plan.is_all(asked, self.given(arguments)):
                     return 0
                 self.check(plan)

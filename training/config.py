@@ -69,6 +69,11 @@ def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
     return {option.name for option in read_options(schema, arguments).options}
 
 
+def names_config(schema: type, arguments: Sequence[str]) -> bool:
+    """Whether a user has named a `--config FILE`."""
+    return any(option.name == "config" for option in _read_arguments(schema, arguments)[0])
+
+
 def adapter_notes(schema: type, arguments: Sequence[str]) -> list[str]:
     """What is to be said of options that a user has named and that have no effect here."""
     return read_options(schema, arguments).notes

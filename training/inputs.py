@@ -34,7 +34,7 @@ def resolved(config: C, gpus: int) -> C:
     """
     own: Any = config
     rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
-    placement = own.placement.resolved(gpus, own.groups, rollout.tensor_parallel)
+    placement = own.placement.with_sleep(gpus, rollout.engine).resolved(gpus, own.groups, rollout.tensor_parallel)
     precision = own.train.precision
     train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
     model = replace(own.model, attn_implementation=choose_attention(own.model.attn_implementation, gpus))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from components.data.rewards import RewardSettings
 from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
@@ -276,7 +276,8 @@ class RolloutOptions(Options):
     """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
     are the devices of as many ranks, on one node."""
     gpu_memory: float | None = None
-    """vllm: share of a GPU's memory for weights and cache. Default: 0.9, or 0.45 where other roles share the GPU."""
+    """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
+    placement.learners_sleep 0.7."""
     cpu_cache_gb: float = 1.0
     """vllm: GiB of an engine's key-value cache on a CPU."""
     enforce_eager: bool = False
@@ -338,28 +339,29 @@ class RolloutOptions(Options):
         )
 
     def engine_config(
-        self, precision: str, max_prompt_tokens: int | None, shares_gpu: bool, sleeps: bool = False
+        self, precision: str, max_prompt_tokens: int | None, placement: PlacementOptions
     ) -> RolloutConfig:
         """What one engine is made with.
 
         Args:
             precision: that the policy is trained in.
             max_prompt_tokens: of the longest prompt; None: as the model allows.
-            shares_gpu: with other roles.
-            sleeps: it is put to sleep between generations.
+            placement: who shares a GPU with it, and who sleeps there.
         """
         if self.engine != "vllm":
             return HFRolloutConfig(precision=precision, max_num_seqs=self.max_num_seqs)
+        # Those that sleep leave a context on the GPU, and a reference model stays.
+        shared = 0.7 if placement.learners_sleep else 0.45
         return VLLMRolloutConfig(
             dtype=product_type(precision),
             max_num_seqs=self.max_num_seqs,
             max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
             tensor_parallel_size=self.tensor_parallel,
-            gpu_memory_utilization=self.gpu_memory or (0.45 if shares_gpu else 0.9),
+            gpu_memory_utilization=self.gpu_memory or (shared if placement.shares_devices else 0.9),
             cpu_cache_gb=self.cpu_cache_gb,
             enforce_eager=self.enforce_eager,
             enable_prefix_caching=self.prefix_caching,
-            enable_sleep=sleeps,
+            enable_sleep=bool(placement.engines_sleep),
         )
 
     def notes(self, given: Collection[str]) -> list[str]:
@@ -398,11 +400,26 @@ class PlacementOptions(Options):
     """Reference and reward models: `whole` in each of their processes, which are replaced when they are lost; `sharded`
     over these, which gather a layer for each pass over it, and all starts again when one is lost; or `offloaded`:
     sharded, and in host memory but for the layer at work."""
+    engines_sleep: bool | None = None
+    """The engines give a GPU's memory back while the policy trains. Default: where vllm shares GPUs with it."""
+    learners_sleep: bool = False
+    """What trains, actor and critic, waits in host memory while responses are generated."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         counts = ("nodes", "devices_per_node", "actor_nodes", "actor_ranks", "rollout_engines", "references")
         yield from at_least(self, "placement.", 1, *counts)
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the engines share their devices with other roles."""
+        return self.colocate
+
+    def with_sleep(self, gpus: int, engine: str) -> Self:
+        """With `engines_sleep` filled in: they do where that gives memory of a GPU to those that train."""
+        if self.engines_sleep is not None:
+            return self
+        return replace(self, engines_sleep=gpus > 0 and engine == "vllm" and self.colocate)
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
         """With every number filled in that was left to the machine.

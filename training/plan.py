@@ -426,7 +426,9 @@ class Plan:
 
     def _cut_frozen_models(self, place: Place) -> list[str]:
         """An option with which models that are not trained take less of a GPU, where there is one."""
-        names = [name for name, value in flat(redact(self.config)).items() if name.endswith(_FROZEN) and value == "whole"]
+        names = [
+            name for name, value in flat(redact(self.config)).items() if name.endswith(_FROZEN) and value == "whole"
+        ]
         layout = "sharded" if max(self._count(role) for role in place.certain) > 1 else "offloaded"
         return [f"{name}={layout}" for name in names]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from core import Role, RoleGroup
 from training import remote_call
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
-    from core import BaseTrainer, RoleGroup
+    from core import BaseTrainer, Future
     from training.rl_options import RLOptions
     from training.roles.policy import PolicyWorker
     from training.roles.reference import ReferenceWorker
@@ -36,6 +37,9 @@ class PolicyTrainer(Protocol):
 class PolicyCalls:
     """What a `PolicyRun` asks of the roles besides what the loop of a recipe does; here of the trainer's `RG_ACTOR`,
     `RG_ROLLOUT` and, where there is a KL, `RG_REFERENCE`.
+
+    Engines and learners (actor and critic) that share devices may sleep while the others work: the engines between
+    `end_generation` and `begin_generation`, the learners between `begin_generation` and `end_generation`.
     """
 
     trainer: PolicyTrainer
@@ -43,18 +47,68 @@ class PolicyCalls:
     def __init__(self, trainer: BaseTrainer, config: RLOptions) -> None:
         self.trainer = trainer
         self.config = config
+        self._generates = False
+        self._reported: set[str] = set()
+        """Whose freed memory was shown."""
+
+    @property
+    def samplers(self) -> RoleGroup[Any]:
+        """The workers whose engines sample."""
+        return RoleGroup(Role.ROLLOUT)
+
+    @property
+    def learners(self) -> Sequence[RoleGroup[Any]]:
+        """The workers that train: actor, and critic where there is one."""
+        return [RoleGroup(role, optional=True) for role in (Role.ACTOR, Role.CRITIC)]
 
     @property
     def engines(self) -> int:
         """How many sample."""
-        return len(self.trainer.RG_ROLLOUT)
+        return len(self.samplers)
+
+    def begin_generation(self) -> None:
+        """Let the learners sleep, and the engines wake; nothing happens where they are, or have no need to."""
+        if self._generates:
+            return
+        if self.config.placement.learners_sleep:
+            self._free("actor and critic", self.learners, "sleep_learner")
+        if self.config.placement.engines_sleep:
+            self.samplers.call("wake_engine").result()
+        self._generates = True
+
+    def end_generation(self) -> None:
+        """Let the engines sleep, and the learners wake."""
+        if not self._generates:
+            return
+        self._let_engines_sleep()
+        if self.config.placement.learners_sleep:
+            for waking in [group.call("wake_learner") for group in self.learners]:
+                waking.result()
+        self._generates = False
+
+    def _let_engines_sleep(self) -> None:
+        if self.config.placement.engines_sleep:
+            self._free("engines", [self.samplers], "sleep_engine")
+
+    def _free(self, who: str, groups: Sequence[RoleGroup[Any]], method: str) -> None:
+        nbytes = sum(sum(freeing.result()) for freeing in [group.call(method) for group in groups])
+        if who not in self._reported:
+            shown = f"{nbytes / 1e9:.1f} GB are freed" if nbytes else "nothing is freed, as always on a CPU"
+            self.trainer.info(f"{who} sleep: {shown}")
+            self._reported.add(who)
+
+    def finish_loading(self, engines: Future[Any]) -> None:
+        """Let engines that share devices load alone, and sleep: vllm measures what memory is free."""
+        own = self.config.placement
+        if own.engines_sleep or (own.colocate and self.config.rollout.engine == "vllm"):
+            engines.result()
+        self._let_engines_sleep()
 
     def load(self, steps: int) -> None:
         """Load every model, in parallel; `steps` set the length of schedules."""
         path = self.config.model.path
         loading = [self.trainer.RG_ROLLOUT.load(path)]
-        if self.config.rollout.engine == "vllm" and self.config.placement.colocate:
-            loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
+        self.finish_loading(loading[0])
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
         if self.config.has_reference_role:
             loading.append(self.trainer.RG_REFERENCE.load(path))

@@ -138,9 +138,10 @@ class PolicyCommand(Command[C]):
         """What a process of each role that holds a model will take."""
         model, size = config.model.path, config.step_size
         estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        engine = config.train_engine(1)
+        engine, sleeps = config.train_engine(1), config.placement.learners_sleep
+        batch = config.mini_batch_size
         return {
-            Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, config.mini_batch_size, publishes=True),
+            Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, batch, publishes=True, sleeps=sleeps),
             Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), size),
             Role.REFERENCE: estimate.inferred(Role.REFERENCE, model, config.frozen_engine, size),
         }

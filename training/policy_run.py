@@ -112,7 +112,7 @@ class PolicyRun(Run[Batch]):
             scores: add `reward` and `score`, one after the other. Default: `add_rewards`.
             score_heldout: the same in evaluations, alone. Default: `scores`.
         """
-        self.generate = generate
+        self.generate = self.awake(generate)
         self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
         if not self.trainer.stop_requested:
@@ -120,6 +120,7 @@ class PolicyRun(Run[Batch]):
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self._evaluate_and_log)
             for rollouts in self.stream:
+                self.calls.end_generation()
                 yield check_staleness(rollouts, self.version, self.stream.most_stale)
 
     def add_rewards(self, rollouts: Batch) -> Batch:
@@ -188,6 +189,15 @@ class PolicyRun(Run[Batch]):
 
     # --- how rollouts are made
 
+    def awake(self, generate: Generate) -> Generate:
+        """`generate`, with the engines awake, should they sleep while the policy trains."""
+
+        def generate_awake(prompts: Batch, sampling: SamplingConfig) -> Batch:
+            self.calls.begin_generation()
+            return generate(prompts, sampling)
+
+        return generate_awake
+
     def _make_rollouts(self, step: int) -> Batch | None:
         """One step's rollouts. With dynamic sampling those at the end of the data may be fewer; None: there are none,
         or the run is to stop.
@@ -228,8 +238,10 @@ class PolicyRun(Run[Batch]):
         """Let the policy score greedy responses of every engine; see `check_greedy`."""
         own = self.config.placement
         prompts = greedy_prompts(experience, 4 * max(own.rollout_engines or 1, own.actor_ranks or 1))
-        responses = self.calls.generate_plain(prompts, self.config.sampling(self.step, 0.0))
+        generate = self.awake(self.calls.generate_plain)
+        responses = generate(prompts, self.config.sampling(self.step, 0.0))
         check_staleness(responses, self.version)
+        self.calls.end_generation()
         plain, cold = self.calls.logprobs(responses.only("tokens"), (1.0, COLD))
         precision = "float32" if self.config.train.precision == "fp32" else "bfloat16"
         self.info(f"weights verified: {check_greedy(responses, plain['logprob'], cold['logprob'], precision)}")
@@ -409,10 +421,12 @@ class PolicyRun(Run[Batch]):
 
     def _write_checkpoint(self, folder: Path) -> None:
         """Let the ranks write what they hold into a step's folder."""
+        self.calls.end_generation()
         self.calls.save_state(folder)
         self.export(folder / "hf")
 
     def export(self, folder: Path) -> None:
         """Write policy and tokenizer as a folder that from_pretrained loads."""
+        self.calls.end_generation()
         self.calls.save(folder)
         self.tokenizer.save_pretrained(folder)

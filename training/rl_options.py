@@ -158,6 +158,11 @@ class RLOptions(RunOptions):
         yield from self.asynchronous.faults_beside(
             self.placement.colocate, self.backend, self.prompts_per_step, self.APART
         )
+        if self.asynchronous.ahead and (self.placement.engines_sleep or self.placement.learners_sleep):
+            yield (
+                "asynchronous.enabled, but who sleeps cannot work at the same time; set placement.engines_sleep=false "
+                "and placement.learners_sleep=false"
+            )
         if self.filter_range and self.asynchronous.partial_rollout:
             yield (
                 f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
@@ -343,7 +348,7 @@ class RLOptions(RunOptions):
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.train.precision, longest, self.placement.colocate)
+        return self.rollout.engine_config(self.train.precision, longest, self.placement)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""

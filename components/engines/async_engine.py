@@ -97,7 +97,7 @@ class AsyncEngine(WeightVersions):
     def _check_request(self, tokens: Sequence[int], sampling: SamplingConfig) -> None:
         # Requests that come while weights do wait for them.
         if not self._updating.locked():
-            self._check_whole()
+            self._check_ready()
         space = self.positions
         if not tokens or (space is not None and len(tokens) + sampling.max_new_tokens > space):
             raise ValueError(
@@ -121,6 +121,14 @@ class AsyncEngine(WeightVersions):
             ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error in the middle of the
                 copying the engine stays paused, until a version has arrived whole.
         """
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> int:
+        """Free the accelerator's memory until `wake`, see `RolloutEngine.sleep`. Requests in flight are aborted."""
+
+    @abstractmethod
+    async def wake(self, for_weights: bool = False) -> None:
+        """Undo `sleep`, see `RolloutEngine.wake`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -93,6 +93,11 @@ class BatchedEngine(AsyncEngine):
         """Version of the weights in use; 0 = as loaded."""
         return self.engine.weight_version
 
+    @property
+    def has_weights(self) -> bool:
+        """See `WeightVersions.has_weights`."""
+        return self.engine.has_weights
+
     def submit(
         self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
     ) -> BatchedRequest:
@@ -125,6 +130,12 @@ class BatchedEngine(AsyncEngine):
             await self._in_thread(self.engine.receive, handle, verify)
             await self.resume()
 
+    async def sleep(self, level: int = 1) -> int:
+        return await self._in_thread(self.engine.sleep, level)
+
+    async def wake(self, for_weights: bool = False) -> None:
+        await self._in_thread(self.engine.wake, for_weights)
+
     def close(self) -> None:
         """End the thread, once what is being drawn is drawn, and the engine. Requests that wait fail."""
         for request in self._waiting:
@@ -136,8 +147,8 @@ class BatchedEngine(AsyncEngine):
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return self.engine._parameters()
 
-    def _check_whole(self) -> None:
-        self.engine._check_whole()
+    def _check_ready(self) -> None:
+        self.engine._check_ready()
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from components.engines.config import TrainConfig
 from components.engines.engine_state import EngineState
+from components.engines.host_memory import tensors_within
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, filled
 
@@ -116,11 +117,17 @@ class DeepSpeedEngine(TrainEngine):
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from super()._tensors()
-        if self._stage == 3:
-            yield self._engine.optimizer.grad_partitions_flat_buffer
+        # Beside the parameters an optimizer of DeepSpeed's has flat tensors of many, in lists that differ by stage,
+        # precision and release.
+        yield from tensors_within(vars(self._engine.optimizer))
 
-    def _scratch(self) -> list[Tensor]:
-        return [bucket.buffer for bucket in self._engine.optimizer.ipg_buckets.values()] if self._stage == 3 else []
+    def _scratch(self) -> Iterator[Tensor]:
+        """Buffers of gradients, which a step begins with nothing in."""
+        optimizer = self._engine.optimizer
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+            yield from tensors_within(bucket.buffer)
+        for name in ("fp32_groups_gradients_flat", "grad_partitions_flat_buffer"):
+            yield from tensors_within(getattr(optimizer, name, None))
 
 
 class _OneByOne(nn.Module):

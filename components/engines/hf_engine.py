@@ -17,6 +17,7 @@ from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.decode_attention import use_grouped_decoding
+from components.engines.host_memory import HostCopies
 from components.engines.precision import compute_in, round_products
 from components.engines.rollout_engine import Completions, RolloutEngine, limits
 from components.engines.sampling import uniform
@@ -133,12 +134,14 @@ class HFRolloutEngine(RolloutEngine):
         targets = self.model.named_parameters(remove_duplicate=False)
         return {name: (tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in targets}
 
-    def _sleep(self, level: int) -> None:  # noqa: ARG002 - its weights always wait
-        self.model.to("cpu")
-        torch.cuda.empty_cache()
+    def _sleep(self, level: int) -> int:
+        weights = list(self.model.parameters())
+        held = [*self.model.buffers(), *(weights if level == 1 else ())]
+        self._copies = HostCopies(held, weights if level == 2 else (), self.device.type)
+        return self._copies.nbytes
 
     def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - it has nothing else
-        self.model.to(self.device)
+        self._copies.restore()
 
     def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> _Rows:
         """Generate all rows together; a row leaves the cache soon after its last token."""

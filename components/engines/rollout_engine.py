@@ -39,11 +39,17 @@ class WeightVersions(ABC):
     def __init__(self) -> None:
         self._weight_version = 0
         self._damaged = False
+        self._asleep = False
 
     @property
     def weight_version(self) -> int:
         """Version of the weights in use; 0 = as loaded."""
         return self._weight_version
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has all weights of a version; not after `sleep` has dropped them, or an error of `receive`."""
+        return not self._damaged
 
     @abstractmethod
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -86,7 +92,15 @@ class WeightVersions(ABC):
         self._weight_version = handle.version
         self._damaged = False
 
-    def _check_whole(self) -> None:
+    @staticmethod
+    def _can_free() -> bool:
+        """Whether there is memory of a GPU to be given back."""
+        return torch.cuda.is_available()
+
+    def _check_ready(self) -> None:
+        """See that something can be drawn."""
+        if self._asleep:
+            raise ValueError("this engine sleeps; call wake() before anything is generated")
         if self._damaged:
             raise ValueError("the weights of this engine are not those of any version; receive one before you generate")
 
@@ -96,10 +110,6 @@ class RolloutEngine(WeightVersions):
 
     positions: int | None = None
     """Tokens of prompt and completion together, at most; None: any number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._asleep = False
 
     def generate(self, prompts: Batch, sampling: SamplingConfig, max_tokens: int | None = None) -> Batch:
         """Draw one completion for each prompt.
@@ -161,15 +171,12 @@ class RolloutEngine(WeightVersions):
         Returns:
             Bytes of GPU memory that were given back. 0 on a CPU, where nothing is freed.
         """
-        if not torch.cuda.is_available():
+        if self._asleep or not self._can_free():
             self._asleep = True
             return 0
-        if self._asleep:
-            return 0
-        free, _ = torch.cuda.mem_get_info()
-        self._sleep(level)
+        freed = self._sleep(level)
         self._asleep, self._damaged = True, self._damaged or level == 2
-        return torch.cuda.mem_get_info()[0] - free
+        return freed
 
     def wake(self, for_weights: bool = False) -> None:
         """Undo `sleep`.
@@ -177,13 +184,13 @@ class RolloutEngine(WeightVersions):
         Args:
             for_weights: only as far as weights can be received; the engine continues sleeping otherwise.
         """
-        if self._asleep and torch.cuda.is_available():
+        if self._asleep and self._can_free():
             self._wake(for_weights)
         self._asleep = self._asleep and for_weights
 
     @abstractmethod
-    def _sleep(self, level: int) -> None:
-        """Move or drop what is on the GPU."""
+    def _sleep(self, level: int) -> int:
+        """Move or drop what is on the GPU; returns how many bytes."""
 
     @abstractmethod
     def _wake(self, for_weights: bool) -> None:
@@ -193,9 +200,7 @@ class RolloutEngine(WeightVersions):
         """End what the engine has started; it cannot be used afterwards."""
 
     def _check(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        self._check_whole()
-        if self._asleep:
-            raise ValueError("this engine sleeps; call wake() before generate()")
+        self._check_ready()
         missing = [name for name in ("tokens", "prompt_id", "sample_id") if name not in prompts]
         if missing:
             raise ValueError(

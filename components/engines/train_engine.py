@@ -419,9 +419,9 @@ class TrainEngine(ABC):
         if self._asleep is not None:
             raise ValueError("the training engine is asleep, and what it holds is in host memory; call wake() first")
 
-    def _scratch(self) -> list[Tensor]:
+    def _scratch(self) -> Iterable[Tensor]:
         """What takes memory between two steps, though its content is of no use then."""
-        return []
+        return ()
 
     def _tensors(self) -> Iterator[Tensor]:
         """What has to be there in the next step."""

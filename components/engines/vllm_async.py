@@ -20,6 +20,7 @@ from components.engines.vllm_options import (
     drawn_logprobs,
     engine_arguments,
     parameters_of,
+    parts_to_wake,
     positions_of,
     prepare_process,
     same_digests,
@@ -85,6 +86,7 @@ class AsyncVLLMEngine(AsyncEngine):
         self._model_path = model_path
         self._llm: Any = llm
         self._ids = itertools.count()
+        self._awake: set[str] = set()
 
     @classmethod
     async def open(cls, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> AsyncVLLMEngine:
@@ -148,6 +150,21 @@ class AsyncVLLMEngine(AsyncEngine):
             self.received(handle, same_digests(digests) if verify else None)
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()
+
+    async def sleep(self, level: int = 1) -> int:
+        if self._asleep or not self._can_free():
+            self._asleep = True
+            return 0
+        free = sum(await self._llm.collective_rpc("free_bytes"))
+        await self._llm.sleep(level)
+        self._asleep, self._damaged, self._awake = True, self._damaged or level == 2, set()
+        return sum(await self._llm.collective_rpc("free_bytes")) - free
+
+    async def wake(self, for_weights: bool = False) -> None:
+        if self._asleep and self._can_free() and (wanted := parts_to_wake(for_weights, self._awake)):
+            await self._llm.wake_up(wanted)
+            self._awake |= set(wanted)
+        self._asleep = self._asleep and for_weights
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return parameters_of(self._model_path)

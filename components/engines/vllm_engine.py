@@ -21,6 +21,7 @@ from components.engines.vllm_options import (
     completions,
     engine_arguments,
     parameters_of,
+    parts_to_wake,
     positions_of,
     prepare_process,
     requests,
@@ -69,15 +70,16 @@ class VLLMRolloutEngine(RolloutEngine):
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return parameters_of(self._model_path)
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, level: int) -> int:
+        free = sum(self._llm.collective_rpc("free_bytes"))
         self._llm.sleep(level=level)
         self._awake = set()
+        return sum(self._llm.collective_rpc("free_bytes")) - free
 
     def _wake(self, for_weights: bool) -> None:
-        # Its parts wake once each.
-        wanted = {"weights"} if for_weights else {"weights", "kv_cache"}
-        self._llm.wake_up(tags=sorted(wanted - self._awake))
-        self._awake |= wanted
+        if wanted := parts_to_wake(for_weights, self._awake):
+            self._llm.wake_up(tags=wanted)
+            self._awake |= set(wanted)
 
     def close(self) -> None:
         """End vLLM's processes. The process group of this one stays, which vLLM would end: a trainer may be in it."""

@@ -225,6 +225,11 @@ def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...
     return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
 
 
+def parts_to_wake(for_weights: bool, awake: set[str]) -> list[str]:
+    """What of an engine that sleeps is to wake, of which some may be awake: each part wakes once."""
+    return sorted(({"weights"} if for_weights else {"weights", "kv_cache"}) - awake)
+
+
 def same_digests(parts: list[dict[str, str]]) -> dict[str, str]:
     """What all parts of an engine were given; a part that was given something else has none of it right."""
     return {name: found if all(part.get(name) == found for part in parts) else "" for name, found in parts[0].items()}

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from components.engines.weight_digest import digest
@@ -17,6 +18,10 @@ class WeightReceiver:
 
     model_runner: Any
     reload_weights: Any
+
+    def free_bytes(self) -> int:
+        """Of this worker's GPU."""
+        return torch.cuda.mem_get_info()[0]
 
     def receive_weights(self, pickled: bytes, with_digests: bool) -> dict[str, str]:
         """Load the version of a pickled handle in place; with digests: those of what has arrived, by published name."""

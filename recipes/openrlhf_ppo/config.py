@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from components.engines.config import FrozenConfig, RolloutConfig, TrainConfig, TrainOptions
+from components.engines.config import FrozenConfig, TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions
@@ -225,10 +225,6 @@ class PPOPlacementOptions(PlacementOptions):
     """Instances of the reward. They take devices where there are reward models, and are one process otherwise."""
     reward_nodes: int | None = None
     """Machines over which they are spread. Default: all of `nodes`."""
-    engines_sleep: bool = False
-    """The engines give a GPU's memory back between generations."""
-    learners_sleep: bool = False
-    """Actor and critic give a GPU's memory back while responses are generated."""
 
     def nodes_of(self, role: str) -> int:
         """Machines over which a role is spread."""
@@ -294,11 +290,6 @@ class PPOConfig(RLOptions):
             yield f"algorithm.overlong_buffer={buffer}; set 1 to rollout.max_new_tokens={longest}"
         if buffer is not None and self.agent.func_path:
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
-        if self.asynchronous.ahead and (placement.engines_sleep or placement.learners_sleep):
-            yield (
-                "asynchronous.enabled, but who sleeps cannot work at the same time; unset placement.engines_sleep and "
-                "placement.learners_sleep"
-            )
 
     def _faults_of_reward(self) -> Iterator[str]:
         sources = {
@@ -350,12 +341,6 @@ class PPOConfig(RLOptions):
     def optimizer_steps(self, count: int) -> int:
         """All of mini_batch_size, but at the end of filtered data, where one of a few responses would move as far."""
         return max(round(count / self.mini_batch_size), 1)
-
-    def rollout_engine(self) -> RolloutConfig:
-        """See `RLOptions.rollout_engine`."""
-        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        own = self.placement
-        return self.rollout.engine_config(self.train.precision, longest, own.colocate, sleeps=own.engines_sleep)
 
     @property
     def freezes_models(self) -> bool:

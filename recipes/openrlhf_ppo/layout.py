@@ -20,11 +20,6 @@ def resolved(config: PPOConfig) -> PPOConfig:
     own = config.placement
     gpus = detect_devices() and (own.devices_per_node or detect_devices())
     rollout, _ = config.rollout.chosen(gpus, config.model.path, config.evaluation.temperature)
-    if rollout.engine == "vllm" and own.engines_sleep and config.agent.func_path:
-        raise ConfigError(
-            f"vllm does not sleep between episodes of agent.func_path={config.agent.func_path}; set "
-            "placement.engines_sleep=false"
-        )
     workers = _workers(config, gpus)
     if not gpus:
         _check_cores(workers)
@@ -36,7 +31,7 @@ def resolved(config: PPOConfig) -> PPOConfig:
         rollout=rollout,
         train=replace(config.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision),
         placement=replace(
-            own,
+            own.with_sleep(gpus, rollout.engine),
             nodes=_machines(config, workers, gpus),
             **{COUNTS[role]: count for role, count in workers.items()},
             **{f"{role}_nodes": own.nodes_of(role) for role in SPREAD},

@@ -52,6 +52,8 @@ def build_job(config: PPOConfig) -> Job:
 class PPOCommand(PolicyCommand[PPOConfig]):
     """The command line."""
 
+    is_adapted = True
+
     def resolved(self, asked: PPOConfig) -> PPOConfig:
         """See `PolicyCommand.resolved`."""
         return resolved(asked)

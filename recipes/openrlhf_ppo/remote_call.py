@@ -113,26 +113,6 @@ def critic_update(step: int) -> Future[list[dict[str, float]]]:
 # --- what involves several roles
 
 
-def sleep_rollout() -> Future[list[int]]:
-    """The engines free their accelerators, and return how many bytes."""
-    return RoleGroup(Role.ROLLOUT).call(sleep_rollout)
-
-
-def wake_rollout(for_weights: bool) -> Future[list[None]]:
-    """The engines may be used again, or be given weights alone."""
-    return RoleGroup(Role.ROLLOUT).call(wake_rollout, for_weights)
-
-
-def sleep_learners() -> list[Future[list[int]]]:
-    """Actor and critic free their accelerators, and return how many bytes."""
-    return [RoleGroup(role).call(sleep_learners) for role in learners()]
-
-
-def wake_learners() -> None:
-    """Actor and critic may be used again."""
-    wait_all([RoleGroup(role).call(wake_learners) for role in learners()])
-
-
 def learners() -> list[Role]:
     """The roles of this job that are trained."""
     return [role for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)]

@@ -1,4 +1,4 @@
-"""How this recipe's run differs from others: a role rewards, and roles are reached by stubs, and may sleep."""
+"""How this recipe's run differs from others: a role rewards, and roles are reached by stubs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,16 +44,12 @@ class PPOCalls(PolicyCalls):
 
     config: PPOConfig
 
-    told: frozenset[str] = frozenset()
-    """Whose freed memory was said."""
-
     def load(self, steps: int) -> None:
         """Load every model, in parallel; `steps` set the length of schedules."""
         path = self.config.model.path
         options = self.config
         loading = [remote_call.rollout_init(path)]
-        if options.rollout.engine == "vllm" and options.placement.colocate:
-            loading[0].result()  # it measures what memory is free, so nobody else takes some meanwhile
+        self.finish_loading(loading[0])
         loading += [remote_call.reward_init(path), remote_call.actor_init(path, steps)]
         if options.needs_critic:
             loading.append(remote_call.critic_init(options.critic_start, steps))
@@ -63,11 +59,8 @@ class PPOCalls(PolicyCalls):
 
     def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
         """One response to each prompt, or one episode; `alone` without the agent."""
-        self.turn_to(Role.ROLLOUT)
         parts = prompts.split(min(self.engines, len(prompts)))
-        rollouts = Batch.concat(remote_call.generate_samples(parts, sampling, alone).result())
-        self.turn_to(Role.ACTOR)
-        return rollouts
+        return Batch.concat(remote_call.generate_samples(parts, sampling, alone).result())
 
     def generate_plain(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """One response to each prompt, without the agent."""
@@ -86,12 +79,6 @@ class PPOCalls(PolicyCalls):
         asked = [remote_call.actor_forward(tokens, temperature) for temperature in temperatures]
         return [future.result() for future in asked]
 
-    def sync_weights(self, version: int) -> None:
-        """Bring the policy to every engine, and wake those that sleep."""
-        if self.config.placement.engines_sleep:
-            remote_call.wake_rollout(for_weights=True).result()
-        super().sync_weights(version)
-
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from, and the critic where that is asked for."""
         remote_call.save_state(str(folder / "state"))
@@ -109,21 +96,3 @@ class PPOCalls(PolicyCalls):
     def end(self) -> None:
         """See `PolicyCalls.end`."""
         remote_call.end_job()
-
-    def turn_to(self, role: Role) -> None:
-        """Free what the other roles hold on shared accelerators, and take up what this one needs: ROLLOUT or ACTOR."""
-        engines_sleep = self.config.placement.engines_sleep
-        learners_sleep = self.config.placement.learners_sleep
-        freed: dict[str, int] = {}
-        if role == Role.ROLLOUT and learners_sleep:
-            freed["actor and critic"] = sum(sum(future.result()) for future in remote_call.sleep_learners())
-        if role == Role.ROLLOUT and engines_sleep:
-            remote_call.wake_rollout(for_weights=False).result()
-        if role == Role.ACTOR and engines_sleep:
-            freed["engines"] = sum(remote_call.sleep_rollout().result())
-        if role == Role.ACTOR and learners_sleep:
-            remote_call.wake_learners()
-        for name in freed.keys() - self.told:
-            found = f"{freed[name] / 1e9:.1f} GB are freed" if freed[name] else "nothing is freed, as always on a CPU"
-            self.trainer.info(f"{name} sleep: {found}")
-        self.told |= freed.keys()

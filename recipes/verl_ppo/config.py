@@ -392,15 +392,9 @@ class VerlPPOConfig(RLOptions):
         limits = PassLimits(max_tokens=own.model_max_tokens, max_sequences=own.model_micro_batch_size or 0)
         return replace(self.frozen_engine, limits=limits)
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether the engines give their memory back between generations; not between an agent's episodes."""
-        return self.rollout.engine == "vllm" and self.placement.shares_devices and not self.agent.func_path
-
     def rollout_engine(self) -> RolloutConfig:
         """See `RLOptions.rollout_engine`; an engine beside what trains has a process of its own."""
-        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        config = self.rollout.engine_config(self.train.precision, longest, self.placement.shares_devices, self.sleeps)
+        config = super().rollout_engine()
         if not isinstance(config, VLLMRolloutConfig):
             return config
         return replace(config, own_process=self.placement.is_hybrid)

@@ -68,6 +68,8 @@ def build_job(config: VerlPPOConfig) -> Job:
 class VerlCommand(PolicyCommand[VerlPPOConfig]):
     """See `PolicyCommand`."""
 
+    is_adapted = True
+
     def words(self, arguments: list[str]) -> list[str]:
         """Hydra's way of writing as that of `load_config`."""
         return plain_arguments(arguments)
@@ -85,18 +87,21 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         policy, size = config.model.path, config.step_size
         estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
         needs, critic = dict[str, Need](), config.critic.path or policy
+        sleeps = config.placement.learners_sleep
         for role in job.placement.processes:
             held, parts = list[Need](), role.lower().split("_")
             if "actor" in parts:
                 engine = config.train_engine(1)
-                held.append(estimate.trained(role, policy, engine, config.mini_batch_size, publishes=True))
+                held.append(
+                    estimate.trained(role, policy, engine, config.mini_batch_size, publishes=True, sleeps=sleeps)
+                )
             if "rollout" in parts:
                 held.append(estimate.sampled(role, policy, config.rollout_engine(), size))
             if "ref" in parts and config.has_reference_role:
                 held.append(estimate.inferred(role, policy, config.frozen_engine, size))
             if "critic" in parts:
                 engine, batch = config.engine("critic", 1), config.size_of("critic")
-                held.append(estimate.trained(role, critic, engine, batch, has_head=False))
+                held.append(estimate.trained(role, critic, engine, batch, has_head=False, sleeps=sleeps))
             if "rm" in parts:
                 own = config.reward_engine
                 held.append(estimate.inferred(role, config.reward.model_path, own, size, has_head=False))

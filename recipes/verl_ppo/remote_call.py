@@ -34,30 +34,31 @@ class VerlCalls(PolicyCalls):
         self.critic = trainer.critic_wg
         self.reference = trainer.ref_wg
         self.reward_model = trainer.rm_wg
-        self.learners = [group for group in (self.actor, self.critic) if group is not None]
 
     @property
-    def engines(self) -> int:
-        """How many sample."""
-        return len(self.rollout)
+    def samplers(self) -> "WorkerGroup[ActorRolloutRefWorker]":
+        """See `PolicyCalls`."""
+        return self.rollout
+
+    @property
+    def learners(self) -> "Sequence[WorkerGroup[Any]]":
+        """See `PolicyCalls`."""
+        return [group for group in (self.actor, self.critic) if group is not None]
 
     def load(self, steps: int) -> None:
-        """Load critic, reference and reward model in parallel; then the policy, whose engine takes of the memory what
-        is left.
-        """
+        """Load the engines, then all others in parallel."""
         path = self.config.model.path
-        policies = dict.fromkeys([self.actor, self.rollout])
-        loading = []
+        loading = [self.rollout.init_rollout(path)]
+        self.finish_loading(loading[0])
+        loading.append(self.actor.init_model(path, steps))
         if self.critic is not None:
             loading.append(self.critic.init_model(self.trainer.config.critic.path or path, steps))
         if self.reward_model is not None:
             loading.append(self.reward_model.init_model(self.trainer.config.reward.model_path))
-        if self.reference is not None and self.reference not in policies:
+        if self.reference is not None and self.reference is not self.actor:
             loading.append(self.reference.init_model(path, steps))
         for future in loading:
             future.result()
-        for group in policies:
-            group.init_model(path, steps).result()
 
     def generate_plain(self, prompts: "Batch", sampling: "SamplingConfig") -> "Batch":
         """One response to each prompt, without the agent."""

@@ -88,7 +88,7 @@ class VerlRun(PolicyRun):
 
     def validate(self, generate: Generate, score: Score) -> None:
         """Evaluate the policy as it is, log what was found, and end the run (evaluate_only)."""
-        self.generate = generate
+        self.generate = self.awake(generate)
         self._score_heldout = score
         found = self.evaluation.at_step(is_last=True)
         self.tracker.log(self.step, found)

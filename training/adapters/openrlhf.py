@@ -194,8 +194,6 @@ def _placement(flags: Flags) -> None:
     engines_sleep = ("vllm_enable_sleep", "vllm.enable_sleep")
     if flags.is_on(*engines_sleep) and (overlaps or not colocates):
         flags.idle("the engines share no devices", *engines_sleep)
-    elif flags.is_on(*engines_sleep) and flags.option("agent.func_path") is not None:
-        flags.idle("engines that run episodes of an agent keep their memory", *engines_sleep)
     elif flags.is_on(*engines_sleep):
         flags.set(placement__engines_sleep=True)
     learners_sleep = ("deepspeed_enable_sleep", "ds.enable_sleep")

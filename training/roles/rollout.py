@@ -1,6 +1,6 @@
 """The engine that samples from the policy."""
 
-from agents.runner import Collected, open_runner
+from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from components.engines.weight_sync import WeightHandle
@@ -9,14 +9,15 @@ from training import remote_call
 from training.rl_options import RLOptions
 
 
-class RolloutWorker(BaseWorkload):
-    """One engine."""
+class SamplingWorker(BaseWorkload):
+    """What every role that samples does with its engine."""
 
-    config: RLOptions
+    runner: EpisodeRunner
+    received: WeightHandle | None = None
+    """The version that came last; None: the weights are as they were loaded."""
 
-    @trainer_invocation(blocking=False, idempotent=True, replay="last")
-    def load(self, model_path: str) -> None:
-        """Load the policy as it is at the start."""
+    def open_runner(self, model_path: str) -> None:
+        """Load the policy as it is at the start into an engine."""
         self.runner = open_runner(
             model_path,
             self.config.rollout_engine(),
@@ -24,6 +25,39 @@ class RolloutWorker(BaseWorkload):
             self.config.model.tokenizer,
             in_flight=self.config.asynchronous.partial_rollout,
         )
+
+    def take_weights(self, handle: WeightHandle) -> None:
+        """Sample from newer weights from here on. An engine that sleeps wakes as far as they need."""
+        self.runner.wake(for_weights=True)
+        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        self.received = handle
+
+    @rpc(idempotent=True)
+    def sleep_engine(self) -> int:
+        """Free the accelerator until `wake_engine`; returns how many bytes.
+
+        Weights that were published are dropped, not kept by every engine: they come again with the next version, or,
+        where none follows, from the last.
+        """
+        return self.runner.sleep(level=1 if self.received is None else 2)
+
+    @rpc(idempotent=True)
+    def wake_engine(self) -> None:
+        """Be ready to generate."""
+        if self.received is not None and not self.runner.engine.has_weights:
+            self.take_weights(self.received)
+        self.runner.wake()
+
+
+class RolloutWorker(SamplingWorker):
+    """One engine."""
+
+    config: RLOptions
+
+    @trainer_invocation(blocking=False, idempotent=True, replay="last")
+    def load(self, model_path: str) -> None:
+        """Load the policy as it is at the start."""
+        self.open_runner(model_path)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
@@ -49,7 +83,7 @@ class RolloutWorker(BaseWorkload):
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
-        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        self.take_weights(handle)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:

@@ -10,7 +10,7 @@ from components.data.samples import shuffled_minibatches
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
-from core import BaseWorkload, trainer_invocation
+from core import BaseWorkload, rpc, trainer_invocation
 from training.rollouts import keep_failed, over_updates
 
 Prepare = Callable[[Batch, int], Batch]
@@ -108,6 +108,16 @@ class TrainedModel(BaseWorkload):
         """Unlink the published weights."""
         if self.publisher is not None:
             self.publisher.close()
+
+    @rpc()
+    def sleep_learner(self) -> int:
+        """Let what is trained wait in host memory until `wake_learner`; returns how many bytes of a GPU are freed."""
+        return self.engine.sleep()
+
+    @rpc()
+    def wake_learner(self) -> None:
+        """Be ready for everything else."""
+        self.engine.wake()
 
     @trainer_invocation
     def save_state(self, folder: str) -> None:

@@ -27,13 +27,3 @@ class Learner(TrainedModel):
         metrics = self.train_epochs(self.experience, step, loss, prepare)
         self.experience = None
         return metrics
-
-    @rpc(remote_call.sleep_learners)
-    def sleep(self) -> int:
-        """Free the accelerator; returns how many bytes."""
-        return self.engine.sleep()
-
-    @rpc(remote_call.wake_learners)
-    def wake(self) -> None:
-        """Be ready for everything else."""
-        self.engine.wake()

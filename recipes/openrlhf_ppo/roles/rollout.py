@@ -31,13 +31,3 @@ class Rollout(RolloutWorker):
     def collect_finished(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
         return self.collect(seconds)
-
-    @rpc(remote_call.sleep_rollout, idempotent=True)
-    def sleep(self) -> int:
-        """Free the accelerator; returns how many bytes."""
-        return self.runner.sleep()
-
-    @rpc(remote_call.wake_rollout, idempotent=True)
-    def wake(self, for_weights: bool) -> None:
-        """Be ready to generate, or only to receive weights."""
-        self.runner.wake(for_weights)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from agents.runner import Collected, open_runner
+from agents.runner import Collected
 from components.batch import Batch
 from components.engines.causal import load_policy, policy_logprobs
 from components.engines.config import SamplingConfig
@@ -10,12 +10,13 @@ from components.engines.frozen_engine import open_frozen_policy
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import Dispatch, register
+from training.roles.rollout import SamplingWorker
 
 from ..algorithm import mark_tokens, minibatches, policy_loss
 from .learner import Learner
 
 
-class ActorRolloutRefWorker(Learner):
+class ActorRolloutRefWorker(Learner, SamplingWorker):
     """One worker. The name of its role says what it is: `actor`, `rollout`, `ref`, `actor_rollout` (the hybrid engine)
     or `actor_rollout_ref`.
     """
@@ -32,10 +33,13 @@ class ActorRolloutRefWorker(Learner):
             super().setup()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
+    def init_rollout(self, model_path: str) -> None:
+        """Load the engine that samples."""
+        self.open_runner(model_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_model(self, model_path: str, steps: int) -> None:
-        """Load what the role needs; `steps` set the length of the schedule. The engine that samples comes last: it
-        takes of the memory what is left.
-        """
+        """Load what else the role has, a model that is trained or frozen; `steps` set the length of the schedule."""
         config = self.config
         if "actor" in self.parts:
             model = load_policy(
@@ -49,10 +53,6 @@ class ActorRolloutRefWorker(Learner):
             self.open_publisher(config.placement.nodes)
         if "ref" in self.parts and config.has_reference_role:
             self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
-        if "rollout" in self.parts:
-            in_flight, tokenizer = config.asynchronous.partial_rollout, config.model.tokenizer
-            self.runner = open_runner(model_path, config.rollout_engine(), config.agent, tokenizer, in_flight=in_flight)
-            self.sleeps = config.sleeps
 
     # --- rollouts
 
@@ -63,12 +63,7 @@ class ActorRolloutRefWorker(Learner):
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        if self.sleeps:
-            self.runner.wake()
-        rollouts = self.runner.run_episodes(prompts, sampling, alone=alone)
-        if self.sleeps:
-            self.runner.sleep()
-        return rollouts
+        return self.runner.run_episodes(prompts, sampling, alone=alone)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, idempotent=True)
     def begin(self, prompts: Batch | None, sampling: SamplingConfig) -> None:
@@ -119,9 +114,7 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
-        if self.sleeps:
-            self.runner.wake(for_weights=True)
-        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        self.take_weights(handle)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, path: str) -> None:

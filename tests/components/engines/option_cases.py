@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model
-from components.engines.host_memory import HostCopies
+from components.engines.host_memory import HostCopies, tensors_within
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine
 from tests.components.engines import train_cases as cases
@@ -42,6 +43,12 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "bf16-1": {"zero_stage": 1, "precision": "bf16"},
     "fsdp-3": {"engine": "fsdp", "zero_stage": 3},
 }
+COUNTED: dict[str, dict[str, Any]] = {
+    **{f"zero-{stage}": {"zero_stage": stage} for stage in (1, 2)},
+    **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
+    "bf16-fsdp-2": {"engine": "fsdp", "zero_stage": 2, "precision": "bf16"},
+}
+"""What else sleeps, of which it is only looked at what that leaves."""
 LEARNED: dict[str, dict[str, Any]] = {"zero-2": {"zero_stage": 2}, "fsdp-2": {"engine": "fsdp", "zero_stage": 2}}
 LEARNING_STEPS = 12
 
@@ -152,24 +159,49 @@ def cast(model_folder: str) -> dict[str, Any]:
 def asleep(model_folder: str) -> dict[str, Any]:
     record: dict[str, Any] = {}
     batches = cases.minibatches()
-    for case, changes in ASLEEP.items():
-        for sleeps in (False, True):
-            gc.freeze()
-            model = load_policy(model_folder)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()  # on a CPU it is the file, mapped, which cannot be freed
-            engine = open_engine(model, cases.config(**changes))
+    for case, changes in (ASLEEP | COUNTED).items():
+        for sleeps in (False, True) if case in ASLEEP else (True,):
+            before = held_in_memory()
+            engine = movable_engine(model_folder, **changes)
             first = step(engine, batches[:2])
+            engine.forward(cases.own_part(engine), cases.logprobs)
             if sleeps:
-                record[f"{case}-asleep"] = sleep_and_wake(engine)
-                # What sleep() does with the memory of a GPU.
-                held = list(engine._tensors())
-                copies = HostCopies(held, engine._scratch(), "cpu")
-                sizes = [getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes() for tensor in held]
-                record[f"{case}-asleep"] |= {"bytes": copies.nbytes, "left": sum(sizes)}
-                copies.restore()
+                record[f"{case}-asleep"] = sleep_and_wake(engine) | move_and_return(engine, before, dict(first))
             record[f"{case}-{sleeps}"] = {"first": first, **step(engine, batches[2:]), "weights": cases.weights(engine)}
+            del engine
     return record
+
+
+def movable_engine(model_folder: str, **changes: Any) -> TrainEngine:
+    """One whose weights are not the file, mapped, as on a CPU, which cannot be freed."""
+    model = load_policy(model_folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return open_engine(model, cases.config(**changes))
+
+
+def move_and_return(engine: TrainEngine, before: dict[int, int], records: dict[str, Any]) -> dict[str, int]:
+    """What `sleep` does with the memory of a GPU, done with that of the CPU: bytes that it frees, and that are left of
+    all tensors that this process has made since `before` but for the test's records.
+    """
+    copies = HostCopies(engine._tensors(), engine._scratch(), "cpu")
+    waiting = [copy for _, _, pieces in copies._freed for copy in pieces]
+    ours = {tensor.untyped_storage().data_ptr() for tensor in tensors_within([waiting, list(records.values())])}
+    left = {place: size for place, size in held_in_memory().items() if place not in before and place not in ours}
+    copies.restore()
+    return {"bytes": copies.nbytes, "left": sum(left.values())}
+
+
+def held_in_memory() -> dict[int, int]:
+    """Bytes of every tensor of this process, by its place in memory."""
+    gc.collect()
+    held: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # A mesh keeps the numbers of its ranks in host memory, on GPUs too.
+        if type(thing) in (Tensor, torch.nn.Parameter, DTensor) and thing.dtype != torch.int32:
+            storage = getattr(thing, "_local_tensor", thing).untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return held
 
 
 def sleep_and_wake(engine: TrainEngine) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
 
 def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
     options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
-    config = options.engine_config("bfloat16", 100, shares_gpu=True, sleeps=True)
+    shared = PlacementOptions(engines_sleep=True)
+    config = options.engine_config("bfloat16", 100, shared)
     assert config == VLLMRolloutConfig(
         dtype="bfloat16",
         max_num_seqs=512,
@@ -87,7 +88,16 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         gpu_memory_utilization=0.45,
         enable_sleep=True,
     )
-    assert isinstance(RolloutOptions(engine="hf").engine_config("float32", 9, shares_gpu=False), HFRolloutConfig)
+    shares = {
+        0.9: PlacementOptions(colocate=False),
+        0.45: PlacementOptions(),
+        0.7: PlacementOptions(engines_sleep=True, learners_sleep=True),
+    }
+    for share, placement in shares.items():
+        found = options.engine_config("bfloat16", 100, placement)
+        assert isinstance(found, VLLMRolloutConfig)
+        assert found.gpu_memory_utilization == share
+    assert isinstance(RolloutOptions(engine="hf").engine_config("float32", 9, shared), HFRolloutConfig)
     trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
     assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
     assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)

@@ -381,6 +381,37 @@ def test_a_sleeping_engine_says_so_and_wakes(tied_model: Path) -> None:
     assert len(engine.generate(some_prompts(), SamplingConfig(max_new_tokens=2))) == 24
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_an_engine_holds_nothing_and_weights_that_were_dropped_have_to_come_again(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(HFRolloutEngine, "_can_free", staticmethod(lambda: True))  # here of the CPU's memory
+    engine = HFRolloutEngine(tied_model)
+    for parameter in engine.model.parameters():
+        parameter.data = parameter.data.clone()  # not the file, mapped, which cannot be freed
+    weights = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
+    published = WeightPublisher(tmp_path / "w").publish(1, weights)
+    expected = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    held = [*engine.model.parameters(), *engine.model.buffers()]
+    nbytes = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
+    assert engine.sleep(level) == nbytes > 0
+    assert engine.sleep(level) == 0
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+    assert engine.has_weights == (level == 1)
+    if level == 2:
+        engine.wake(for_weights=True)
+        with pytest.raises(ValueError, match=r"wake\(\)"):
+            engine.generate(some_prompts(), SamplingConfig())
+        engine.wake()
+        with pytest.raises(ValueError, match=says("weights", "receive")):
+            engine.generate(some_prompts(), SamplingConfig())
+        engine.receive(published)
+    engine.wake()
+    found = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    assert torch.equal(found["tokens"], expected["tokens"])
+    assert torch.equal(found["rollout_logprob"], expected["rollout_logprob"])
+
+
 @pytest.mark.parametrize(
     ("prompts", "facts"),
     [

@@ -334,6 +334,17 @@ PRECISIONS = ("bf16_autocast", "fp32")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", options.ASLEEP | options.COUNTED)
+def test_an_engine_that_sleeps_leaves_no_byte_awake(runs: Runs, world_size: int, case: str) -> None:
+    for rank in runs.asleep(world_size):
+        record = rank[f"{case}-asleep"]
+        # Weights and two moments in float32 at least.
+        size = sum(tensor.nbytes for tensor in runs.asleep(1)[0][f"{case}-True"]["masters"].values())
+        assert record["bytes"] >= 3 * size / world_size * (1 if case != "zero-0" else world_size)
+        assert record["left"] == 0
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", options.ASLEEP)
 def test_an_engine_that_slept_goes_on_to_the_last_bit_and_is_not_to_be_asked_meanwhile(
     runs: Runs, world_size: int, case: str
@@ -347,7 +358,3 @@ def test_an_engine_that_slept_goes_on_to_the_last_bit_and_is_not_to_be_asked_mea
         assert slept["metrics"] == awake["metrics"]
         assert same_bits(slept["masters"], awake["masters"])
         assert same_bits(slept["weights"], awake["weights"])
-        # As on a GPU: weights and two moments in float32 at least, all of it away for a while.
-        size = sum(tensor.nbytes for tensor in runs.asleep(1)[0][f"{case}-True"]["masters"].values())
-        assert record["left"] == 0
-        assert record["bytes"] >= 3 * size / world_size * (1 if case != "zero-0" else world_size)

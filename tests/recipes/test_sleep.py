@@ -1,0 +1,118 @@
+"""Engines and learners that share devices sleep while the others work, and nothing of a run changes by it."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl_runs
+from local_runs import LocalRun, run_here
+from test_resume import PPO
+from test_role_group_runs import COMMON
+
+from components.engines.hf_engine import HFRolloutEngine
+from components.engines.rollout_engine import RolloutEngine
+from components.engines.train_engine import TrainEngine
+from tests.messages import says
+
+SLEEP = ["placement.engines_sleep=true", "placement.learners_sleep=true"]
+OFTEN = ["evaluation.every=1", "checkpoint.every=1", "rollout.verify_weight_sync=true"]
+"""After each step greedy responses are checked, held-out ones are scored and a checkpoint is written."""
+GRPO = [*COMMON.split(), *OFTEN, "data.max_samples=24", "reward.source=sort"]
+OTHERS = {
+    "openrlhf_ppo": [*PPO.split(), *OFTEN, "max_samples=24", "algorithm.kl_coef=0.05"],
+    "verl_ppo": [
+        *verl_runs.SMALL.split(),
+        *OFTEN,
+        "data.train_max_samples=24",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    ],
+}
+
+
+class Calls:
+    """What engines and learners of this process were asked for, in order, with who slept then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.levels: list[int] = []
+        # As on a GPU, as far as the engine keeps account of what it has.
+        patch.setattr(RolloutEngine, "_can_free", staticmethod(lambda: True))
+        for cls, names in (
+            (TrainEngine, ("sleep", "wake", "train_step", "save_state", "save_hf", "load_state")),
+            (RolloutEngine, ("sleep", "wake", "receive")),
+            (HFRolloutEngine, ("_complete",)),
+        ):
+            for name in names:
+                patch.setattr(cls, name, self.recorded(cls, name))
+
+    def recorded(self, cls: type, name: str) -> Callable[..., Any]:
+        method = getattr(cls, name)
+
+        def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.names.append(f"{'learner' if cls is TrainEngine else 'engine'} {name}")
+            if self.names[-1] == "engine sleep":
+                self.levels.append(*args)
+            return method(engine, *args, **kwargs)
+
+        return call
+
+    def generations(self) -> Iterator[list[str]]:
+        """What was done between a sleep of the learners and the next time that they woke."""
+        found: list[str] | None = None
+        for name in self.names:
+            if name == "learner sleep":
+                found = []
+            elif name == "learner wake" and found is not None:
+                yield found
+                found = None
+            elif found is not None:
+                found.append(name)
+
+
+def ended(recipe: str, folder: Path, *options: str) -> LocalRun:
+    run = run_here(recipe, folder, *options)
+    assert run.code == 0, run.err
+    return run
+
+
+def test_engines_and_learners_sleep_while_the_others_work_and_a_run_learns_the_same(
+    policy: Path, tmp_path: Path
+) -> None:
+    given = [f"model.path={policy}", *GRPO]
+    awake = ended("grpo", tmp_path / "awake", *given, "max_steps=2")
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch)
+        asleep = ended("grpo", tmp_path / "asleep", *given, *SLEEP, "max_steps=2")
+        verl_runs.same(awake, asleep)
+        # Before the first step the policy is evaluated. After each the learners look at greedy responses, then held-out
+        # ones are scored, and a checkpoint is written.
+        generations = list(calls.generations())
+        assert [part.count("engine _complete") for part in generations] == [4, 1, 1, 1, 1, 3]
+        assert all(part[-1] == "engine sleep" for part in generations)
+        assert not any(name.startswith("learner") for part in generations for name in part)
+        # Nothing was published before the first step ended. From then on weights are dropped: they come with the next
+        # version, or again.
+        assert calls.levels == [1, 1, 2, 2, 2, 2, 2]
+        assert calls.names.count("engine receive") == 2 + 3
+        resumed = ended("grpo", tmp_path / "asleep", *given, *SLEEP)
+    assert resumed.summary["resumed_from"] == 2
+    verl_runs.same(ended("grpo", tmp_path / "awake", *given), resumed)
+    for who in ("engines", "actor and critic"):
+        assert re.search(says(who, "sleep"), asleep.out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_a_critic_sleeps_too_and_a_run_learns_the_same(recipe: str, policy: Path, tmp_path: Path) -> None:
+    given = [f"model.path={policy}", *OTHERS[recipe]]
+    awake = ended(recipe, tmp_path / "awake", *given)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch)
+        asleep = ended(recipe, tmp_path / "asleep", *given, *SLEEP)
+    verl_runs.same(awake, asleep)
+    # An actor and a critic each time, and the engines once more, before anything else is loaded.
+    assert calls.names.count("learner sleep") == 2 * (len(calls.levels) - 1)
+    assert calls.names.count("learner wake") == 2 * (len(calls.levels) - 1)
+    assert 1 < calls.levels.count(1) < calls.levels.count(2)
