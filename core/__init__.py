@@ -9,6 +9,7 @@ What is imported here is what core offers.
 from typing import TYPE_CHECKING, NoReturn
 
 from core.context import Identity, WorkloadContext, info
+from core.control import beat
 from core.errors import JobError, ResultLost, WorkerDied, WorkerTimeout
 from core.exports import Dispatch, nd_compute, replicate
 from core.futures import Future, FutureSequence

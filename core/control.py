@@ -20,12 +20,27 @@ _MEMORY_SHARE = 0.01
 """Of the time, at most so much is spent on reading memory, which takes 12 ms for each GB."""
 
 
+_beaten = 0.0
+
+
+def beat() -> None:
+    """Say that the work of this process makes progress: `stall_timeout` counts from here. It costs nothing."""
+    global _beaten
+    _beaten = time.monotonic()
+
+
+def seconds_since_beat() -> float:
+    """How long ago the last one was."""
+    return time.monotonic() - _beaten
+
+
 @dataclass(frozen=True)
 class Status:
-    """What a process is doing: the call, for how many seconds, and its memory in bytes."""
+    """What a process is doing: the call, for how many seconds and how many since it made progress, and its memory."""
 
     doing: str
     seconds: float
+    quiet: float
     memory_bytes: int
 
 
@@ -92,7 +107,7 @@ class ControlLink:
     """The master's end of one process's channel."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
-        self.status = Status("starting", 0.0, 0)
+        self.status = Status("starting", 0.0, 0.0, 0)
         self.seen = time.monotonic()
         """When the process last said anything."""
         self.alive = True

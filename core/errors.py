@@ -22,6 +22,11 @@ class JobError(ValueError):
     """A job's description cannot work; the message says what to set."""
 
 
+def first_line(error: BaseException) -> str:
+    """Its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+
+
 def with_note(error: BaseException, note: str) -> BaseException:
     """Attach a note once: the same exception object may pass several waits."""
     if note not in getattr(error, "__notes__", ()):

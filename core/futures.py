@@ -284,9 +284,6 @@ class FutureSequence(Future[Any], Sequence[T]):
         """References to what has not been looked at yet."""
         return [call.reference for i, call in enumerate(self.calls) if i not in self._chunks]
 
-    def __repr__(self) -> str:
-        return f"FutureSequence({len(self)} items from {len(self.calls)} workers)"
-
 
 def join_results(results: Sequence[Any], calls: Sequence[Pending]) -> Any:
     """The results put together; of an empty batch, which was given to nobody, an empty list."""

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from core.context import Identity, WorkloadContext, entered
-from core.control import MemoryGauge
+from core.control import MemoryGauge, seconds_since_beat
+from core.errors import first_line
 from core.exports import Export, exports_of
 from core.members import Directory, Transport
 from core.observers import CallEvent
@@ -271,16 +273,24 @@ class Host:
             failed = name != "run" or end.code not in (None, 0)
             if failed:
                 raise RuntimeError(f"{who.name} called sys.exit({end.code!r}) in {name}") from end
+        except Exception as error:
+            me = worker.instance
+            if self._spec.run.recovers and isinstance(me, BaseWorkload) and me.is_fatal(error):
+                traceback.print_exception(error)
+                self._emit("death", (who.role, who.rank, who.attempt, f"{first_line(error)}, in {name}"))
+                threading.Event().wait()  # until the master has ended this process, and begun with what follows
+            raise
         finally:
             del self._calls[number]
             self._state = (IDLE, time.monotonic())
             if event is not None:
                 self._emit("event", replace(event, seconds=time.monotonic() - clock, failed=failed))
 
-    def doing(self) -> tuple[str, float]:
-        """The call that has run longest, or that there is none; and for how many seconds."""
+    def doing(self) -> tuple[str, float, float]:
+        """The call that has run longest, or that there is none; for how many seconds; and since its last beat."""
         name, since = [*self._calls.values(), self._state][0]
-        return name, time.monotonic() - since
+        seconds = time.monotonic() - since
+        return name, seconds, min(seconds, seconds_since_beat())
 
 
 def _instantiate(cls: type, context: WorkloadContext) -> Any:
@@ -308,6 +318,13 @@ def python_path() -> tuple[str, ...]:
     """Folders that a host must search for the job's modules: those of this process that hold no installed packages."""
     here = [str(Path(entry).resolve()) for entry in sys.path]
     return tuple(entry for entry in here if "site-packages" not in entry and not entry.startswith(sys.base_prefix))
+
+
+def threads_here(threads: int) -> int:
+    """How many threads that is on this machine, of whose cores TROUPE_CORES may be used; see `Resource.threads`."""
+    # Not OMP_NUM_THREADS: Ray itself sets it to 1 in some of its processes.
+    cores = int(os.environ.get("TROUPE_CORES") or len(os.sched_getaffinity(0)))
+    return threads if threads > 0 else max(1, cores // -threads)
 
 
 class WarningsTo(logging.Handler):

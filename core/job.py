@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
+from pydantic import BaseModel, ValidationError
+
 from core.backends import BackendName
 from core.errors import JobError
 from core.master import Master
@@ -14,11 +16,12 @@ from core.members import Kind
 from core.names import hint_after
 from core.observers import Observer
 from core.placement import detect_devices, plan
-from core.plan import JobResult, JobSpec, Resource, RoleSpec
+from core.plan import JobResult, JobSpec, Limits, Resource, RoleSpec
 from core.roles import Role
 
 DeviceType = Literal["auto", "CPU", "GPU"]
 B = TypeVar("B", bound="JobBuilder")
+M = TypeVar("M", bound=BaseModel)
 
 _SHORTEST_STALL_S = 5.0
 
@@ -106,10 +109,10 @@ class JobBuilder:
         self._device_per_node: int | None = None
         self._device_type: DeviceType = "auto"
         self._global_env: dict[str, str] = {}
-        self._roles: dict[str, dict[str, Any]] = {}
+        self._roles: dict[str, RoleSpec] = {}
         self._open: str | None = None
         self._collocations: list[list[str]] = []
-        self._limits: dict[str, Any] = {}
+        self._limits = Limits()
 
     # --- the job
 
@@ -120,18 +123,16 @@ class JobBuilder:
 
     def node_num(self: B, nodes: int) -> B:
         """How many machines the job may use."""
-        self._node_num = _at_least_one("node_num", nodes)
+        self._node_num = nodes
         return self
 
     def device_per_node(self: B, devices: int) -> B:
         """How many accelerators each machine has."""
-        self._device_per_node = _at_least_one("device_per_node", devices)
+        self._device_per_node = devices
         return self
 
     def device_type(self: B, kind: DeviceType) -> B:
         """CPU, GPU, or auto: what this machine has."""
-        if kind not in ("auto", "CPU", "GPU"):
-            raise JobError(f"device_type={kind!r}; set 'CPU', 'GPU' or 'auto'")
         self._device_type = kind
         return self
 
@@ -158,20 +159,14 @@ class JobBuilder:
                 cluster; long enough, an autoscaler can make it.
         """
         if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
-            raise JobError(
-                f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g} seconds, or 0 for never"
-            )
-        for name, value in (("max_restarts", max_restarts), ("stop_grace", stop_grace)):
-            if not value >= 0:
-                raise JobError(f"{name}={value:g}; set 0 or more")
-        if not placement_timeout > 0:
-            raise JobError(f"placement_timeout={placement_timeout:g}; set a number of seconds above 0")
-        self._limits = {
-            "max_restarts": max_restarts,
-            "stall_timeout": stall_timeout,
-            "stop_grace": stop_grace,
-            "placement_timeout": placement_timeout,
-        }
+            raise JobError(f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g}, or 0 for never")
+        self._limits = _checked(
+            Limits,
+            max_restarts=max_restarts,
+            stall_timeout=stall_timeout,
+            stop_grace=stop_grace,
+            placement_timeout=placement_timeout,
+        )
         return self
 
     def with_collocation(self: B, *roles: str) -> B:
@@ -205,7 +200,7 @@ class JobBuilder:
             raise JobError(f"{kind}({path!r}) has no role; open one first with role(name)")
         if self._open in self._roles:
             raise JobError(f"role {self._open} is described twice; open another with role(name)")
-        self._roles[self._open] = {"name": self._open, "entrypoint": _normalised(path), "kind": kind}
+        self._roles[self._open] = RoleSpec(name=self._open, entrypoint=_normalised(path), kind=kind)
         return self
 
     def _set(self: B, **values: Any) -> B:
@@ -213,13 +208,13 @@ class JobBuilder:
             raise JobError(
                 f"{', '.join(values)} describes a role, but none is open; call train(path) or run(path) first"
             )
-        self._roles[self._open] |= values
+        self._roles[self._open] = _checked(RoleSpec, **dict(self._roles[self._open]) | values)
         return self
 
     def resource(
         self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0, **custom: float
     ) -> B:
-        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (0: as cores).
+        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (see `Resource`).
 
         `custom` are resources that the cluster's nodes were started with, under their own names.
         """
@@ -228,30 +223,29 @@ class JobBuilder:
             raise JobError(
                 f"resource({wrong[0]}=...): give cpu, accelerator, memory (MB), or a resource of the cluster"
             )
-        return self._set(
-            resource=Resource(cpu=cpu, accelerator=accelerator, memory=memory, threads=threads, custom=custom)
-        )
+        given = {"cpu": cpu, "accelerator": accelerator, "memory": memory, "threads": threads, "custom": custom}
+        return self._set(resource=_checked(Resource, **given))
 
     def concurrency(self: B, calls: int) -> B:
         """How many calls to async methods of one worker of the open role may run beside each other."""
-        return self._set(concurrency=_at_least_one("concurrency", calls))
+        return self._set(concurrency=calls)
 
     def total(self: B, count: int) -> B:
         """How many workers the open role has, on any nodes."""
-        return self._set(nnodes=1, nproc_per_node=_at_least_one("total", count))
+        return self._set(nnodes=1, nproc_per_node=count)
 
     def nnodes(self: B, nodes: int) -> B:
         """Over how many machines the ranks of the open role are spread."""
-        return self._set(nnodes=_at_least_one("nnodes", nodes))
+        return self._set(nnodes=nodes)
 
     def nproc_per_node(self: B, count: int) -> B:
         """How many ranks of the open role are on each of its machines."""
-        return self._set(nproc_per_node=_at_least_one("nproc_per_node", count))
+        return self._set(nproc_per_node=count)
 
     def env(self: B, env: Mapping[str, str] | None) -> B:
         """Environment variables for the open role's processes."""
-        current = self._roles.get(self._open or "", {}).get("env", {})
-        return self._set(env=current | _checked_env(env))
+        current = self._roles.get(self._open or "")
+        return self._set(env=(current.env if current else {}) | _checked_env(env))
 
     def process(self: B, name: str) -> B:
         """The open role shares processes, rank by rank, with all roles of the same process name."""
@@ -259,8 +253,6 @@ class JobBuilder:
 
     def max_restarts(self: B, count: int) -> B:
         """How often instances of the open role may be lost before all starts again; of `run` roles only."""
-        if count < 0:
-            raise JobError(f"max_restarts={count}; set 0 or more")
         return self._set(max_restarts=count)
 
     if not TYPE_CHECKING:  # it would make every name right
@@ -281,19 +273,19 @@ class JobBuilder:
         found = detect_devices()
         kind = ("GPU" if found else "CPU") if self._device_type == "auto" else self._device_type
         devices = self._device_per_node if self._device_per_node is not None else (found if kind == "GPU" else 0)
-        roles = {name: RoleSpec(**values) for name, values in self._roles.items()}
-        for spec in roles.values():
+        for spec in self._roles.values():
             _check_entrypoint(spec)
-        placement = plan(roles, self._collocations, kind, self._node_num, devices)
-        return Job(
+        placement = plan(self._roles, self._collocations, kind, self._node_num, devices)
+        return _checked(
+            Job,
             device_type=kind,
             node_num=self._node_num,
             device_per_node=devices,
-            roles=roles,
+            roles=self._roles,
             placement=placement,
             collocations=self._collocations,
             global_env=self._global_env,
-            **self._limits,
+            **self._limits.model_dump(),
             config=self._config,
         )
 
@@ -332,10 +324,12 @@ class RLJobBuilder(JobBuilder):
         return super().build()
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise JobError(f"{name}({value!r}): give a whole number of at least 1")
-    return value
+def _checked(model: type[M], **values: Any) -> M:
+    try:
+        return model(**values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise JobError(f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r}: {wrong['msg']}") from error
 
 
 def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -343,9 +337,6 @@ def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
     reserved = sorted(RESERVED_ENVIRONMENT & set(env))
     if reserved:
         raise JobError(f"env sets {', '.join(reserved)}, which core sets for each worker; leave them out")
-    wrong = [key for key, value in env.items() if not isinstance(value, str)]
-    if wrong:
-        raise JobError(f"env values must be strings; {wrong[0]}={env[wrong[0]]!r}")
     return env
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from core.backends import BackendName, make_backend
 from core.bring_up import BringUp
 from core.context import Identity, WorkloadContext, entered
-from core.errors import WorkerDied, WorkerTimeout, with_note
+from core.errors import WorkerDied, WorkerTimeout, first_line, with_note
 from core.host import RunFacts, python_path
 from core.observers import Observer
 from core.plan import JobResult, JobSpec
@@ -292,9 +292,8 @@ class Master:
         """One line for the person, and the whole story."""
         notes = getattr(failure, "__notes__", [])
         short = "; ".join(note for note in notes if "\n" not in note)
-        line = (str(failure).strip().splitlines() or ["no message"])[0]
-        kind = "" if isinstance(failure, WorkerDied) else f"{type(failure).__name__}: "
-        return f"{kind}{line}" + (f" ({short})" if short else ""), "".join(traceback.format_exception(failure))
+        line = first_line(failure).removeprefix("WorkerDied: ").removeprefix("ResultLost: ")
+        return line + (f" ({short})" if short else ""), "".join(traceback.format_exception(failure))
 
     # --- ending
 
@@ -347,9 +346,6 @@ class Master:
         self._end_processes()
         self._backend.stop()
 
-    def _may_wait(self) -> bool:
-        return bool(self._driving) and not self._ending and self._job.stop_grace > 0
-
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:
         """Let SIGTERM end a run as Ctrl-C does, while it lasts; the first of them lets the driver save its work."""
@@ -358,7 +354,8 @@ class Master:
             return
 
         def interrupt(*_: Any) -> None:
-            if not self._may_wait() or self._stop_asked is not None:
+            may_wait = self._driving and not self._ending and self._job.stop_grace > 0
+            if not may_wait or self._stop_asked is not None:
                 raise KeyboardInterrupt
             self._stop_asked = time.monotonic()
             if self._backend.is_local:

@@ -1,7 +1,12 @@
 """From roles to bundles and processes: who shares a device, who shares a process, and whether it fits."""
 
+import contextlib
+import functools
 import math
 import os
+import re
+import shutil
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -11,6 +16,8 @@ from typing import Any
 
 from core.errors import JobError
 from core.plan import BundlePlan, HostPlan, Placement, Resource, RoleSpec
+
+_LIST_S = 30.0
 
 assumed_devices: ContextVar[int | None] = ContextVar("assumed_devices", default=None)
 """GPUs of the machines that a job is planned for, where that is not this one."""
@@ -24,8 +31,20 @@ def detect_devices() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return _gpus_of_this_machine()
+
+
+@functools.cache
+def _gpus_of_this_machine() -> int:
+    # Some containers lack the first, some the last, and WSL both.
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:/usr/lib/wsl/lib")
+    if not found and program is not None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIST_S, check=False)
+            found = len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    return found or len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def plan(
@@ -165,7 +184,8 @@ def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]
 
 
 def _threads(resources: Sequence[Resource]) -> int:
-    return max(resource.threads for resource in resources) or max(1, int(sum(r.cpu for r in resources)))
+    asked = [resource.threads for resource in resources if resource.threads]
+    return max(asked) if asked else max(1, int(sum(resource.cpu for resource in resources)))
 
 
 def _check_capacity(asked: Mapping[str, Sequence[float]], nodes: int, devices: int) -> None:

@@ -16,9 +16,10 @@ class Resource(BaseModel):
 
     cpu: float = Field(default=1.0, gt=0)
     """Cores."""
-    threads: int = Field(default=0, ge=0)
-    """Of the maths libraries, in each process. 0: as many as whole cores, at least one. Roles that work one after the
-    other on the same cores may each have a thread for all of them."""
+    threads: int = 0
+    """Of the maths libraries, in each process. 0: as many as whole cores, at least one; -1: as many as its node has
+    cores, -2: half as many, and so on. Roles that work one after the other on the same cores may each have a thread for
+    all of them."""
     accelerator: float = Field(default=0.0, ge=0)
     """Devices, or a share of one. Counts only where the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
@@ -97,18 +98,9 @@ class Placement(BaseModel):
     hosts: list[HostPlan]
 
 
-class JobSpec(BaseModel):
-    """A checked job, as its master reads it."""
+class Limits(BaseModel):
+    """What happens when processes die, hang, or are to stop."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    device_type: Literal["CPU", "GPU"]
-    node_num: int
-    device_per_node: int
-    roles: dict[str, RoleSpec]
-    placement: Placement
-    collocations: list[list[str]] = []
-    global_env: dict[str, str] = {}
     max_restarts: int = Field(default=3, ge=0)
     """How often all starts again after the death of a rank or of the trainer."""
     stall_timeout: float = Field(default=0.0, ge=0)
@@ -117,6 +109,20 @@ class JobSpec(BaseModel):
     """Seconds that the job, and a process that takes a lost one's place, wait for room in the cluster."""
     stop_grace: float = Field(default=0.0, ge=0)
     """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
+
+
+class JobSpec(Limits):
+    """A checked job, as its master reads it."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    device_type: Literal["CPU", "GPU"]
+    node_num: int = Field(ge=1)
+    device_per_node: int = Field(ge=0)
+    roles: dict[str, RoleSpec]
+    placement: Placement
+    collocations: list[list[str]] = []
+    global_env: dict[str, str] = {}
     config: Any = None
 
     @field_serializer("config")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -169,16 +170,23 @@ class Watch:
     def stalled(self, limit: float, driving: Collection[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.
 
-        A process that answers nothing, or is in one call for so long. Only when there is none: who drives the job, if
-        nobody does anything for it.
+        A process that answers nothing, or is in one call and has not beaten for so long. Only when there is none: who
+        drives the job, if nobody does anything for it.
         """
         now, found = time.monotonic(), list[tuple[WatchedHost, str]]()
         alive = [(host, host.link) for host in self.hosts if host.link is not None and host.link.alive]
+        # Ranks wait for each other: one that makes progress does so for all.
+        ranks: dict[str, float] = {}
         for host, link in alive:
+            if not host.expendable:
+                ranks[host.roles] = min(link.status.quiet, ranks.get(host.roles, math.inf))
+        for host, link in alive:
+            quiet = ranks.get(host.roles, link.status.quiet)
             if link.silent_for > limit:
                 found.append((host, f"it has not answered for {link.silent_for:.0f} s"))
-            elif host not in driving and link.status.doing != IDLE and link.status.seconds > limit:
-                found.append((host, f"in {link.status.doing} for {link.status.seconds:.0f} s"))
+            elif host not in driving and link.status.doing != IDLE and quiet > limit:
+                seconds = link.status.seconds
+                found.append((host, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
         quiet = now - self._last_sign
         # What a process that has just stopped answering said last, that it is idle, may be long untrue.
         known = limit / 2
@@ -187,7 +195,7 @@ class Watch:
             found = [
                 (host, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
                 for host, link in alive
-                if host in driving and link.status.seconds > limit
+                if host in driving and link.status.quiet > limit
             ]
         return found
 

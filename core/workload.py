@@ -72,6 +72,10 @@ class BaseWorkload(metaclass=_SeenAsGroup):
     def teardown(self) -> None:
         """Called once when the job has ended well. A run that failed or was killed never gets here."""
 
+    def is_fatal(self, error: Exception) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether my process is of no use after what a method of mine raised: then it ends, and counts as dead."""
+        return False
+
     @property
     def stop_requested(self) -> bool:
         """Whether the user has asked the run to stop: save what is to be kept, and return from `run()`.

@@ -93,7 +93,7 @@ def choice(home: Path) -> dict[str, Any]:
     sys.path.insert(0, str(home))
     from components.engines.choice import LARGE_BYTES, choose_attention, choose_rollout_engine
     from core.placement import detect_devices
-    from training.launch import threads_each
+    from training.launch import threads_each, threads_text
 
     gpus = detect_devices()
     return {
@@ -104,7 +104,7 @@ def choice(home: Path) -> dict[str, Any]:
         "attention": choose_attention("auto", gpus) or "transformers' own choice",
         "precision": "bf16" if gpus else "fp32",
         "deepspeed": importlib.util.find_spec("deepspeed") is not None,
-        "threads": threads_each(1),
+        "threads": threads_text(threads_each(1)),
     }
 
 

@@ -35,6 +35,7 @@ FIRST = (
 # Before anything imports torch or ray: both read these once. Processes that a test starts inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TROUPE_CORES"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Ray's own choice is 15: whatever runs beside the tests would keep its workers from working.

@@ -6,6 +6,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -32,17 +33,28 @@ STOP_GRACE_S = 600.0
 """Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
 
-def threads_each(workers: int) -> int:
+def threads_each(workers: int, nodes: int = 1) -> int:
     """Threads for each of so many processes that work at the same time on the cores of this machine.
 
     Those that work one after the other may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the
-    number of cores. 0, which leaves the choice to core, where the processes run on other machines.
+    number of cores. On other machines it is a part of the cores that these turn out to have.
+
+    Args:
+        workers: on all nodes together.
+        nodes: over which they are spread evenly.
     """
     cores = cores_here()
     if cores is None:
-        return 0
+        return -max(1, math.ceil(workers / nodes))
     given = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, (int(given) if given.isdecimal() else cores) // workers)
+
+
+def threads_text(threads: int) -> str:
+    """`2 threads`, or how they are found where the cores are not known; as `threads_each` gives them."""
+    if threads < 0:
+        return "all cores" if threads == -1 else f"1/{-threads} of the cores"
+    return f"{threads} thread{'s' * (threads > 1)}"
 
 
 def printed(config: Any, named: Collection[str]) -> str:

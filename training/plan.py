@@ -33,7 +33,7 @@ from components.engines.model_size import model_size
 from core import Job
 from core.placement import detect_devices
 from core.plan import HostPlan
-from training.launch import printed
+from training.launch import printed, threads_text
 from training.machines import assumed, is_here, node_lines, nodes_of, ranges
 from training.tracking import redact
 from training.tracking.environment import output_of
@@ -260,7 +260,7 @@ class Plan:
         rows = []
         for role, need in self.needs.items():
             device = self.job.placement.devices[role] / self._count(role)
-            what = f"{device:.2g} GPU" if device else f"{threads[role]} thread{'s' * (threads[role] > 1)}"
+            what = f"{device:.2g} GPU" if device else threads_text(threads[role])
             cells = [amount(getattr(need, name)) for name in _COLUMNS]
             rows.append([role.lower(), f"{self._count(role)} x {what}", *cells, amount(need.total)])
         heads = [f"on {self.job.device_type}", "processes", *(_HEADS.get(name, name) for name in _COLUMNS), "each"]

@@ -52,15 +52,15 @@ def policy_job(
     builder.trainer(trainer)
     spread = own.actor_nodes or own.nodes
     builder.actor(actor).nnodes(spread).nproc_per_node(actors // spread)
-    builder.resource(accelerator=1, threads=threads_each(learners))
+    builder.resource(accelerator=1, threads=threads_each(learners, spread))
     builder.rollout(rollout).total(engines).max_restarts(config.max_restarts)
     devices = config.rollout.tensor_parallel
-    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines))
+    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines, min(engines, own.nodes)))
     colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
     if config.has_reference_role:
         nodes = spread if spread == own.nodes else own.nodes - spread
         frozen_role(builder, Role.REFERENCE, reference, references, nodes, config)
-        builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners))
+        builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners, own.nodes))
         colocated.append(Role.REFERENCE)
     if own.colocate and gpus:
         builder.with_collocation(*colocated)

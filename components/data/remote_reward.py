@@ -35,6 +35,7 @@ from components.data.rewards import (
     join_columns,
     read_columns,
 )
+from components.heartbeat import beat
 
 TOKEN = "TROUPE_REWARD_TOKEN"
 UNAUTHORIZED = 401
@@ -95,6 +96,7 @@ class RemoteReward:
                 if isinstance(part, Exception):
                     raise part
                 parts.append(part)
+                beat()
         finally:
             # A thread in the middle of a request ends with it; nobody waits for it.
             stop.set()

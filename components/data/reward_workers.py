@@ -48,6 +48,7 @@ from components.data.rewards import (
 )
 from components.data.score_functions import ScoreCode, load_scores
 from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
+from components.heartbeat import beat
 
 CHUNKS_PER_WORKER = 4
 """More than one, so that a worker with slow responses does not hold up the others."""
@@ -308,6 +309,7 @@ class _Batch:
 
     def done(self, chunk: list[int], columns: Columns) -> None:
         """Keep what a chunk gave."""
+        beat()
         with self._changed:
             self.parts.append((chunk, columns))
             self._under_way -= 1

@@ -26,6 +26,7 @@ from components.engines.head_logprobs import has_plain_head, logprobs_for_logits
 from components.engines.logprobs import label_logprobs
 from components.engines.packing import packed_inputs, packs, use_packing
 from components.engines.weight_files import ReadWhole
+from components.heartbeat import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -344,8 +345,11 @@ def evaluate(
     plan = batch.micro_batch_indices(max_tokens, max_sequences, packing)
     if not plan:
         return torch.zeros(0)
+    parts = list[Tensor]()
     with torch.no_grad():
-        parts = [compute(batch.select(index).to(device)).cpu() for index in plan]
+        for index in plan:
+            parts.append(compute(batch.select(index).to(device)).cpu())
+            beat()
     order_B = torch.cat(plan)
     shuffled = Batch(batch.lengths[order_B], {"result": torch.cat(parts)})
     return shuffled.select(order_B.argsort())["result"]

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from components.engines.tensor_file import TensorFile
 from components.engines.weight_average import WeightAverage
 from components.engines.weight_files import first_row, local_rows
+from components.heartbeat import beat
 
 NOTE = "engine.json"
 AVERAGE = "average.safetensors"
@@ -328,6 +329,7 @@ class EngineState:
                 numbers = own[begin - first : end - first].float()
                 bits[begin - start : end - start].copy_(numbers.view(torch.int32))
             dist.reduce(bits, dst=writer)
+            beat()
             yield start, bits.view(torch.float32)
 
     def _create(self, path: Path, opened: dict[str, TensorFile], plan: dict[str, tuple[int, str]]) -> None:
@@ -435,6 +437,7 @@ class EngineState:
                 torch.cuda.set_rng_state(saved.own.get_tensor("cuda/random"))
 
     def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
+        beat()
         entry = saved.note["parameters"][name]
         reader = saved.readers[entry["file"]]
         part.fill(reader.get_slice(f"{name}/weight"), into=part.flat)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import FrozenConfig, weight_type
+from components.engines.device import compute_device
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in, round_products
 from components.engines.weight_files import fill
@@ -33,7 +34,7 @@ class FrozenEngine(Generic[M]):
             config: of this engine.
         """
         self.config = config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = compute_device()
         self.model = model.eval().requires_grad_(False)
         round_products(model, config.precision)
         compute_in(model, config.precision, self.device)

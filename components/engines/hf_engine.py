@@ -17,12 +17,14 @@ from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.decode_attention import use_grouped_decoding
+from components.engines.device import compute_device
 from components.engines.host_memory import HostCopies
 from components.engines.precision import compute_in, round_products
 from components.engines.rollout_engine import Completions, RolloutEngine, limits
 from components.engines.sampling import uniform
 from components.engines.weight_digest import digest
 from components.engines.weight_sync import WeightHandle, read_weights
+from components.heartbeat import beat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,8 +92,7 @@ class HFRolloutEngine(RolloutEngine):
         super().__init__()
         self.config = config or HFRolloutConfig()
         # With its number: another thread may have another current device.
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = compute_device()
         self.model: Any = load_policy(model_path, dtype=self.config.dtype).eval().requires_grad_(False)
         round_products(self.model, self.config.precision)
         compute_in(self.model, self.config.precision, self.device)
@@ -150,6 +151,7 @@ class HFRolloutEngine(RolloutEngine):
         position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
         for k in range(sampling.max_new_tokens):
             token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
+            beat()
             unfinished_A = rows.unfinished(k + 1)
             remaining = int(unfinished_A.sum())
             if remaining == 0 or k + 1 == sampling.max_new_tokens:

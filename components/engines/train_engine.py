@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.config import TrainConfig
+from components.engines.device import compute_device
 from components.engines.engine_state import EngineState, disk_errors, whole_shape
 from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
@@ -29,6 +30,7 @@ from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in
 from components.engines.router_loss import Routers
 from components.engines.weight_average import WeightAverage
+from components.heartbeat import beat
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
 
@@ -71,7 +73,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
         # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if compute_device().type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -110,7 +112,7 @@ class TrainEngine(ABC):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.step_count = 0
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(compute_device().type)
         torch.manual_seed(config.seed + self.rank)
         self.adapters = Adapters(model, config) if config.lora_rank else None
         self.routers = Routers(model)
@@ -221,6 +223,7 @@ class TrainEngine(ABC):
             output = self._loss(loss_fn, minibatch.select(index).to(self.device), totals)
             # Gradients are averaged over ranks, and the loss is already divided by the total of all ranks.
             self._backward(output.loss * (self.world_size * counts))
+            beat()
             for name, value in {"loss": output.loss, **output.metrics}.items():
                 summand = value.detach().double() * counts
                 sums[name] = sums[name] + summand if name in sums else summand
@@ -302,6 +305,7 @@ class TrainEngine(ABC):
         self._check_awake()
         for bucket in _buckets(parameters, max_bytes):
             yield from self._gathered(bucket)
+            beat()
 
     def _frozen(self, max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         return self._whole(((n, p) for n, p in self.model.named_parameters() if not p.requires_grad), max_bytes)

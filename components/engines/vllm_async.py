@@ -27,6 +27,7 @@ from components.engines.vllm_options import (
     sampling_parameters,
 )
 from components.engines.weight_sync import WeightHandle
+from components.heartbeat import beat
 
 
 class VLLMRequest(Request):
@@ -49,6 +50,7 @@ class VLLMRequest(Request):
                 tokens += piece.tokens
                 logprobs += piece.logprobs
                 if piece.tokens:
+                    beat()
                     self._pieces.put_nowait(piece)
         finally:
             self._pieces.put_nowait(None)

@@ -28,6 +28,7 @@ from components.engines.vllm_options import (
     same_digests,
 )
 from components.engines.weight_sync import WeightHandle
+from components.heartbeat import beat
 
 __all__ = ["VLLMRolloutConfig", "VLLMRolloutEngine"]
 
@@ -55,10 +56,22 @@ class VLLMRolloutEngine(RolloutEngine):
             self._llm: Any = LLM(**engine_arguments(model_path, self.config))
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(dtype)
+        self._beat_at_each_step()
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         outputs = self._llm.generate(*requests(prompts, sampling), use_tqdm=False) if len(prompts) else []
         return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+
+    def _beat_at_each_step(self) -> None:
+        engine = self._llm.llm_engine
+        step = engine.step
+
+        def beating_step() -> Any:
+            outputs = step()  # one token of every request that runs
+            beat()
+            return outputs
+
+        engine.step = beating_step
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.

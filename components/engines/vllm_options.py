@@ -26,6 +26,7 @@ from torch import Tensor
 from components.batch import Batch
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
 from components.engines.cuda_ipc import gpu_uuid
+from components.engines.device import compute_device
 from components.engines.memory import CONTEXT_BYTES
 from components.engines.rollout_engine import Completions, limits
 from components.engines.sampling import request_seeds
@@ -51,9 +52,11 @@ def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
 
     Raises:
         ValueError: vLLM is not installed, or there are fewer cores than processes of the engine.
+        RuntimeError: it was given a GPU that torch does not find.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
+    compute_device()
     for name, value in {
         # On a CPU it warns of what is set here on purpose.
         "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",

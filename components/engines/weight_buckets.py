@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from components.heartbeat import beat
+
 # Every tensor begins at a multiple of it: vector loads, and a view as any dtype, want their own alignment.
 _ALIGNMENT = 64
 
@@ -63,10 +65,12 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
         names.add(name)
         if bucket.pieces and bucket.nbytes + tensor.nbytes > max_bytes:
             yield bucket
+            beat()
             bucket = Bucket()
         bucket.add(name, tensor.detach())
     if bucket.pieces:
         yield bucket
+        beat()
 
 
 def pieces_of(flat: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
@@ -75,3 +79,4 @@ def pieces_of(flat: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tens
         dtype: torch.dtype = getattr(torch, dtype_name)
         nbytes = prod(shape) * dtype.itemsize
         yield name, flat[offset : offset + nbytes].view(dtype).view(shape)
+        beat()

@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from core.exports import Export
-from core.host import Host, HostSpec, WarningsTo
+from core.host import Host, HostSpec, WarningsTo, threads_here
 from core.members import Member, Outcome
 from core.plan import Placement
 
@@ -165,7 +165,7 @@ class LocalBackend:
         """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
         del placement_timeout, info  # there is room at once
         self._before = _State()
-        threads = max(host.threads for host in placement.hosts)
+        threads = max(threads_here(host.threads) for host in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(threads)

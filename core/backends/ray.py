@@ -43,6 +43,7 @@ from core.errors import JobError, ResultLost, WorkerDied, with_note
 from core.exports import Export
 from core.host import HostSpec
 from core.members import Member, Outcome
+from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
 from core.shared_memory import shared_folder
 
@@ -186,7 +187,10 @@ class RayBackend:
         os.environ.setdefault("RAY_worker_niceness", "0")
         free = os.statvfs("/dev/shm")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
+        gpus = detect_devices() or None  # None: Ray may know of some
+        ray.init(
+            address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet
+        )
         self._own_cluster.callback(ray.shutdown)
         started = vars(importlib.import_module("ray._private.worker"))["_global_node"].all_processes
         self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]

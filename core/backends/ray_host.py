@@ -19,7 +19,7 @@ from ray.cloudpickle import cloudpickle
 
 from core.control import ControlServer, Status
 from core.errors import with_note
-from core.host import Host, HostReport, HostSpec, WarningsTo
+from core.host import Host, HostReport, HostSpec, WarningsTo, threads_here
 from core.members import Member, Transport
 from core.roles import Role
 from core.shared_memory import claim_shared, leave_shared, sweep_shared
@@ -193,7 +193,7 @@ def _that_can_be_sent(error: Exception) -> Exception:
 
 def _prepare(spec: HostSpec) -> None:
     # Before any user module is imported: libraries read these once.
-    os.environ["OMP_NUM_THREADS"] = str(spec.plan.threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads_here(spec.plan.threads))
     # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not spec.plan.accelerator and "CUDA_VISIBLE_DEVICES" not in spec.env:

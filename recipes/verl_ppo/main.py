@@ -54,7 +54,7 @@ def build_job(config: VerlPPOConfig) -> Job:
             builder.run(workers[role]).total(count).max_restarts(config.max_restarts)
         # Roles work one after the other, each with all cores, but where generation is ahead of training.
         processes = sum(sum(counts) for counts in own.pools.values())
-        threads = threads_each(processes if config.asynchronous.ahead else count)
+        threads = threads_each(processes if config.asynchronous.ahead else count, own.nodes)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
         if own.share_processes and devices == 1:
             builder.process(own.mapping[role])

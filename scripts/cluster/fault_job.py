@@ -15,29 +15,31 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402
+from fault_report import BYTES, Case, Report, Split  # noqa: E402
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
 
 from core import BaseTrainer, BaseWorkload, JobBuilder, JobEvent, RoleGroup, trainer_invocation  # noqa: E402
+from training.checkpoint import Checkpoints, read_state  # noqa: E402
 
 CPU = 0.25
 """Of each process: they wait most of the time."""
-BYTES = 2_000_000
-"""Ray keeps an answer of more than 100 kB in the memory of the machine that gave it."""
 GUARD_S = 150.0
 """Against a hang: nothing here takes so long."""
 LOOK_S = 0.1
 AFTER_PAUSE_S = 3.0
-
-Fault = Literal["none", "cut", "kill", "pause"]
+SAVES = 3
+"""Checkpoints that a job writes; the fault comes in the middle of the second."""
+STALL_S = 15.0
+"""For who hangs. Nobody else is silent for so long, but who waits for the fault, which comes at once."""
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -62,6 +64,12 @@ class Worker(BaseWorkload):
 
     def setup(self) -> None:
         self.folder = Path(self.config["folder"])
+        is_far = ray.util.get_node_ip_address() == self.config["far"]
+        self.is_struck = is_far and self.attempt == 1
+        if CASES[self.config["case"]].in_setup and self.is_struck:
+            (self.folder / "before.json").write_text(json.dumps({self.name: self.place()}))
+            (self.folder / "ready").touch()
+            wait_until(lambda: False)
         if self.config["case"] == "shared_memory":
             self.shared_dir.mkdir(exist_ok=True)
             (self.shared_dir / self.name).write_text("left to core to remove")
@@ -77,6 +85,30 @@ class Worker(BaseWorkload):
         self._note("held")
         wait_until((self.folder / "struck").exists)
         return [2 * item for item in items]
+
+    @trainer_invocation(blocking=False, idempotent=True)
+    def stick(self, items: list[int]) -> list[int]:
+        """Double the items, but on the far machine hang: one is stopped, and one does not come to an end."""
+        doubled = self.hold(items)
+        if self.is_struck and self.rank % 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.is_struck:
+            wait_until(lambda: False)
+        return doubled
+
+    @trainer_invocation(blocking=False)
+    def save(self, folder: str, step: int) -> int:
+        """Write my half of a checkpoint; the second one is half written when the fault comes. Returns its bytes."""
+        file = Path(folder) / "state" / self.name
+        file.write_bytes(bytes(BYTES // 2))
+        if step == 2 and self.attempt == 1:
+            self._note("held")
+            wait_until((self.folder / "struck").exists)
+            # Who is not hit ends with all others, or is asked again.
+            wait_until(lambda: False)
+        with file.open("ab") as stream:
+            stream.write(bytes(BYTES // 2))
+        return file.stat().st_size
 
     @trainer_invocation(blocking=False, idempotent=True)
     def meet(self, items: list[int]) -> list[int]:
@@ -120,7 +152,7 @@ class Trainer(BaseTrainer):
 
     def fit(self) -> None:
         before = self.folder / "before.json"
-        if not before.exists():
+        if not before.exists():  # else the job has begun again, or it was struck in set-up
             before.write_text(json.dumps(self.places()))
         answer = CASES[self.config["case"]].script(self)
         (self.folder / "after.json").write_text(json.dumps({"answer": answer, "places": self.places()}))
@@ -162,6 +194,44 @@ def meet(trainer: Trainer) -> Any:
     return [item for part in answers.result() for item in part]
 
 
+def stick(trainer: Trainer) -> Any:
+    """It happens to them, and their machine lives."""
+    (group,) = trainer.groups
+    answers = group.stick(list(range(len(group))))
+    trainer.ready(group)
+    return [item for part in answers.result() for item in part]
+
+
+def double(trainer: Trainer) -> Any:
+    """It has happened before."""
+    (group,) = trainer.groups
+    return [item for part in group.hold(list(range(len(group)))).result() for item in part]
+
+
+def save(trainer: Trainer) -> Any:
+    """Checkpoints are written, and it happens in the middle of the second.
+
+    Returns:
+        From which step the job went on, which steps are there at the end, and the bytes that each worker wrote of the
+        last one.
+    """
+    (group,) = trainer.groups
+    store = Checkpoints(trainer.folder / "checkpoints")
+    latest = store.latest()
+    first = read_state(latest)["step"] if latest else 0
+
+    def write(folder: Path) -> None:
+        saving = group.save(str(folder), step)
+        if step == 2 and trainer.attempt == 1:
+            trainer.ready(group)
+        sizes[:] = saving.result()
+
+    sizes: list[int] = []
+    for step in range(first + 1, SAVES + 1):
+        store.save(step, {"step": step}, write)
+    return [first, sorted(path.name for path in store.folder.iterdir()), sizes]
+
+
 def die_while_driving(trainer: Trainer) -> Any:
     """It happens to the trainer itself, which waits for an answer."""
     answer = hold(trainer)
@@ -187,46 +257,6 @@ def count(trainer: Trainer) -> Any:
     counting = group.count()
     trainer.ready(group)
     return counting.result()
-
-
-@dataclass(frozen=True)
-class Split:
-    """How many workers of a role are on which machine at first."""
-
-    near: int = 0
-    far: int = 0
-
-    @property
-    def total(self) -> int:
-        """On both."""
-        return self.near + self.far
-
-
-@dataclass(frozen=True)
-class Case:
-    """A fault, what it hits, and what is to come of it.
-
-    One role at most has workers on the far machine, and may move; the others are bound to the near one.
-    """
-
-    claim: str
-    fault: Fault
-    script: Callable[[Trainer], Any]
-    answer: Any = None
-    tools: Split = Split()
-    ranks: Split = Split()
-    rank_machines: int = 1
-    """On how many machines the ranks must be."""
-    trainer: Split = Split(near=1)
-    tool_restarts: int = 3
-    attempt: int = 1
-    """Which start of the job is to be its last."""
-    machines: int = 2
-    """How many it takes; what is not near and not far is free only once the job stands."""
-
-    def of(self, role: str) -> Split:
-        """Where the workers of a role are."""
-        return {"TRAINER": self.trainer, "TOOL": self.tools, "ACTOR": self.ranks}[role]
 
 
 CASES = {
@@ -286,6 +316,57 @@ CASES = {
         trainer=Split(far=1),
         attempt=2,
     ),
+    "cut_in_setup": Case(
+        claim="an instance whose machine loses its power while it is set up is started again on another",
+        fault="cut",
+        script=double,
+        answer=[0, 2],
+        tools=Split(near=1, far=1),
+        in_setup=True,
+    ),
+    "kill_rank_in_setup": Case(
+        claim="a job whose rank is killed with its machine's Ray while it is set up starts again on the other",
+        fault="kill",
+        script=double,
+        answer=[0],
+        ranks=Split(far=1),
+        attempt=2,
+        in_setup=True,
+    ),
+    "cut_in_a_checkpoint": Case(
+        claim="a job whose ranks lose their machine in a checkpoint goes on from the whole one before it",
+        fault="cut",
+        script=save,
+        answer=[1, ["latest", "step_1", "step_2", "step_3"], [BYTES, BYTES]],
+        ranks=Split(far=2),
+        attempt=2,
+    ),
+    "kill_trainer_in_a_checkpoint": Case(
+        claim="a job whose trainer is killed with its machine's Ray in a checkpoint goes on from the one before it",
+        fault="kill",
+        script=save,
+        answer=[1, ["latest", "step_1", "step_2", "step_3"], [BYTES]],
+        ranks=Split(near=1),
+        trainer=Split(far=1),
+        attempt=2,
+    ),
+    "hang": Case(
+        claim="instances that hang on another machine, stopped or in a loop, are ended, replaced, and asked again",
+        fault="hang",
+        script=stick,
+        answer=[0, 2],
+        tools=Split(far=2),
+        stall_timeout=STALL_S,
+    ),
+    "hang_rank": Case(
+        claim="a job whose rank hangs on another machine starts again",
+        fault="hang",
+        script=stick,
+        answer=[0],
+        ranks=Split(far=1),
+        attempt=2,
+        stall_timeout=STALL_S,
+    ),
     "pause": Case(
         claim="five seconds without a network end nobody, and no event is lost",
         fault="pause",
@@ -302,79 +383,6 @@ CASES = {
 
 
 # --- the driver
-
-
-@dataclass
-class Report:
-    """What became of the job. `seconds` are from the fault to the end of the job."""
-
-    status: str
-    error: str
-    attempt: int
-    run_id: str
-    seconds: float
-    events: list[dict[str, Any]] = field(default_factory=list)
-    counts: dict[str, list[int]] = field(default_factory=dict)
-    answer: Any = None
-    before: dict[str, list[Any]] = field(default_factory=dict)
-    after: dict[str, list[Any]] = field(default_factory=dict)
-
-    def wrong(self, case: Case, far: str, terminal: str) -> list[str]:
-        """In what this differs from what the case claims; `terminal` is what the driver has printed."""
-        found = []
-        if (self.status, self.attempt) != ("finished", case.attempt):
-            found.append(f"{self.status} in attempt {self.attempt}, not finished in {case.attempt}: {self.error}")
-        is_lost = case.fault in ("cut", "kill")
-        hit = {name for name, (place, _) in self.before.items() if is_lost and place == far}
-        wanted = self._wanted(case)
-        if self.answer != wanted:
-            found.append(f"the answer is {self.answer}, not {wanted}")
-        for name, (_, start) in self.before.items():
-            place_after, start_after = self.after.get(name, ["nowhere", 0])
-            # Until Ray knows, who takes the place of a lost one may be put on the same machine, and be lost too.
-            is_well = start_after > start if name in hit else start_after == start + case.attempt - 1
-            if not is_well:
-                found.append(f"{name} began in start {start} and ended in start {start_after}")
-            if is_lost and place_after == far:
-                found.append(f"{name} ended on {far}, which is gone")
-        return [*found, *self._wrong_events(case, hit), *self._unsaid(case, hit, terminal)]
-
-    def _wanted(self, case: Case) -> Any:
-        """The answer, where the case does not know it before the job has run."""
-        if case.script is give:
-            starts = {name: start for name, (_, start) in self.after.items() if name != "TRAINER-0"}
-            return [[BYTES, starts[name]] for name in sorted(starts)]
-        if case.script is count:
-            return [len(self.counts[name]) for name in sorted(self.counts)]
-        return case.answer
-
-    def _wrong_events(self, case: Case, hit: set[str]) -> list[str]:
-        found = [
-            f"events of {name} are missing, double, or out of order: {numbers}"
-            for name, numbers in self.counts.items()
-            if numbers != list(range(len(numbers)))
-        ]
-        kinds = [event["kind"] for event in self.events]
-        if case.attempt > 1 and kinds.count("restart") != case.attempt - 1:
-            found.append(f"the job's events are {', '.join(kinds)}, without restart")
-        if case.attempt == 1:
-            for kind in ("lost", "replaced"):
-                names = {event["process"] for event in self.events if event["kind"] == kind}
-                if names != hit:
-                    found.append(f"{kind} are {sorted(names)}, not {sorted(hit)}")
-        return found
-
-    def _unsaid(self, case: Case, hit: set[str], terminal: str) -> list[str]:
-        """What the person at the terminal has not been told, or wrongly."""
-        # Where ranks die of the loss of others, it is they who are told.
-        told = sorted(hit) if case.script is not meet else [name for name in self.before if name not in hit][-1:]
-        unsaid = [name for name in told if name not in terminal]
-        found = [f"the terminal does not name {', '.join(unsaid)}"] if unsaid else []
-        if case.attempt > 1 and f"attempt {case.attempt}" not in terminal:
-            found.append("the terminal does not tell of the restart")
-        if not hit and " died" in terminal:
-            found.append("the terminal tells of a death")
-        return found
 
 
 def alive_node(address: str) -> dict[str, Any]:
@@ -398,9 +406,10 @@ def block(node: dict[str, Any], but: float) -> PlacementGroup:
     return held
 
 
-def build(case: Case, name: str, folder: Path, near: str) -> Any:
+def build(case: Case, name: str, folder: Path, near: str, far: str) -> Any:
     """The job of a case."""
-    builder = JobBuilder().device_type("CPU").config({"case": name, "folder": str(folder)}).recovery(max_restarts=3)
+    builder = JobBuilder().device_type("CPU").config({"case": name, "folder": str(folder), "far": far})
+    builder.recovery(max_restarts=3, stall_timeout=case.stall_timeout)
     for role in ("TRAINER", "TOOL", "ACTOR"):
         split = case.of(role)
         if not split.total:
@@ -431,13 +440,13 @@ def main(name: str, place: str, near: str, far: str) -> int:
     def observe(event: Any) -> None:
         if isinstance(event, JobEvent):
             report.events.append(asdict(event))
-            if event.kind == "start":
+            if event.kind in ("start", "lost", "restart"):
                 while held:  # the job stands; from now on there is room for it elsewhere
                     remove_placement_group(held.pop())
         elif isinstance(event, Count):
             report.counts.setdefault(event.worker, []).append(event.number)
 
-    result = build(case, name, folder, near).submit("faults", log_dir=folder / "logs", observers=[observe])
+    result = build(case, name, folder, near, far).submit("faults", log_dir=folder / "logs", observers=[observe])
     report.status, report.error, report.attempt = result.status, result.error, result.attempt
     report.run_id = result.run_id
     with contextlib.suppress(OSError):  # it ended before the fault

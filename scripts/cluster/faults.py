@@ -30,7 +30,8 @@ from typing import Any, Protocol
 HERE = Path(__file__).resolve().parent
 sys.path += [path for path in (str(HERE), str(HERE.parents[1])) if path not in sys.path]
 
-from fault_job import CASES, Case, Report  # noqa: E402
+from fault_job import CASES  # noqa: E402
+from fault_report import Case, Report  # noqa: E402
 
 READY_S = 180.0
 LIMIT_S = 180.0
@@ -112,7 +113,7 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
         return Verdict([*faults, f"no report; exit code {driver.returncode}"], printed)
     report = Report(**json.loads((folder / "report.json").read_text()))
     # Where nothing of Ray is left, nobody can tidy up before the next run does.
-    on_far = case.fault in ("none", "pause")
+    on_far = case.fault in ("none", "pause", "hang")
     deadline = time.monotonic() + GONE_S
     while (left := machines.left_behind(report.run_id, on_far)) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -132,8 +133,8 @@ def _until(reached: Callable[[], bool], driver: subprocess.Popen[Any], seconds: 
 
 
 def _strike(case: Case, folder: Path, machines: Machines) -> None:
-    strikes = {"cut": machines.cut, "kill": machines.kill, "pause": machines.unplug, "none": lambda: None}
-    strikes[case.fault]()
+    strikes = {"cut": machines.cut, "kill": machines.kill, "pause": machines.unplug}
+    strikes.get(case.fault, lambda: None)()  # who hangs does so by itself
     (folder / "struck").touch()
     if case.fault == "pause":
         time.sleep(PAUSE_S)

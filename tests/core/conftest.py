@@ -26,9 +26,10 @@ def backend(request: pytest.FixtureRequest) -> BackendName:
 @pytest.fixture(scope="module")
 def echoes(backend: BackendName) -> Iterator[None]:
     """ACTOR, SOLO and TWO: 3, 1 and 2 independent echoes. CRITIC: ranks that rendezvous, two on Ray."""
-    builder = JobBuilder().device_type("CPU").config({"answer": 42}).global_env({"COLOUR": "red"})
+    builder = JobBuilder().device_type("CPU").config({"answer": 42}).global_env({"COLOUR": "red", "TROUPE_CORES": "7"})
     for role, count in (("actor", 3), ("solo", 1), ("two", 2)):
-        builder.role(role).run("workers.Echo").total(count).resource(cpu=0.5, threads=2 if role == "solo" else 0)
+        threads = {"solo": 2, "two": -3}.get(role, 0)
+        builder.role(role).run("workers.Echo").total(count).resource(cpu=0.5, threads=threads)
     builder.concurrency(1).role("critic").train("workers.Echo").resource(cpu=0.5).env({"COLOUR": "blue"})
     builder.nproc_per_node(2 if backend == "ray" else 1)
     builder.role("both_a").run("workers.Echo").resource(cpu=0.5).process("shared")

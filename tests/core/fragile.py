@@ -7,14 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core import BaseTrainer, BaseWorkload, trainer_invocation
+from core import BaseTrainer, BaseWorkload, beat, trainer_invocation
 
 LATE_S = 12.0
 """For who answers at once; who hangs is waited for so long."""
 
 
 def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
-    """Die or hang, once for each letter in the file of this moment: `k` is killed, `s` stopped, `l` loops."""
+    """Die or hang, once for each letter in the file of this moment: `k` is killed, `s` stopped, `l` loops, `m` has no
+    memory left, which is fatal, and `b` works for longer than LATE_S.
+    """
     file = folder / f"{moment}-{worker.name.lower()}"
     with contextlib.suppress(FileNotFoundError):
         how = file.read_text()
@@ -23,6 +25,13 @@ def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
         if how[:1] == "l":
             while True:
                 time.sleep(1)
+        elif how[:1] == "m":
+            raise MemoryError("no room for 7 pages\nand more")
+        elif how[:1] == "b":
+            began = time.monotonic()
+            while time.monotonic() < began + 1.5 * LATE_S:
+                beat()
+                time.sleep(0.1)
         elif how[:1]:
             os.kill(os.getpid(), {"k": signal.SIGKILL, "s": signal.SIGSTOP}[how[0]])
 
@@ -38,6 +47,9 @@ class Fragile(BaseWorkload):
 
     def setup(self) -> None:
         strike(self.folder, "setup", self)
+
+    def is_fatal(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
 
     @trainer_invocation(idempotent=True, replay="last")
     def load(self, value: str) -> None:

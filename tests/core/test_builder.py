@@ -3,13 +3,14 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 import core
 from core import DLJobBuilder, Job, JobBuilder, JobError, RLJobBuilder, RLRoleType
-from core.placement import assumed_devices
+from core.placement import _gpus_of_this_machine, assumed_devices, detect_devices
 from core.plan import Placement
 from tests.messages import says
 
@@ -174,6 +175,22 @@ def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
         assumed_devices.reset(token)
 
 
+def test_gpus_are_counted_by_the_drivers_own_program_where_linux_does_not_list_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "GPU 0: H200 (UUID: GPU-1)"\necho "GPU 1: H200 (UUID: GPU-2)"\n')
+    program.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _gpus_of_this_machine.cache_clear()
+    here = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
+    try:
+        assert detect_devices() == (here or 2)
+    finally:
+        _gpus_of_this_machine.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
@@ -182,7 +199,7 @@ def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
         (lambda: rl_job().actor("workers.Echo"), ["ACTOR", "role("]),
         (lambda: JobBuilder().run("workers.Echo"), ["run", "workers.Echo", "role("]),
         (lambda: JobBuilder().total(2), ["nproc_per_node", "run("]),
-        (lambda: rl_job().total(-1), ["total", -1]),
+        (lambda: rl_job().total(-1), ["nproc_per_node", -1]),
         (lambda: rl_job().concurrency(0), ["concurrency", 0]),
         (lambda: rl_job().resource(gpu=1), ["gpu", "accelerator"]),
         (lambda: rl_job().max_restarts(-1), ["max_restarts", -1]),
@@ -192,14 +209,14 @@ def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
         (lambda: rl_job().recovery(stall_timeout=4), ["stall_timeout", 4, 5]),
         (lambda: rl_job().recovery(placement_timeout=0), ["placement_timeout", 0]),
         (lambda: rl_job().env({"RANK": "3"}), ["RANK"]),
-        (lambda: rl_job().global_env({"A": 1}), ["A=1"]),  # pyright: ignore[reportArgumentType]
+        (lambda: rl_job().global_env({"A": 1}).build(), ["A=1"]),  # pyright: ignore[reportArgumentType]
         (lambda: rl_job().with_collocation("actor", "critic").build(), ["ACTOR", "CRITIC"]),
         (lambda: rl_job().with_collocation("actor", "trainer").build(), ["ACTOR", 2, "TRAINER", 1]),
         (lambda: JobBuilder().role("a").run("main"), ["main", "package.module:Class"]),
         (lambda: RLJobBuilder().trainer(""), ["''", "package.module:Class"]),
         (lambda: JobBuilder().role("a").run("nowhere.Echo").build(), ["A", "nowhere"]),
         (lambda: JobBuilder().role("a").run("workers.Ecko").build(), ["A", "Ecko", "Echo"]),
-        (lambda: JobBuilder().device_type("TPU"), ["TPU", "CPU", "GPU"]),  # pyright: ignore[reportArgumentType]
+        (lambda: rl_job().device_type("TPU").build(), ["TPU", "CPU", "GPU"]),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_set(make: Callable[[], object], facts: list[object]) -> None:

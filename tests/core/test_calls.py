@@ -179,10 +179,11 @@ def test_every_worker_knows_who_it_is(ranks: RoleGroup[Any], actors: RoleGroup[A
 
 
 @ON_RAY
-def test_a_worker_has_the_threads_it_was_given_and_those_that_wait_leave_the_cores_to_others(
-    solo: RoleGroup[Any],
+def test_a_worker_has_the_threads_it_was_given_or_its_part_of_the_cores_where_it_is(
+    solo: RoleGroup[Any], echoes: None
 ) -> None:
     assert solo.identity()[0][5] == "2"
+    assert [who[5] for who in group_of(2).identity()] == ["2", "2"]  # a third of 7
     assert solo.identity()[0][8] == "PASSIVE"
 
 

@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
-    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
     server.send("say", "early")
     link = ControlLink(server.address, KEY)
     deadline = time.monotonic() + PATIENCE_S
@@ -38,7 +38,7 @@ def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
 
 
 def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() -> None:
-    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 7)})
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(AuthenticationError):
@@ -48,13 +48,14 @@ def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() ->
     deadline = time.monotonic() + PATIENCE_S
     while link.status.doing != "sorting" and time.monotonic() < deadline:
         link.poll()
-    assert link.status == Status("sorting", 5.0, 7)
+    assert link.status == Status("sorting", 5.0, 5.0, 7)
 
 
 def test_a_killed_process_is_noticed() -> None:
     code = (
         "from core.control import ControlServer, Status; import sys;"
-        "print(ControlServer('127.0.0.1', b'k' * 32, {'status': lambda: Status('', 0.0, 0)}).address[1], flush=True);"
+        "print(ControlServer('127.0.0.1', b'k' * 32, {'status': lambda: Status('', 0.0, 0.0, 0)}).address[1],"
+        " flush=True);"
         "sys.stdin.read()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -117,10 +118,10 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
     seen: list[Any] = []
     watch = Watch([seen.append], print)
     for workers in ([("ACTOR", 0), ("ROLLOUT", 0)], [("ACTOR", 1), ("ROLLOUT", 1)], [("REWARD", 0)]):
-        server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 7)})
+        server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 0.0, 7)})
         plan = HostPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
         link = ControlLink(server.address, KEY)
-        link.status = Status("idle", 0.0, 7)
+        link.status = Status("idle", 0.0, 0.0, 7)
         watch.hosts.append(WatchedHost(plan, expendable=False, link=link))
     for _ in range(3):
         watch.poll()
@@ -130,21 +131,32 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
     assert event.bytes == {"ACTOR+ROLLOUT": 14, "REWARD": 7}
 
 
-def test_who_is_in_one_call_for_longer_than_the_limit_is_taken_for_dead_and_a_driver_only_if_nobody_works() -> None:
+def test_who_is_in_one_call_without_progress_is_taken_for_dead_and_a_driver_only_if_nobody_works() -> None:
     watch = Watch([], print)
-    for role, status in (("TRAINER", Status("TRAINER.run", 90.0, 7)), ("ACTOR", Status("ACTOR.double", 70.0, 7))):
+    links = dict[str, ControlLink]()
+    for name in ("TRAINER-0", "ACTOR-0", "ACTOR-1", "TOOL-0"):
+        role, rank = name.split("-")
         server = ControlServer("127.0.0.1", KEY, {})
-        plan = HostPlan(workers=[(role, 0)], bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
-        link = ControlLink(server.address, KEY)
-        link.status = status
-        watch.hosts.append(WatchedHost(plan, expendable=False, link=link))
-    trainer, actor = watch.hosts
-    ((found, why),) = watch.stalled(60.0, [trainer], all_up=True)
-    assert found is actor
-    assert re.search(says("ACTOR.double", 70), why)
-    assert watch.stalled(80.0, [trainer], all_up=True) == []
+        plan = HostPlan(workers=[(role, int(rank))], bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
+        links[name] = ControlLink(server.address, KEY)
+        watch.hosts.append(WatchedHost(plan, expendable=role == "TOOL", link=links[name]))
+    trainer = watch.hosts[0]
+
+    def stalled(limit: float) -> dict[str, str]:
+        return {host.plan.name: why for host, why in watch.stalled(limit, [trainer], all_up=True)}
+
+    links["TRAINER-0"].status = Status("TRAINER.run", 900.0, 900.0, 7)
+    links["ACTOR-0"].status = Status("ACTOR.double", 700.0, 70.0, 7)
+    links["ACTOR-1"].status = Status("ACTOR.double", 700.0, 90.0, 7)
+    links["TOOL-0"].status = Status("TOOL.double", 700.0, 80.0, 7)
+    assert stalled(95.0) == {}
+    # A rank may wait for another that makes progress; instances do not wait for each other.
+    assert stalled(75.0).keys() == {"TOOL-0"}
+    found = stalled(60.0)
+    assert found.keys() == {"ACTOR-0", "ACTOR-1", "TOOL-0"}
+    assert re.search(says("TOOL.double", 700, 80), found["TOOL-0"])
     # Nobody works, and nobody has said anything for a microsecond.
-    assert actor.link is not None
-    actor.link.status = Status(IDLE, 70.0, 7)
-    assert [host for host, _ in watch.stalled(1e-6, [trainer], all_up=True)] == [trainer]
-    assert watch.stalled(1000.0, [trainer], all_up=True) == []
+    for name in ("ACTOR-0", "ACTOR-1", "TOOL-0"):
+        links[name].status = Status(IDLE, 70.0, 70.0, 7)
+    assert stalled(1e-6).keys() == {"TRAINER-0"}
+    assert stalled(1000.0) == {}

@@ -119,13 +119,18 @@ def test_an_instance_that_dies_in_a_call_is_replaced_told_again_and_asked_again_
         assert [member.handle == before for member, before in zip(group, handles, strict=True)] == [False, True]
         return doubled, group.story()
 
-    assert case.strike("double", "tool-0", "kk").run(script, ranks=0).status == "finished"
+    # The second time nothing kills it: what its method raises is fatal.
+    assert case.strike("double", "tool-0", "km").run(script, ranks=0).status == "finished"
     doubled, (first, second) = case.result
     assert doubled == [[2, 4], [6]]
     # The last call of each that succeeded, in the order of the last calls.
     assert first == (3, [("tune", 2), ("receive", 2), ("load", "model 3")])
     assert second[0] == 1
     assert case.kinds == ["start", "lost", "replaced", "lost", "replaced", "end"]
+    killed, of_an_error = [event.text for event in case.events if isinstance(event, JobEvent) and event.kind == "lost"]
+    assert re.search(says("TOOL-0", "killed"), killed)
+    assert re.search(says("TOOL-0", "MemoryError", "no room for 7 pages", "in double"), of_an_error)
+    assert "and more" in (case.folder / "logs" / "tool-0.log").read_text()
 
 
 def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) -> None:
@@ -296,12 +301,14 @@ def hung(case: Case) -> list[tuple[str, str]]:
     ]
 
 
-def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead(case: Case) -> None:
+def test_who_shows_no_progress_for_the_stall_timeout_is_taken_for_dead_and_who_does_may_take_longer(
+    case: Case,
+) -> None:
     def script(trainer: Any) -> Any:
         return trainer.RG_ACTOR.double([1, 2]), trainer.RG_TOOL.double([1, 2]), attempts(trainer)
 
-    # A rank in an endless loop, and a stopped instance.
-    case.strike("double", "actor-0", "l").strike("double", "tool-0", "s")
+    # A rank in an endless loop, which the second time works for long, and a stopped instance.
+    case.strike("double", "actor-0", "lb").strike("double", "tool-0", "s")
     result = case.run(script, tools=1, stall_timeout=LATE_S)
     assert (result.status, result.attempt) == ("finished", 2)
     assert case.result == ([[2, 4]], [[2, 4]], [2, 2, 3])

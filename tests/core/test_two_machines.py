@@ -35,7 +35,7 @@ def faults() -> Iterator[ModuleType]:
     spec.loader.exec_module(found)
     yield found
     sys.path[:] = before
-    for name in ("faults", "fault_job"):
+    for name in ("faults", "fault_job", "fault_report"):
         sys.modules.pop(name, None)
 
 
@@ -149,6 +149,30 @@ def test_a_job_that_starts_again_before_ray_knows_of_a_death_does_so_on_the_mach
     trial: Trial,
 ) -> None:
     trial("cut_spread")
+
+
+def test_an_instance_whose_machine_loses_its_power_while_it_is_set_up_is_started_again_on_another(trial: Trial) -> None:
+    trial("cut_in_setup")
+
+
+def test_a_job_whose_rank_is_killed_with_its_machine_while_it_is_set_up_starts_again_on_the_other(trial: Trial) -> None:
+    trial("kill_rank_in_setup")
+
+
+def test_a_job_whose_ranks_lose_their_machine_in_a_checkpoint_goes_on_from_the_whole_one_before(trial: Trial) -> None:
+    trial("cut_in_a_checkpoint")
+
+
+def test_a_job_whose_trainer_is_killed_in_a_checkpoint_goes_on_from_the_whole_one_before_it(trial: Trial) -> None:
+    trial("kill_trainer_in_a_checkpoint")
+
+
+def test_instances_that_hang_on_another_machine_are_ended_and_replaced_and_asked_again(trial: Trial) -> None:
+    trial("hang")
+
+
+def test_a_job_whose_rank_hangs_on_another_machine_starts_again(trial: Trial) -> None:
+    trial("hang_rank")
 
 
 def test_a_job_whose_trainer_loses_its_machine_starts_again_on_the_other(trial: Trial) -> None:

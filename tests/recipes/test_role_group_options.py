@@ -144,8 +144,9 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
         (4, ["placement.colocate=false", "placement.references=3"], {"ACTOR": 1, "ROLLOUT": 4, "REFERENCE": 1}),
         (4, ["placement.colocate=false", "algorithm.kl_coef=0"], {"ACTOR": 4, "ROLLOUT": 4}),
         (1, ["placement.rollout_engines=2"], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
-        # On a cluster nobody knows the cores of the others: one each, as core has it.
-        (None, [], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
+        # On a cluster nobody knows the cores of the others: all of them, or a part.
+        (None, [], {"ACTOR": -1, "ROLLOUT": -1, "REFERENCE": -1}),
+        (None, ["placement.nodes=2", "placement.actor_ranks=4"], {"ACTOR": -2, "ROLLOUT": -1, "REFERENCE": -1}),
     ],
 )
 def test_the_plan_says_who_has_how_many_threads(

@@ -21,7 +21,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 VLLM = ["--rollout_engine", "vllm", "--verify_weight_sync"]
 
 
-def test_an_engine_that_is_killed_while_it_generates_loses_no_prompt(
+def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no_prompt_is_lost(
     ray_cluster: None, policy: Path, tmp_path: Path
 ) -> None:
     options = ["data.path=task:sort", "rollout.engine=vllm", "rollout.max_new_tokens=90", "data.max_prompt_tokens=16"]

@@ -1,10 +1,11 @@
-"""A job that answers long, while one of its engines is killed."""
+"""A job that answers long, while one of its engines runs out of memory."""
 
 import itertools
 import os
-import signal
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig
@@ -27,7 +28,7 @@ class Engine(RolloutWorker):
 
     @trainer_invocation
     def doom(self) -> None:
-        """Die in the middle of what is generated next, if this is the first engine."""
+        """Have no memory left in the middle of what is generated next, if this is the first engine."""
         if self.rank > 0:
             return
         runner: Any = self.runner
@@ -36,14 +37,14 @@ class Engine(RolloutWorker):
 
         def last_steps() -> Any:
             if next(steps) == LAST:
-                os.kill(os.getpid(), signal.SIGKILL)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
             return step()
 
         vllm.step = last_steps
 
 
 class Disturbed(BaseTrainer):
-    """Lets the engines response the same prompts twice, and kills one in the middle of the second time."""
+    """Lets the engines answer the same prompts twice, and takes one's memory in the middle of the second time."""
 
     config: GRPOConfig
 

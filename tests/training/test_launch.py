@@ -12,7 +12,7 @@ from core import JobBuilder
 from tests.messages import says
 from tests.training.checkpoint_steps import save
 from training.checkpoint import Checkpoints
-from training.launch import alarm_observer, open_run, run_job, threads_each
+from training.launch import alarm_observer, open_run, run_job, threads_each, threads_text
 from training.tracking import AlarmEvent, EventLog, StepEvent
 
 
@@ -27,7 +27,13 @@ def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.M
 def test_on_a_cluster_the_cores_of_this_machine_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert threads_each(1) == 0
+    assert [threads_each(*each) for each in [(1,), (8,), (8, 2), (9, 2), (1, 2)]] == [-1, -8, -4, -5, -1]
+    assert [threads_text(threads) for threads in (-1, -4, 1, 2)] == [
+        "all cores",
+        "1/4 of the cores",
+        "1 thread",
+        "2 threads",
+    ]
 
 
 def test_a_folder_is_opened_with_its_plan(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_machines_that_are_written_otherwise_are_refused(written: str) -> None:
 def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None) -> None:
     assert detect_devices() == 8
     assert Capacity.here(8) == Capacity(None, 80 * GB)
-    assert threads_each(1) == 0  # their cores are not known
+    assert threads_each(2) == -2  # of their cores, whose number is not known
     with assuming(Machines(0)):
         assert (detect_devices(), Capacity.here(0)) == (0, Capacity())
     assert detect_devices() == 8

@@ -4,6 +4,7 @@ from functools import partial
 
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
+from components.engines.device import is_engine_dead
 from components.engines.frozen_engine import open_frozen_policy
 from components.engines.train_engine import init_process_group
 from core import BaseWorkload, trainer_invocation
@@ -26,6 +27,10 @@ class ReferenceWorker(BaseWorkload):
         compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
         return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute)})
 
+    def is_fatal(self, error: Exception) -> bool:
+        """See `BaseWorkload.is_fatal`."""
+        return is_engine_dead(error)
+
 
 class ReferenceRank(ReferenceWorker):
     """One rank of a reference model that is sharded over them; they compute together."""
@@ -38,3 +43,7 @@ class ReferenceRank(ReferenceWorker):
     def logprobs(self, tokens: Batch) -> Batch:
         """See `ReferenceWorker.logprobs`; every rank has a part."""
         return super().logprobs(tokens)
+
+    def is_fatal(self, error: Exception) -> bool:  # noqa: ARG002 - as of a workload
+        """See `BaseWorkload.is_fatal`: all ranks would start again, and meet the same error."""
+        return False

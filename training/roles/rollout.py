@@ -3,6 +3,7 @@
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
+from components.engines.device import is_engine_dead
 from components.engines.weight_sync import WeightHandle
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
@@ -84,6 +85,10 @@ class RolloutWorker(SamplingWorker):
     def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
         self.take_weights(handle)
+
+    def is_fatal(self, error: Exception) -> bool:
+        """See `BaseWorkload.is_fatal`: a new engine takes the place of one that is dead or out of memory."""
+        return is_engine_dead(error)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:

@@ -13,6 +13,8 @@ from components.rl.aggregation import LossOutput, Totals
 from core import BaseWorkload, rpc, trainer_invocation
 from training.rollouts import keep_failed, over_updates
 
+COLLECTIVE_S = 86400.0
+"""Seconds that a collective waits for a rank."""
 Prepare = Callable[[Batch, int], Batch]
 
 
@@ -30,7 +32,8 @@ class TrainedModel(BaseWorkload):
 
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
-        self.setup_process_group(init_process_group)
+        # Core ends who hangs. Who makes progress, as in writing a checkpoint, may keep the others waiting.
+        self.setup_process_group(lambda: init_process_group(COLLECTIVE_S))
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""

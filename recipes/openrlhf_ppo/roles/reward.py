@@ -7,6 +7,7 @@ from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
+from components.engines.device import is_engine_dead
 from components.engines.reward_model import RewardModel
 from components.engines.train_engine import init_process_group
 from core import BaseWorkload, rpc
@@ -66,6 +67,10 @@ class Reward(BaseWorkload):
         """What reward code says about the text of the responses."""
         scored = add_rewards(samples, source, self.tokenizer, self.info)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
+
+    def is_fatal(self, error: Exception) -> bool:
+        """See `BaseWorkload.is_fatal`."""
+        return is_engine_dead(error)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:

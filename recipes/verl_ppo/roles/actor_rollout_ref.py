@@ -6,6 +6,7 @@ from agents.runner import Collected
 from components.batch import Batch
 from components.engines.causal import load_policy, policy_logprobs
 from components.engines.config import SamplingConfig
+from components.engines.device import is_engine_dead
 from components.engines.frozen_engine import open_frozen_policy
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
@@ -53,6 +54,11 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
             self.open_publisher(config.placement.nodes)
         if "ref" in self.parts and config.has_reference_role:
             self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
+
+    def is_fatal(self, error: Exception) -> bool:
+        """See `BaseWorkload.is_fatal`; where ranks meet, all would start again, and meet the same error."""
+        is_rank = "actor" in self.parts or ("ref" in self.parts and self.config.frozen_engine.is_collective)
+        return not is_rank and is_engine_dead(error)
 
     # --- rollouts
 

@@ -3,6 +3,7 @@
 import torch
 
 from components.batch import Batch
+from components.engines.device import is_engine_dead
 from components.engines.reward_model import RewardModel
 from components.engines.train_engine import init_process_group
 from core import BaseWorkload, Dispatch, register
@@ -25,6 +26,10 @@ class RewardModelWorker(BaseWorkload):
     def compute_rm_score(self, tokens: Batch) -> Batch:
         """`rm_score` per response, of prompt and response as one sequence; split over the instances."""
         return Batch(tokens.lengths, {}, {"rm_score": self.model.score(tokens).to(torch.float32)})
+
+    def is_fatal(self, error: Exception) -> bool:
+        """See `BaseWorkload.is_fatal`."""
+        return is_engine_dead(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
     def end_job(self) -> None:

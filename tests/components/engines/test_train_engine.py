@@ -189,6 +189,17 @@ def test_passes_without_gradients_have_limits_of_their_own(run_of: RunOf) -> Non
     assert sum(counted["training"]) == 5
 
 
+@pytest.mark.parametrize(("world_size", "training", "forward"), [(1, 4, [7]), (2, 2, [6, 1])])
+def test_each_micro_batch_and_each_tensor_that_is_gathered_or_saved_is_a_sign_of_progress(
+    run_of: RunOf, world_size: int, training: int, forward: list[int]
+) -> None:
+    for record, own in zip(run_of(world_size).records, forward, strict=True):
+        beats, parameters = record["beats"], len(run_of(1).records[0]["fp32-3"]["weights"])
+        # Of 7 sequences, two by two on one rank, or on each of two.
+        assert (beats["training"], beats["forward"], beats["gathering"]) == (training, own, parameters)
+        assert beats["state"] >= 3 * parameters
+
+
 @pytest.mark.full
 def test_each_of_two_ranks_evaluates_its_own_part(run_of: RunOf) -> None:
     assert [record["forward_tokens"]["forward"] for record in run_of(2).records] == [[1] * 6, [1]]

@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine, init_process_group
 from components.engines.weight_sync import WeightPublisher
+from components.heartbeat import listen
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines.train_cases import (
     FSDP,
@@ -378,6 +380,22 @@ def fsdp(model_folder: str, output: Path) -> dict[str, Any]:
     return record
 
 
+def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
+    """How often each kind of work says that it makes progress."""
+    heard: list[str] = []
+    doing = ""
+    listen(lambda: heard.append(doing))
+    doing = "training"
+    engine.train_step(minibatches()[0], nll)
+    doing = "forward"
+    engine.forward(own_part(engine), logprobs)
+    doing = "gathering"
+    assert len(list(engine.gathered_parameters(max_bytes=1))) in (0, len(list(engine.model.parameters())))
+    doing = "state"
+    engine.save_state(output / "beats")
+    return dict(Counter(heard))
+
+
 def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
     """Every engine, at every stage and precision, with what stops it."""
 
@@ -400,6 +418,7 @@ def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
     record["large_micro_batches"] = train(engine(max_tokens=10**6))
     # Training cuts 7, 5 and 1 sequences by two, evaluation takes one at a time.
     record["few_sequences"] = train(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1))
+    record["beats"] = beats_of(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1), output)
     record["forward_tokens"] = counted_forwards(engine(forward_max_tokens=1, max_sequences=2))
     for stage in (0, 3):
         still = engine(zero_stage=stage, learning_rate=0.0)

@@ -1,0 +1,52 @@
+"""Where this process computes, and which errors leave its device or its engine of no use."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+SIGNS_OF_DEATH = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "Executor failed")
+"""In errors that have no type of their own: vLLM's about its parts, and torch's about host memory."""
+
+
+def compute_device() -> torch.device:
+    """The current GPU if there is one, else the CPU.
+
+    Raises:
+        RuntimeError: CUDA_VISIBLE_DEVICES shows this process GPUs, and torch finds none of them. It would compute on
+            the CPU, hundreds of times slower, and nobody would know.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if shown and shown != "-1":
+        raise RuntimeError(
+            f"this process was given the GPU {shown} (CUDA_VISIBLE_DEVICES), and torch {torch.__version__} finds none: "
+            f"{_why_none()}; mend that, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
+        )
+    return torch.device("cpu")
+
+
+def _why_none() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "it is a build for CPUs alone; install one for this machine's driver"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old or not there, says the text
+        return str(error).strip().splitlines()[0]
+    return "the driver shows no device"
+
+
+def is_engine_dead(error: BaseException) -> bool:
+    """Whether an engine, or the whole process, can do nothing more after an error, while a new process could.
+
+    An accelerator without memory or after an error of its own, a host without memory, and a vLLM whose own processes
+    have died.
+    """
+    dead: list[type[BaseException]] = [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError]
+    vllm = sys.modules.get("vllm.v1.engine.exceptions")
+    if vllm is not None:
+        dead.append(vllm.EngineDeadError)
+    return isinstance(error, tuple(dead)) or any(sign in str(error) for sign in SIGNS_OF_DEATH)
