@@ -32,10 +32,12 @@ from components.data.child_process import (
     END_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     Child,
+    ForeignReplyError,
     described,
     frame,
     receive,
     receive_from,
+    reply_to,
     send,
 )
 
@@ -215,6 +217,8 @@ class _ThreadEnvironment(Environment):
 class _ProcessEnvironment(Environment):
     _pid: int | None = None
     _writer: asyncio.StreamWriter | None = None
+    _number = 0
+    """Of the last call."""
 
     async def call(self, method: str, states: dict[str, Any]) -> Any:
         try:
@@ -222,6 +226,9 @@ class _ProcessEnvironment(Environment):
             if self._writer is None:
                 await self._begin()
             return await super().call(method, states)
+        except ForeignReplyError as error:
+            await self._end()
+            raise EnvironmentFailure(f"{method}: {error}") from None
         except (EOFError, ConnectionError):
             reason = await self._end()
             raise EnvironmentFailure(f"the process of the environment ended in {method}: {reason}") from None
@@ -234,8 +241,9 @@ class _ProcessEnvironment(Environment):
 
     async def _ask(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
         assert self._writer is not None
-        self._writer.write(frame((method, states)))
-        return await receive_from(self._reader)
+        self._number += 1
+        self._writer.write(frame((self._number, method, states)))
+        return reply_to(self._number, await receive_from(self._reader))
 
     async def close(self) -> None:
         if self._writer is not None and not self._is_busy:

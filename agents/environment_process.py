@@ -21,8 +21,11 @@ from agents.loading import load_agent_file
 from components.data.child_process import (
     described,
     die_with,
+    end_fork,
+    end_tree,
     exit_reason,
     frame,
+    keep_orphans,
     receive,
     receive_from,
     run_child,
@@ -74,9 +77,7 @@ def _end_of_owner(control: socket.socket) -> None:
 
 
 def _end(pid: int) -> str:
-    # It is not yet collected, so the number still means it, and what it has started.
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    end_tree(pid)
     return exit_reason(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
@@ -87,6 +88,7 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         die_with(server)
+        keep_orphans()
         control.close()
         # Python's own generator is seeded anew by the fork; all environments would draw the same numbers of these.
         for name in ("numpy.random", "torch"):
@@ -102,17 +104,19 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
 
 async def _serve_calls(channel: socket.socket, instance: type) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    worker = EnvironmentWorker(instance)
+    worker, this = EnvironmentWorker(instance), os.getpid()
     writer.write(frame("ready"))
     with suppress(EOFError, ConnectionError):
         while True:
-            method, states = await receive_from(reader)
+            number, method, states = await receive_from(reader)
             reply: Any = await worker.call(method, states)
             try:
-                body = frame(reply)
+                body = frame((number, reply))
             except Exception as error:  # noqa: BLE001 - pickling runs the user's code, too
                 line, trace = described(error)
-                body = frame(("raised", f"{method} returned what cannot cross to another process: {line}", trace))
+                reply = ("raised", f"{method} returned what cannot cross to another process: {line}", trace)
+                body = frame((number, reply))
+            end_fork(this)
             writer.write(body)
             await writer.drain()
     # Now, while the owner still waits: it may have something to clean up.
@@ -120,21 +124,21 @@ async def _serve_calls(channel: socket.socket, instance: type) -> None:
 
 
 def _serve(control: socket.socket) -> None:
+    number, setup = receive(control)
     try:
-        setup = receive(control)
         sys.path[:] = list(dict.fromkeys([*setup["path"], *sys.path]))
         if setup["file"] is not None:
             load_agent_file(setup["file"])
         instance = pickle.loads(setup["instance"])
     except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
-        send(control, ("failed", *described(error)))
+        send(control, (number, ("failed", *described(error))))
         return
     # Environments share its memory until they write to it; a collection would write everywhere.
     gc.freeze()
     # From here on it can end its environments, and what they have started, before it ends itself.
     signal.signal(signal.SIGTERM, lambda *_: _end_of_owner(control))
     die_with(int(os.getppid()), signal.SIGTERM)
-    send(control, ("ok",))
+    send(control, (number, ("ok",)))
     _make_and_end(control, instance)
 
 

@@ -7,49 +7,23 @@ A label is a JSON object (or its text) with `tests`: pieces of Python that run a
 
 The program is the last block of Python between lines of ```, or all of the text.
 
-The sandbox is no security boundary, and a test that runs in the program's process cannot be kept from it: the test is
-not in its file, its input or its names, but a program that looks through the frames of the interpreter finds it, and
-one whose values are equal to everything passes. A program that learns tests of input and output by heart, try by try,
-passes all but the last. Look at responses when the score is too good.
+Program and tests run in sandboxes of their own (components/data/judge.py): a program finds no test, and nothing that it
+does to its process passes one. A program that learns tests of input and output by heart, try by try, passes all but the
+last. Look at responses when the score is too good.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
+from components.data.judge import judge_async
 from components.data.sandbox import Limits, cut, run_python_async
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
 _BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)
-_RUNNER = """\
-def run():
-    import json, os, sys
-    with open(0, closefd=False) as given:
-        program, test, mark = json.load(given)
-    os.ftruncate(0, 0)
-    def tell(kind, error, trace):
-        import traceback
-        traceback.print_exception(kind, error, trace and trace.tb_next and trace.tb_next.tb_next)
-    sys.excepthook = tell
-    with open(__file__, "w", encoding="utf-8", errors="replace") as file:
-        file.write(program)
-    # What the program redefines is not to test it.
-    execute, write, flush, names = exec, os.write, sys.stdout.flush, globals()
-    check = compile(test, "<test>", "exec")
-    del names["run"]
-    execute(compile(program, __file__, "exec"), names)
-    execute(check, names)
-    flush()
-    write(1, mark.encode())
-run()
-"""
-"""Runs a program and then a test, and writes a mark if both came to their ends. It leaves the program alone in its
-file, and nothing in its input."""
 
 
 class AgentInstance(TextEnvironment):
@@ -96,12 +70,10 @@ class AgentInstance(TextEnvironment):
         # All of the output is judged, and the policy reads some of it.
         limits, most = replace(self.limits, max_output=self.limits.file_bytes), self.limits.max_output
         if isinstance(test, str):
-            # A program that ends itself early would pass for one that passed the test.
-            mark = secrets.token_hex(8)
-            result = await run_python_async(_RUNNER, json.dumps([program, test, mark]), limits)
-            if result.exit == 0 and result.stdout.rstrip().endswith(mark):
+            verdict = await judge_async(program, [test], limits)
+            if all(verdict.passed):
                 return None
-            return "" if is_last else f"{test}\n{cut(result.text.replace(mark, ''), most)}\n"
+            return "" if is_last else f"{test}\n{cut(verdict.text, most)}\n"
         result = await run_python_async(program, test["input"], limits)
         if result.exit == 0 and _lines(result.stdout) == _lines(test["output"]):
             return None

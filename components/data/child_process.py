@@ -1,7 +1,9 @@
 """Users' code in processes of its own: how they are started, spoken to and ended, and how a file is loaded.
 
-Caller and child exchange frames over a socket pair: 8 bytes of length, then a pickle of plain data. The child is not
-made by multiprocessing, which would import the caller's main module again.
+Caller and child exchange frames over a socket pair: 8 bytes of length, then a pickle of plain data. A reply has the
+number of its request, and only the process that was asked sends one: what the user's code forks, and what that writes,
+is not taken for another's reply. The child is not made by multiprocessing, which would import the caller's main module
+again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 LOAD_TIMEOUT_S = 600.0
 """Seconds for importing the user's file, which may load a model."""
+_ROUNDS = 20
+"""Searches for what a process has started: between two of them what was found may have started more."""
 END_TIMEOUT_S = 2.0
 """Seconds that an idle child is given to end by itself."""
 
@@ -40,6 +44,7 @@ class Child:
     def __init__(self, module: str) -> None:
         """Start `module`, which calls `run_child`."""
         self._dead = False
+        self._number = 0
         self.channel, theirs = socket.socketpair()
         paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
@@ -57,12 +62,13 @@ class Child:
             )
 
     def ask(self, message: object, timeout_s: float) -> Any:
-        """Send a message and wait for its answer; TimeoutError, or EOFError when the child has died."""
+        """Send a message and wait for its reply; TimeoutError, or EOFError when the child has died."""
         deadline = time.monotonic() + timeout_s
+        self._number += 1
         try:
             self.channel.settimeout(timeout_s)
-            send(self.channel, message)
-            return receive(self.channel, deadline)
+            send(self.channel, (self._number, message))
+            return reply_to(self._number, receive(self.channel, deadline))
         except ConnectionError as error:
             raise EOFError from error
 
@@ -73,6 +79,9 @@ class Child:
         except TimeoutError:
             self.kill()
             return "failed", f"no result after {timeout_s:g} s", ""
+        except ForeignReplyError as error:
+            self.kill()
+            return "failed", str(error), ""
         except EOFError:
             return "failed", f"the process that ran it ended: {self.wait()}", ""
 
@@ -96,8 +105,7 @@ class Child:
     def kill(self) -> None:
         """End it and what it has started; it stays for `wait` or `end` to collect."""
         self._dead = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_tree(self._process.pid)
 
     def wait(self) -> str:
         """Say how it ended."""
@@ -118,12 +126,15 @@ class Child:
         self._process.wait()
 
 
-async def run_program(command: Sequence[str], limit_s: float | None = None, **options: Any) -> int | None:
+async def run_program(
+    command: Sequence[str], limit_s: float | None = None, started: Callable[[], None] | None = None, **options: Any
+) -> int | None:
     """Run a program in a process group of its own, and end what is left of that, also when nobody waits any more.
 
     Args:
         command: the program and its arguments.
         limit_s: seconds that it may take.
+        started: called once it runs.
         options: as `asyncio.create_subprocess_exec` takes them.
 
     Returns:
@@ -131,6 +142,8 @@ async def run_program(command: Sequence[str], limit_s: float | None = None, **op
     """
     program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
     try:
+        if started is not None:
+            started()
         await asyncio.wait({asyncio.ensure_future(program.wait())}, timeout=limit_s)
         return program.returncode
     finally:
@@ -139,12 +152,67 @@ async def run_program(command: Sequence[str], limit_s: float | None = None, **op
         await asyncio.shield(program.wait())
 
 
+def end_tree(pid: int) -> None:
+    """End a process of ours that `keep_orphans`, with all that it has started, in whatever session. It is not yet
+    collected, so the number still means it.
+    """
+    with suppress(ProcessLookupError):
+        # It starts nothing more, and takes in whatever loses its parent meanwhile.
+        os.kill(pid, signal.SIGSTOP)
+    end_descendants(pid)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def end_descendants(pid: int) -> None:
+    """End all that a process has started that `keep_orphans`."""
+    for _ in range(_ROUNDS):
+        descendants = _descendants(pid)
+        if not descendants:
+            break
+        for descendant in descendants:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(descendant, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Living processes that a process has started, and that these have."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = file.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(file.parent.name))
+    found = list(children.get(pid, ()))
+    for descendant in found:
+        found += children.get(descendant, ())
+    return found
+
+
 def exit_reason(code: int) -> str:
     """Say what an exit code means; below 0 it is a signal's."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 # Frames, for both sides.
+
+
+class ForeignReplyError(ValueError):
+    """What was read is no reply to what was asked."""
+
+
+def reply_to(number: int, numbered: Any) -> Any:
+    """What a reply holds, once it is known for the one to this request.
+
+    Raises:
+        ForeignReplyError: it is another's.
+    """
+    if isinstance(numbered, tuple) and len(numbered) == 2 and numbered[0] == number:
+        return numbered[1]
+    raise ForeignReplyError(
+        "what was read is no reply to this request; does the code write to descriptors that it has not opened?"
+    )
+
 
 _LENGTH = struct.Struct("!Q")
 
@@ -221,11 +289,35 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
         sys.exit(1)
 
 
+def serve_calls(channel: socket.socket, reply: Callable[[Any], Any]) -> None:
+    """Reply to each message until the owner closes the connection. `reply` may raise EOFError to end this earlier."""
+    this = os.getpid()
+    while True:
+        number, message = receive(channel)
+        found = reply(message)
+        end_fork(this)
+        send(channel, (number, found))
+
+
+def end_fork(this: int) -> None:
+    """End a process that the user's code has forked from the process `this`, and that has come back from it."""
+    if os.getpid() != this:
+        os._exit(0)
+
+
+def keep_orphans() -> None:
+    """Stay the ancestor of all that is started from here, also of what leaves its parent and its session."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
 def run_child(serve: Callable[[socket.socket], None]) -> None:
     """Be a child: all that a module does that `Child` starts."""
     die_with(int(sys.argv[2]))
+    keep_orphans()
     with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(EOFError, ConnectionError):
         # What the user's code starts must not hold the connection open.
         channel.set_inheritable(False)
         sys.argv[1:] = []
         serve(channel)
+    end_descendants(os.getpid())

@@ -1,4 +1,7 @@
-"""Programs that a policy wrote, tried on the tests that a data set brings, in the sandbox."""
+"""Programs that a policy wrote, tried on the tests that a data set brings, in the sandbox.
+
+What a program should print is compared here, and what its functions should return by a judge (judge.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from components.data.judge import judge
 from components.data.sandbox import Limits, run_python
 
 MOST_TESTS = 10
@@ -16,11 +20,12 @@ LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
 """Of each. All of a response's tests are done within the minute that reward code has for it."""
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
-_CALL = """
+_CALL = """\
 import json
 _function = Solution().{name} if "Solution" in globals() else {name}
-print()
-print(json.dumps(_function(*json.loads({arguments!r}))))
+_result = json.loads(json.dumps(_function(*json.loads({arguments!r}))))
+# Some data sets put results into lists.
+assert json.loads({expected!r}) in (_result, [_result])
 """
 
 
@@ -42,21 +47,25 @@ def code_score(
     Raises:
         ValueError: the ground truth is none of these.
     """
-    tests = list(_tests(ground_truth))[:MOST_TESTS]
-    if not tests:
+    truth = _checked(ground_truth)
+    assertions = [*(truth.get("assert_case") or ()), *_calls(truth)][:MOST_TESTS]
+    dialogues = list(_dialogues(truth))[: MOST_TESTS - len(assertions)]
+    count = len(assertions) + len(dialogues)
+    if not count:
         raise ValueError(f"the ground truth {ground_truth!r:.80} has no tests")
     blocks = [code for language, code in _BLOCK.findall(solution_str) if language.strip() in ("", "python", "py")]
     program, passed = (blocks[-1] if blocks else solution_str), 0
-    for addition, given, expected in tests if program.strip() else ():
-        result = run_python(program + addition, given, LIMITS)
-        passed += result.exit == 0 and _is_expected(result.stdout, expected)
+    if assertions and program.strip():
+        passed += sum(judge(program, assertions, LIMITS).passed)
+    for given, expected in dialogues if program.strip() else ():
+        result = run_python(program, given, LIMITS)
+        passed += result.exit == 0 and _lines(result.stdout) == _lines(expected)
         if result.reason:  # what has met a limit once does so again
             break
-    return {"score": passed / len(tests), "acc": float(passed == len(tests))}
+    return {"score": passed / count, "acc": float(passed == count)}
 
 
-def _tests(ground_truth: Any) -> Iterator[tuple[str, str, Any]]:
-    """What is added to the program, what it reads, and the text or the value that it should write; None: anything."""
+def _checked(ground_truth: Any) -> Mapping[str, Any]:
     truth: Any = ground_truth
     with suppress(ValueError):
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
@@ -65,25 +74,28 @@ def _tests(ground_truth: Any) -> Iterator[tuple[str, str, Any]]:
             f"the ground truth {ground_truth!r:.80} has no tests; give an object with as many inputs as outputs, or "
             "with assert_case"
         )
-    for assertion in truth.get("assert_case") or ():
-        yield f"\n{assertion}\n", "", None
-    for given, expected in zip(list[Any](truth.get("inputs") or ()), list[Any](truth.get("outputs") or ())):
-        if not truth.get("fn_name"):
-            yield "", given if isinstance(given, str) else "\n".join(map(str, given)), expected
-            continue
+    return truth
+
+
+def _pairs(truth: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    yield from zip(truth.get("inputs") or (), truth.get("outputs") or ())
+
+
+def _calls(truth: Mapping[str, Any]) -> Iterator[str]:
+    """Assertions of what the function of the program returns, where the data names one."""
+    if not truth.get("fn_name"):
+        return
+    for given, expected in _pairs(truth):
         # One argument a line, as programming contests write them.
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
         result = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
-        yield _CALL.format(name=truth["fn_name"], arguments=json.dumps(arguments)), "", (result,)
+        yield _CALL.format(name=truth["fn_name"], arguments=json.dumps(arguments), expected=json.dumps(result))
 
 
-def _is_expected(written: str, expected: Any) -> bool:
-    if isinstance(expected, tuple):
-        with suppress(ValueError, IndexError):
-            value = json.loads(written.splitlines()[-1])
-            return value == expected[0] or [value] == expected[0]  # some data sets put results into lists
-        return False
-    return expected is None or _lines(written) == _lines(expected)
+def _dialogues(truth: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a program reads, and what it should print."""
+    for given, expected in () if truth.get("fn_name") else _pairs(truth):
+        yield given if isinstance(given, str) else "\n".join(map(str, given)), expected
 
 
 def _lines(text: Any) -> list[str]:

@@ -30,9 +30,8 @@ from components.data.child_process import (
     Child,
     described,
     load_file,
-    receive,
     run_child,
-    send,
+    serve_calls,
     short_line,
 )
 from components.data.rewards import (
@@ -385,21 +384,20 @@ def _response_of(query: str, prompt: str) -> str:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Load what the first frame names, then response requests until the parent closes the connection."""
-    try:
-        function = _load(receive(channel))
-    except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
-        send(channel, ("failed", *described(error)))
-        return
-    send(channel, ("ok",))
-    while True:
-        request = receive(channel)
+    """Load what the first frame names, then reward responses until the parent closes the connection."""
+    functions = list[Callable[..., Any]]()
+
+    def reply(message: Any) -> tuple[Any, ...]:
         try:
-            found = function(*request)
-            reply = ("ok", found if isinstance(found, Columns) else read_columns(found, len(request[0])))
-        except BaseException as error:  # noqa: BLE001 - as above
-            reply = ("failed", *described(error))
-        send(channel, reply)
+            if not functions:
+                functions.append(_load(message))
+                return ("ok",)
+            found = functions[0](*message)
+            return "ok", found if isinstance(found, Columns) else read_columns(found, len(message[0]))
+        except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
+            return "failed", *described(error)
+
+    serve_calls(channel, reply)
 
 
 def _load(setup: dict[str, Any]) -> Callable[..., Any]:

@@ -1,14 +1,16 @@
-"""Python that a policy wrote, run in a process with limits.
+"""Python that a policy wrote, run in a process with limits, on a small machine of its own.
 
-This is no security boundary. The program runs as the user who trains: it can read that user's files, and write or
-delete them. The limits are there so that a careless program does not take a run down with it; for a hostile one use a
-container or a machine of its own.
+The machine is made of Linux namespaces, and is a boundary: the program reads the interpreter and its packages, writes
+to a file system of its own in memory, and sees no other file, process, socket or network (sandbox_child.py). Where the
+system does not let us make namespaces, nothing is run, unless TROUPE_SANDBOX=unsafe says that the limits are enough:
+the program runs as the user who trains then, and can read, write and delete that user's files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import math
 import os
@@ -17,15 +19,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from components.data.child_process import run_program
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
-PROBE = [sys.executable, "-I", "-S", CHILD, "probe"]
+HOME = "/sandbox"
+"""Where a program stands, on its own machine."""
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
+"""What an interpreter needs of the system, beside itself."""
+PERMISSION = "TROUPE_SANDBOX"
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _places = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
@@ -55,6 +64,10 @@ class Limits:
             raise ValueError(f"timeout_s={self.timeout_s}; set a number of seconds above 0")
 
 
+class SandboxError(RuntimeError):
+    """Programs cannot be run here as they should be."""
+
+
 @dataclass(frozen=True)
 class SandboxResult:
     """How a program ended."""
@@ -65,9 +78,9 @@ class SandboxResult:
     """Its exit code; below 0 the number of the signal that ended it."""
     reason: str
     """Why it was ended; "" where it ended by itself."""
-    is_cut: bool
-    """Whether it had no network, and its processes could not outlive it. Where the system does not let us make
-    namespaces, what it starts in a session of its own may."""
+    is_isolated: bool
+    """Whether it had a machine of its own. Without, it has files and network of the user who trains, and what it
+    starts in a session of its own may outlive it."""
 
     @property
     def text(self) -> str:
@@ -86,44 +99,83 @@ def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> S
 async def run_python_async(program: str, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
     """Run a program to its end, or to that of its limits; nothing of it is left then.
 
-    It runs with `python -I` in a folder of its own, with an empty environment, without a network (where the system
-    lets us; see `SandboxResult.is_cut`), and it ends with this process. Root may start any number of processes.
+    It runs with `python -I`, with an empty environment, on a machine of its own (see `SandboxResult.is_isolated`), and
+    it ends with this process.
 
     As many programs of this process run at the same time as it may use cores; the others wait, and their limits begin
     afterwards. The time of a tool or a step that waits for them continues: leave it room for that.
     """
+    return await in_place(run_now(program, stdin, limits or Limits()))
+
+
+async def in_place(work: Awaitable[T]) -> T:
+    """Do what runs programs, once there is a place for one."""
     # Polled, as the callers may have an event loop each.
     while not _places.acquire(blocking=False):
         await asyncio.sleep(0.01)
     try:
-        return await _run(program, stdin, limits or Limits())
+        return await work
     finally:
         _places.release()
 
 
-async def _run(program: str, stdin: str, limits: Limits) -> SandboxResult:
-    is_cut = _can_cut()
-    with tempfile.TemporaryDirectory(prefix="troupe-sandbox-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder, "main.py")
-        file.write_bytes(_encoded(program))
-        with ExitStack() as files:
-            # Files, and not pipes: a program that writes without end meets file_bytes, and our memory never holds more.
-            given, out, err, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
-            given.write(_encoded(stdin))
-            given.seek(0)
-            numbers = (os.getpid(), int(is_cut), limits.cpu_s, limits.memory_bytes, limits.file_bytes, status.fileno())
-            code = await run_program(
-                [sys.executable, "-I", "-S", CHILD, *map(str, numbers), sys.executable, "-I", str(file)],
-                limits.timeout_s,
-                stdin=given,
-                stdout=out,
-                stderr=err,
-                pass_fds=[status.fileno()],
-                cwd=folder,
-                env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )
-            stdout, stderr = (_shown(_read(each, limits.file_bytes), folder, limits.max_output) for each in (out, err))
-            how = _read(status, 100).split()
+async def run_now(
+    program: str,
+    stdin: str,
+    limits: Limits,
+    arguments: Sequence[str] = (),
+    inherited: Sequence[int] = (),
+    started: Callable[[], None] | None = None,
+) -> SandboxResult:
+    """`run_python_async` without a wait for a place.
+
+    Args:
+        program: main.py of the sandbox.
+        stdin: what it reads.
+        limits: of it.
+        arguments: of the interpreter, after `-I`. Default: it runs main.py.
+        inherited: descriptors that it has under the same numbers.
+        started: called once it has them.
+    """
+    is_isolated = _can_isolate()
+    with (
+        tempfile.TemporaryDirectory(prefix="troupe-sandbox-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as files,
+    ):
+        home = HOME if is_isolated else folder
+        if not is_isolated:
+            Path(folder, "main.py").write_bytes(_encoded(program))
+        # Files, and not pipes: a program that writes without end meets file_bytes, and our memory never holds more.
+        given, text, out, err, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(5))
+        for file, content in ((given, stdin), (text, program)):
+            file.write(_encoded(content))
+            file.seek(0)
+        settings = {
+            "parent": os.getpid(),
+            "isolate": is_isolated,
+            "root": folder,
+            "trees": _trees() if is_isolated else [],
+            "program": text.fileno(),
+            "status": status.fileno(),
+            "keep": list(inherited),
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
+            "command": [sys.executable, "-I", *(arguments or [f"{home}/main.py"])],
+        }
+        code = await run_program(
+            [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
+            limits.timeout_s,
+            started,
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            pass_fds=[status.fileno(), text.fileno(), *inherited],
+            cwd=folder,
+            env={"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        stdout, stderr = (_shown(_read(each, limits.file_bytes), home, limits.max_output) for each in (out, err))
+        how = _read(status, 100).split()
     is_late = code is None
     if code not in (None, -signal.SIGKILL) and not how:
         raise RuntimeError(f"the sandbox could not start a program: {stderr or 'no reason given'}")
@@ -135,18 +187,73 @@ async def _run(program: str, stdin: str, limits: Limits) -> SandboxResult:
         reason = f"ended: it took more than {limits.cpu_s} s of CPU time"
     else:
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else ""
-    return SandboxResult(stdout, stderr, code, reason, is_cut)
+    return SandboxResult(stdout, stderr, code, reason, is_isolated)
 
 
 @functools.cache
-def _can_cut() -> bool:
-    is_allowed = subprocess.run(PROBE, check=False).returncode == 0
-    if not is_allowed:
-        _log.warning(
-            "programs of the policy run with the network of this machine: the system does not let us make namespaces "
-            "(unshare); run as root, or allow unprivileged user namespaces"
+def _trees() -> list[str]:
+    """Files and folders that a program sees: the interpreter with its packages, and the system's libraries."""
+    found = dict.fromkeys([*SYSTEM, *_interpreter()])
+    there = [path for path in found if os.path.lexists(path)]
+    return [path for path in there if not any(path.startswith(f"{other}/") for other in there)]
+
+
+def _interpreter() -> Iterator[str]:
+    """The trees of this interpreter, and of each symbolic link from its name to itself."""
+    yield from (str(Path(path).absolute()) for path in (sys.prefix, sys.base_prefix))
+    yield str(Path(sys.base_prefix).resolve())
+    link = Path(sys.executable).absolute()
+    while link.is_symlink():
+        link = link.parent / link.readlink()
+        yield os.path.normpath(link.parent.parent)
+
+
+def isolation_fault() -> str:
+    """Why programs cannot have machines of their own here, and what to do; "" where they can."""
+    return _probed()
+
+
+@functools.cache
+def _probed() -> str:
+    settings = {"parent": os.getpid(), "isolate": True, "trees": _trees(), "keep": [], "cpu_s": 10}
+    settings |= {"memory_bytes": 2**30, "file_bytes": 2**20, "command": [sys.executable, "-I", "-c", "pass"]}
+    with tempfile.TemporaryDirectory(prefix="troupe-sandbox-") as folder, ExitStack() as files:
+        text, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        settings |= {"root": folder, "program": text.fileno(), "status": status.fileno()}
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
+            pass_fds=[text.fileno(), status.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
-    return is_allowed
+        if _read(status, 100).startswith("0 "):
+            return ""
+    reason = ended.stderr.strip().splitlines()[-1:] or ["no reason given"]
+    return f"the system does not let us make namespaces ({reason[0]})"
+
+
+def _can_isolate() -> bool:
+    fault = isolation_fault()
+    if not fault:
+        return True
+    if os.environ.get(PERMISSION) != "unsafe":
+        raise SandboxError(
+            f"programs of the policy cannot be kept from the files of this user: {fault}. Run as root, allow "
+            f"unprivileged user namespaces, or set {PERMISSION}=unsafe in the environment where these files may be lost"
+        )
+    _warn(fault)
+    return False
+
+
+@functools.cache
+def _warn(fault: str) -> None:
+    _log.warning(
+        "programs of the policy run with the files and the network of this user, as %s=unsafe allows: %s",
+        PERMISSION,
+        fault,
+    )
 
 
 def _read(file: IO[bytes], most: int) -> str:

@@ -145,7 +145,6 @@ def test_the_last_test_is_never_told() -> None:
     [
         "open(__file__).read()",
         "os.pread(0, 9999, 0).decode()",
-        "open('/proc/self/fd/0').read()",
         "repr(globals())",
         "repr(vars(sys.modules['__main__']))",
     ],

@@ -350,3 +350,42 @@ def test_no_child_outlives_its_parent_even_when_it_holds_the_interpreter(
         caller.send_signal(number)
         assert caller.wait(GUARD_S) == code
     wait_until_gone(*children, timeout_s=GUARD_S)
+
+
+def test_a_function_that_forks_and_comes_back_twice_shifts_no_reward(tmp_path: Path) -> None:
+    body = "pid = os.fork()\ntime.sleep(0.05 * (pid == 0))\nreturn {'rewards': [float(r) for r in labels]}"
+    found = rewarded(reward_file(tmp_path, body), 32, workers=2, max_failed_share=0.0)
+    assert found.reward_B.tolist() == [float(place) for place in range(32)]
+
+
+def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_path: Path) -> None:
+    imports = "import pickle, struct"
+    # A frame as a reply would be, without the number of the request, on every descriptor that there is.
+    body = (
+        "reply = pickle.dumps(('ok', {'rewards': [9.0]}))\n"
+        "for fd in range(3, 32):\n"
+        "    try:\n"
+        "        os.write(fd, struct.pack('!Q', len(reply)) + reply)\n"
+        "    except OSError:\n"
+        "        continue\n"
+        "return {'rewards': [1.0] * len(labels)}"
+    )
+    with pytest.raises(RewardError, match=says("no reply", "descriptors")):
+        rewarded(reward_file(tmp_path, body, imports=imports), 2, workers=1, max_failed_share=0.0)
+
+
+def test_what_reward_code_starts_in_a_session_of_its_own_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    # Forked twice, so that its parent has ended and it is no child of the reward process.
+    body = (
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        f"        {write_pid(file)}"
+        "        time.sleep(999)\n"
+        "    os._exit(0)\n"
+        f"while not os.path.exists({str(file)!r}): time.sleep(0.01)\n"
+        "return {'rewards': [1.0] * len(labels)}"
+    )
+    rewarded(reward_file(tmp_path, body), 1, workers=1)
+    wait_until_gone(*pids_in(file, 1))

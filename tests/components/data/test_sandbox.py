@@ -19,8 +19,8 @@ from components.data.sandbox import Limits, SandboxResult, run_python, run_pytho
 from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]
-IS_CUT = subprocess.run(sandbox.PROBE).returncode == 0
-"""Whether this machine lets us cut programs off; where it does not, the result has to say so."""
+IS_ISOLATED = not sandbox.isolation_fault()
+"""Whether programs can have machines of their own here; where not, the tests run with TROUPE_SANDBOX=unsafe."""
 
 
 def processes_with(mark: str) -> list[str]:
@@ -45,7 +45,7 @@ def wait_until_gone(mark: str) -> None:
 def test_a_program_reads_its_input_and_its_output_and_exit_code_come_back() -> None:
     program = "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nsys.exit(7)"
     result = run_python(program, "1 2 3\n")
-    assert result == SandboxResult("6\n", "ü\n", 7, "", IS_CUT)
+    assert result == SandboxResult("6\n", "ü\n", 7, "", IS_ISOLATED)
     assert result.text == "6\nü"
     assert run_python("raise SystemExit(200)").text == "exit code 200"
 
@@ -99,15 +99,15 @@ def test_writing_stops_at_the_limit_of_a_file() -> None:
     assert "File too large" in result.stderr
 
 
-def test_output_without_end_is_cut_and_says_so() -> None:
+def test_output_without_end_is_isolated_and_says_so() -> None:
     result = run_python("while True: print('x' * 99)", limits=Limits(file_bytes=10_000, max_output=50))
     assert result.stdout == f"{'x' * 50}\n... (10000 characters, cut after 50)"
 
 
 def test_there_is_no_network() -> None:
     result = run_python("import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)")
-    assert result.is_cut == IS_CUT
-    assert ("Network is unreachable" in result.stderr) == IS_CUT
+    assert result.is_isolated == IS_ISOLATED
+    assert ("Network is unreachable" in result.stderr) == IS_ISOLATED
 
 
 def test_the_environment_is_empty_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,8 @@ def test_nothing_that_it_started_is_left_even_in_a_session_of_its_own() -> None:
     mark = f"left-{os.getpid()}"
     # Where the system gives us no namespace, a session of its own is out of reach, as the class says.
     start = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}', str(own)], "
-    program = (
-        f"import subprocess, sys\nfor own in {[False, True] if IS_CUT else [False]}:\n  {start}start_new_session=own)"
-    )
+    sessions = [False, True] if IS_ISOLATED else [False]
+    program = f"import subprocess, sys\nfor own in {sessions}:\n  {start}start_new_session=own)"
     assert run_python(program).exit == 0
     wait_until_gone(mark)
 
@@ -146,14 +145,14 @@ def test_a_program_that_is_cancelled_ends_with_whoever_waited() -> None:
 def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     mark = f"orphan-{os.getpid()}"
     # What it forks ends too where there are namespaces; elsewhere it would not, as the class says.
-    program = f"import os, sys\nif {IS_CUT} and os.fork() == 0: os.setsid()\n"
+    program = f"import os, sys\nif {IS_ISOLATED} and os.fork() == 0: os.setsid()\n"
     program += f"os.execv(sys.executable, [sys.executable, '-c', 'import time\\nwhile True: time.sleep(9)', {mark!r}])"
     code = f"from components.data.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=3600))"
     (tmp_path / "parent.py").write_text(code)
     # Its folder is left by a parent that is killed, and goes with the test's.
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
     parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=env)
-    while len(processes_with(mark)) < 1 + IS_CUT:
+    while len(processes_with(mark)) < 1 + IS_ISOLATED:
         assert parent.poll() is None
         time.sleep(0.02)
     parent.kill()
@@ -193,19 +192,27 @@ def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.
         assert (waiting.result().stdout, waiting.result().reason) == ("1\n", "")
 
 
-def test_a_machine_without_namespaces_is_said_once_and_in_the_result(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Namespaces as a system that forbids them gives them: there is no such program to make them."""
+    monkeypatch.setattr(sandbox, "isolation_fault", lambda: "unshare: Operation not permitted")
+
+
+def test_without_namespaces_nothing_is_run(forbidden: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TROUPE_SANDBOX", raising=False)
+    with pytest.raises(sandbox.SandboxError, match=says("unshare", "TROUPE_SANDBOX=unsafe")):
+        run_python("print(1)")
+
+
+def test_what_runs_unsafe_is_said_once_and_in_the_result(
+    forbidden: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sandbox._can_cut.cache_clear()
-    # What fails as the probe does where the system forbids it.
-    monkeypatch.setattr(sandbox, "PROBE", [sys.executable, "-c", "raise SystemExit(1)"])
-    try:
-        results = [run_python("print(1)") for _ in range(2)]
-    finally:
-        sandbox._can_cut.cache_clear()
-    assert [(result.stdout, result.is_cut) for result in results] == [("1\n", False)] * 2
+    monkeypatch.setenv("TROUPE_SANDBOX", "unsafe")
+    sandbox._warn.cache_clear()
+    results = [run_python("print(1)") for _ in range(2)]
+    assert [(result.stdout, result.is_isolated) for result in results] == [("1\n", False)] * 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert re.search(says("network", "unshare"), caplog.text)
+    assert re.search(says("unshare", "network", "files"), caplog.text)
 
 
 @pytest.mark.parametrize("wrong", [{"cpu_s": 0}, {"timeout_s": 0.0}, {"memory_bytes": -1}, {"max_output": 0}])
