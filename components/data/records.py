@@ -19,6 +19,8 @@ from components.hub import first_line, why_unreachable
 
 FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""What may be half of a character in the text of JSON."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -111,6 +113,8 @@ def _has_more_than_one_value(text: str) -> bool:
         json.loads(text)
     except json.JSONDecodeError as error:
         return error.msg == "Extra data"
+    except RecursionError:
+        return False
     return False
 
 
@@ -226,6 +230,21 @@ def _reason(error: BaseException) -> str:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+    except RecursionError:
+        raise ValueError(f"{where}: its brackets are nested too deeply to be read; remove it") from None
+    # Half of a pair of escapes, which no tokenizer takes.
+    if _SURROGATE.search(text) and (half := _half_character(value)):
+        raise ValueError(f"{where}: \\u{ord(half):04x} alone is no character; mend or remove it")
+    return value
+
+
+def _half_character(value: Any) -> str:
+    """The first lone surrogate in the texts of a value; empty where there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return error.object[error.start]
+    return ""

@@ -317,6 +317,25 @@ def test_keys_and_tokens_are_hidden_in_command_lines_and_texts() -> None:
     assert redact({"note": f"mail sk-{'a' * 20} to x"}) == {"note": "mail *** to x"}
 
 
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("pip install git+https://ghx_token@host/repo.git", "pip install git+https://***@host/repo.git"),
+        ("PUT https://blob.host/a?sv=2022&sig=ab%2Bc%3D&sp=r", "PUT https://blob.host/a?sv=2022&sig=***&sp=r"),
+        ("https://s3.host/a?X-Amz-Signature=0f&X-Amz-Date=1", "https://s3.host/a?X-Amz-Signature=***&X-Amz-Date=1"),
+        (f"clone with github_pat_{'1A' * 11}_{'b' * 59} now", "clone with *** now"),
+        ("key AKIAIOSFODNN7EXAMPLE in AWS", "key *** in AWS"),
+        ("got eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl back", "got *** back"),
+        ("Authorization: Bearer abcdefgh12345678", "Authorization: Bearer ***"),
+        ("{'authorization': 'Basic dXNlcjpwYXNz'}", "{'authorization': 'Basic ***'}"),
+        ("curl -H 'bearer abcdefgh12345678'", "curl -H 'bearer ***'"),
+        ("the signature of a bearer is key", "the signature of a bearer is key"),
+    ],
+)
+def test_what_looks_like_a_login_is_hidden_in_any_text(text: str, hidden: str) -> None:
+    assert redact(text) == hidden
+
+
 def test_every_item_under_a_secrets_name_and_parameters_of_urls_are_hidden() -> None:
     assert redact({"api_key": ["a", "b"], "token": None, "secret": ("c",)}) == {
         "api_key": ["***", "***"],

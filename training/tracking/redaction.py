@@ -9,7 +9,8 @@ from typing import Any
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(
-    r"(^|[._\-])(api_?key|access_?key|private_?key|secret(_?key)?|password|passwd|credentials?|key|token)$",
+    r"(^|[._\-])(api_?key|access_?key|private_?key|secret(_?key)?|password|passwd|credentials?|key|token|authorization"
+    r"|sig|signature)$",
     re.IGNORECASE,
 )
 # Names that end like a secret and are none: fields of the data, and marks of the vocabulary.
@@ -18,8 +19,16 @@ _HARMLESS_NAME = re.compile(
     r"|sep|cls|source)_(key|token)$",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w\-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|wandb_v1_[\w\-]{16,})")
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w\-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w\-]{16,}"
+    r"|wandb_v1_[\w\-]{16,}|xox[abeoprs]-[\w\-]{10,}|A[KS]IA[0-9A-Z]{16}\b|AIza[\w\-]{35}"
+    r"|eyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]*)"
+)
+# What stands after the name of the header, with or without the kind of login.
+_HEADER = re.compile(
+    r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+)[\w\-.~+/=]{8,}"
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _URL_PARAMETER = re.compile(r"(?<=[?&])([\w.\-]+)=([^&\s#]+)")
 _SWITCHES = {"", "true", "false", "yes", "no", "on", "off", "0", "1", "none", "null"}
 _KNOWN_LENGTH = 16
@@ -57,7 +66,7 @@ def hide_in_text(text: str) -> str:
     """Hide what looks like a key or a login, and every value that `redact` has met under a secret's name."""
     for secret in sorted(_known, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(secret, HIDDEN)
-    text = _SECRET_VALUE.sub(HIDDEN, text)
+    text = _HEADER.sub(lambda found: f"{found[1]}{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
     if "://" not in text:
         return text
     text = _URL_LOGIN.sub(HIDDEN, text)
