@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import importlib
 import json
 import os
 import socket
@@ -90,9 +91,10 @@ def rank_main(folder: Path, engine_name: str, work: str) -> None:
     """One rank: trains and saves, or only loads what was saved."""
     torch.set_num_threads(1)
     init_process_group()
+    # What is imported is no part of the model.
     if engine_name == "deepspeed":
-        import deepspeed  # noqa: F401 - its imports are no part of the model
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+        importlib.import_module("deepspeed")
+    importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     import transformers.utils.logging as library
 
     library.disable_progress_bar()
@@ -178,7 +180,8 @@ def main() -> int:
         print("| phase | ranks | peak | bound | peak / bound |\n|---|---|---|---|---|")
         faults = 0
         digests = set()
-        for work, ranks in (("train", asked.ranks), ("load", max(1, asked.ranks // 2)), ("load", 1)):
+        loads = dict.fromkeys((("load", max(1, asked.ranks // 2)), ("load", 1)))
+        for work, ranks in [("train", asked.ranks), *loads]:
             records = run(folder, asked.engine, ranks, work)
             digests.add(records[0]["digest"])
             for name, peak, bound in rows(records, parameters):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -30,11 +29,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from components.engines.tensor_file import TensorFile
+from components.engines.tensor_file import TensorFile, TensorReader
 from components.engines.weight_average import WeightAverage
 from components.engines.weight_files import first_row, local_rows
 from components.heartbeat import beat
@@ -131,21 +129,12 @@ class _Part:
         """Cut the part out of `flat` or of a moment, as a view."""
         return local_rows(tensor.detach()).view(-1).narrow(0, self.offset, self.count)
 
-    def fill(self, stored: Any, into: Tensor) -> None:
-        """Read the part of a parameter of a file, a slice of safetensors, rows at a time."""
-        shape = stored.get_shape()
+    def fill(self, reader: TensorReader, name: str, into: Tensor) -> None:
+        """Read the part of a tensor of a file, a piece at a time."""
         target = self.of(into)
-        if not shape:
-            target.copy_(stored[...].view(-1))
-            return
-        row = max(1, math.prod(shape[1:]))
-        step = max(1, PIECE // row)
-        end = self.start + self.count
-        for first in range(self.start // row, -(-end // row), step):
-            last = min(first + step, -(-end // row))
-            begin = max(self.start, first * row)
-            numbers = stored[first:last].reshape(-1)[begin - first * row : end - first * row]
-            target.narrow(0, begin - self.start, len(numbers)).copy_(numbers)
+        for start in range(0, self.count, PIECE):
+            piece = target[start : start + PIECE]
+            piece.copy_(reader.numbers(name, self.start + start, len(piece)))
 
 
 @dataclass
@@ -153,8 +142,8 @@ class _Saved:
     """A folder that is being read."""
 
     note: dict[str, Any]
-    readers: dict[str, Any]
-    """Of safetensors, by file."""
+    readers: dict[str, TensorReader]
+    """By file."""
     own: Any
     """The one of what this rank has for itself; of rank 0's, when another number of ranks saved."""
 
@@ -426,21 +415,21 @@ class EngineState:
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
         for name, buffer in self.buffers.items():
-            buffer.copy_(saved.own.get_tensor(f"{name}/buffer"))
+            buffer.copy_(saved.own.whole(f"{name}/buffer"))
         average = saved.note.get("average")
         if self.average is not None and average:
             reader = saved.readers[average]
-            self.average.restart((name, reader.get_tensor(f"{name}/average")) for name in self.average.tensors)
+            self.average.restart((name, reader.whole(f"{name}/average")) for name in self.average.tensors)
         if saved.note["world_size"] == self.world_size:
-            torch.set_rng_state(saved.own.get_tensor("cpu/random"))
+            torch.set_rng_state(saved.own.whole("cpu/random"))
             if self.device.type == saved.note["device"] == "cuda":
-                torch.cuda.set_rng_state(saved.own.get_tensor("cuda/random"))
+                torch.cuda.set_rng_state(saved.own.whole("cuda/random"))
 
     def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
         beat()
         entry = saved.note["parameters"][name]
         reader = saved.readers[entry["file"]]
-        part.fill(reader.get_slice(f"{name}/weight"), into=part.flat)
+        part.fill(reader, f"{name}/weight", into=part.flat)
         # ZeRO steps all parameters together, also those that had no gradient, and so no moments, without it.
         step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
         if step is None or not parameter.requires_grad:
@@ -454,7 +443,7 @@ class EngineState:
             if entry["adam_step"] is None:
                 part.of(state[key]).zero_()
             else:
-                part.fill(reader.get_slice(f"{name}/{key}"), into=state[key])
+                part.fill(reader, f"{name}/{key}", into=state[key])
 
     def _remarks(self, note: dict[str, Any]) -> list[str]:
         remarks = []
@@ -539,17 +528,16 @@ def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, 
             )
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> TensorReader:
     try:
-        # Not mapped: pages that were read would stay with the process.
-        return safe_open(path, framework="pt", backend="pread")
+        return TensorReader(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, but {NOTE} beside it names it; take another state") from None
-    except SafetensorError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not whole ({error}); take another state") from error
 
 
-def _has_tensor(path: Path, reader: Any, name: str, shape: list[int]) -> None:
-    found = reader.get_slice(name).get_shape() if name in reader.keys() else None  # noqa: SIM118 - no dict
+def _has_tensor(path: Path, reader: TensorReader, name: str, shape: list[int]) -> None:
+    found = list(reader.empty(name).shape) if name in reader else None
     if found != shape:
         raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it says {shape}; take another state")

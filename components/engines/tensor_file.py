@@ -1,14 +1,15 @@
-"""A safetensors file whose tensors are written one at a time, or a part of one at a time, in any order.
+"""Safetensors files whose tensors are read and written one at a time, or a part of one at a time, in any order.
 
-The file is a header, which says of each tensor its type, its shape and where its bytes lie, and then the bytes. Names
-and shapes are known before the numbers are, so the header comes first, and every tensor goes to its place.
+A file is a header, which says of each tensor its type, its shape and where its bytes lie, and then the bytes. Nothing
+is mapped into memory, where pages that were touched would stay, and of a tensor only the part that is wanted is read:
+safetensors itself does either the one or the other.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,87 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+
+
+class TensorReader:
+    """A file that is being read."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: it is not whole, or has a type of numbers that torch does not compute with.
+        """
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            self._tensors = self._read_header(os.fstat(self._file).st_size)
+        except ValueError:
+            self.close()
+            raise
+
+    def _read_header(self, size: int) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        if length > size - 8:
+            raise ValueError(f"its header has {length} bytes, and the file {size}")
+        entries: dict[str, Any] = json.loads(os.pread(self._file, length, 8))
+        entries.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if size != 8 + length + max(ends, default=0):
+            raise ValueError(f"its header describes {8 + length + max(ends, default=0)} bytes, and the file has {size}")
+        unknown = sorted({entry["dtype"] for entry in entries.values()} - set(_DTYPES))
+        if unknown:
+            raise ValueError(f"it has numbers of the type {unknown[0]}")
+        return {
+            name: (torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0])
+            for name, entry in entries.items()
+        }
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def empty(self, name: str) -> Tensor:
+        """Shape and type of a tensor, on the meta device."""
+        shape, dtype, _ = self._tensors[name]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        shape = self._tensors[name][0]
+        return self.numbers(name, 0, shape.numel()).view(shape)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """The rows of a tensor from `first` to before `last`."""
+        shape = self._tensors[name][0][1:]
+        return self.numbers(name, first * shape.numel(), (last - first) * shape.numel()).view(last - first, *shape)
+
+    def numbers(self, name: str, start: int, count: int) -> Tensor:
+        """[count] of a tensor, laid flat, from number `start` on."""
+        _, dtype, offset = self._tensors[name]
+        numbers = torch.empty(count, dtype=dtype)
+        left = numbers.view(torch.uint8).numpy().data
+        offset += start * dtype.itemsize
+        while left:
+            read = os.preadv(self._file, [left], offset)
+            if not read:
+                raise ValueError(f"it was cut short while {name} was read")
+            left, offset = left[read:], offset + read
+        return numbers
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
 
 
 class TensorFile:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from components.engines.tensor_file import TensorReader
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READ_BYTES = 64 * 2**20
 """What is read at a time on its way into a parameter, in float32; a single row may be more."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class ReadWhole(Exception):
@@ -69,7 +70,7 @@ class WeightFiles:
         """
         self._folder = folder
         self._file_of = _files(folder)
-        self._readers: dict[str, Any] = {}
+        self._readers: dict[str, TensorReader] = {}
         self._stack = ExitStack()
         # Not an attribute that a module would take for a part of itself.
         self._context = {"model": model, "config": model.config}
@@ -92,7 +93,7 @@ class WeightFiles:
         """Copy the rows of a tensor of the model that begin at `start` into `into`, in its type and on its device."""
         source = self._sources[name]
         if not into.ndim:
-            into.copy_(self._slice(source.keys[0][1])[...])
+            into.copy_(self._reader(source.keys[0][1]).whole(source.keys[0][1]))
         elif source.converter is not None and not source.stacked:
             into.copy_(self._converted(source)[name][start : start + len(into)])
         else:
@@ -102,33 +103,28 @@ class WeightFiles:
 
     def _rows(self, name: str, source: _Source, rows: range) -> Tensor:
         if source.converter is None:
-            return self._slice(source.keys[0][1])[rows.start : rows.stop]
+            key = source.keys[0][1]
+            return self._reader(key).rows(key, rows.start, rows.stop)
         return self._converted(source, rows)[name]
 
     def _converted(self, source: _Source, rows: range | None = None, on_meta: bool = False) -> dict[str, Tensor]:
         """Whole parameters, or these rows of them, made by transformers of what is in the files."""
         converter = deepcopy(source.converter)
         for pattern, key in source.of_rows(rows):
-            tensor = self._empty(key) if on_meta else self._slice(key)[...]
+            reader = self._reader(key)
+            tensor = reader.empty(key) if on_meta else reader.whole(key)
             converter.add_tensor(source.target, key, pattern, tensor)
         made = converter.convert(source.target, **self._context)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def _slice(self, key: str) -> Any:
-        """Of safetensors; what is indexed is read, and not mapped: pages that are mapped stay with the process."""
-        from safetensors import safe_open
-
+    def _reader(self, key: str) -> TensorReader:
         file = self._file_of[key]
         if file not in self._readers:
-            opened = safe_open(self._folder / file, framework="pt", backend="pread")
-            self._readers[file] = self._stack.enter_context(opened)
-        return self._readers[file].get_slice(key)
-
-    def _empty(self, key: str) -> Tensor:
-        there = self._slice(key)
-        if there.get_dtype() not in _TYPES:
-            raise ReadWhole(f"{key} is of type {there.get_dtype()} in its files")
-        return torch.empty(there.get_shape(), dtype=_TYPES[there.get_dtype()], device="meta")
+            try:
+                self._readers[file] = self._stack.enter_context(TensorReader(self._folder / file))
+            except ValueError as error:
+                raise ReadWhole(f"{self._folder / file}: {error}") from error
+        return self._readers[file]
 
     def _find(self, model: PreTrainedModel) -> dict[str, _Source]:
         """What each tensor of the model is read from: names as transformers renames them when it loads."""
@@ -159,7 +155,7 @@ class WeightFiles:
         """Sources by the names of what they really make, which has the shapes of the model."""
         for source in sources.values():
             if source.converter is None:
-                made = {source.target: self._empty(source.keys[0][1])}
+                made = {source.target: self._reader(source.keys[0][1]).empty(source.keys[0][1])}
             else:
                 made = self._converted(source, on_meta=True)
             for name, tensor in made.items():
@@ -265,11 +261,12 @@ def _chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 def _files(folder: Path) -> dict[str, str]:
     """In which file of the folder each tensor is."""
-    from safetensors import safe_open
-
     if (folder / _INDEX).is_file():
         return json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
     if not (folder / _SINGLE).is_file():
         raise ReadWhole(f"{folder} has no safetensors files")
-    with safe_open(folder / _SINGLE, framework="pt", backend="pread") as reader:
-        return dict.fromkeys(reader.keys(), _SINGLE)
+    try:
+        with TensorReader(folder / _SINGLE) as reader:
+            return dict.fromkeys(reader, _SINGLE)
+    except ValueError as error:
+        raise ReadWhole(f"{folder / _SINGLE}: {error}") from error

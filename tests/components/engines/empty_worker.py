@@ -1,10 +1,12 @@
 """What a rank of the tests of empty models does: the same training from a model loaded whole and from an empty one."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from components.engines import weight_files
 from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine
@@ -44,5 +46,24 @@ def held(engine: TrainEngine) -> int:
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 
+def bytes_read() -> int:
+    """Of all files, by this process."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def reading(folder: str) -> tuple[int, int]:
+    """Bytes that a rank reads of a model's files to have its part, and bytes of that part."""
+    model = load_policy(folder, empty=True)
+    before = bytes_read()
+    engine = open_engine(model, config(**CASES["fsdp-2"]))
+    return bytes_read() - before, held(engine)
+
+
 def both_ways(folder: str) -> dict[str, dict[bool, Any]]:
-    return {case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES}
+    """By case, for models loaded whole (False) and made empty (True)."""
+    # Little at a time, so that a matrix takes several goes.
+    weight_files.READ_BYTES = 5000
+    record = {case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES}
+    # At last, when all that this needs is imported.
+    record["read"] = {True: reading(folder)}
+    return record

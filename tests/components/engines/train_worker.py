@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
+from components.engines import engine_state
 from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine, init_process_group
@@ -100,7 +101,7 @@ def all_minibatches() -> list[Batch]:
 
 
 def state_engine(case: str, model_folder: str) -> TrainEngine:
-    model = load_policy(model_folder)
+    model = load_policy(model_folder, empty=True)
     if case.startswith("odd"):
         attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
         for attention in attentions:
@@ -148,6 +149,8 @@ def public_moments(engine: TrainEngine) -> dict[str, Tensor | None]:
 
 
 def save_states(model_folder: str, states: Path) -> dict[str, Any]:
+    # A matrix of 64 times 64 takes three goes, none of which ends with a row.
+    engine_state.PIECE = 1500
     record: dict[str, Any] = {}
     for case in STATES:
         engine = state_engine(case, model_folder)
@@ -178,6 +181,7 @@ def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: lis
 
 def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     """What the other number of ranks saved."""
+    engine_state.PIECE = 700
     other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
     names = {f"{saved}-{case}": (saved, case) for saved, case in CROSSED}
     return {
