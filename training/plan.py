@@ -49,7 +49,6 @@ _CHECKPOINTING = {"gradient_checkpointing": True}
 _SHARES = ("gpu_memory",)
 _PARALLEL = ("tensor_parallel",)
 _PROCESSES = ("ranks", "ranks_per_node", "references", "rewards", "engines", "devices_per_node")
-_FROZEN = ".frozen_models"
 _BUDGETS = ("max_tokens",)
 VERDICTS = ("fits", "not known", "maybe too much", "too much")
 """On a node or a device, the worse ones last. What is too much in any case is refused."""
@@ -409,11 +408,12 @@ class Plan:
             lower += ("cpu_cache_gb",) * caches
         found = list[str]()
         parts = [part for need in needs for part in need.parts or (need,)]
-        freezes = any(part.weights and not part.optimizer and not part.generates for part in parts)
-        if gpu and not here and freezes:
-            found += self._cut_frozen_models(place)
+        cuts = gpu and not here and any(p.weights and not (p.optimizer or p.host or p.generates) for p in parts)
+        layout = "sharded" if max(self._count(name) for name in place.certain) > 1 else "offloaded"
         for name, value in flat(redact(self.config)).items():
             last = name.rpartition(".")[2]
+            if cuts and (last, value) == ("frozen_models", "whole"):
+                found.insert(0, f"{name}={layout}")
             if last in better and value in (0, 1, 2) and value != better[last]:
                 found.append(f"{name}={_short(better[last])}")
                 continue
@@ -423,14 +423,6 @@ class Plan:
             if fewer or (last in lower and (value is not None or last in _SHARES)):
                 found.append(f"{name} lower")
         return self._or_smaller(found[:4] + ["more GPUs"] * (gpu and not here))
-
-    def _cut_frozen_models(self, place: Place) -> list[str]:
-        """An option with which models that are not trained take less of a GPU, where there is one."""
-        names = [
-            name for name, value in flat(redact(self.config)).items() if name.endswith(_FROZEN) and value == "whole"
-        ]
-        layout = "sharded" if max(self._count(role) for role in place.certain) > 1 else "offloaded"
-        return [f"{name}={layout}" for name in names]
 
     def _larger_share(self, need: Need) -> str:
         """What to set where an engine may not take what its weights do. Where it trains too it has one device."""

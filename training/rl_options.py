@@ -329,6 +329,12 @@ class RLOptions(RunOptions):
             *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
         found = without_effect(idle, given)
+        compares = self.has_reference_role or self.needs_old_logprobs
+        if compares and self.train.precision != "fp32" and not self.train.packing:
+            found.append(
+                f"train.precision={self.train.precision} with train.packing=false: padding changes how "
+                "log-probabilities are rounded, so that KL and ratio start near 0 and 1, and not at them"
+            )
         found += self.rollout.notes(given)
         found += self.agent.notes(given, self.rollout.engine)
         corrects = self.algorithm.correction != "none"

@@ -36,7 +36,7 @@ TWO_STEPS = ["data.max_samples=16"]
 LONG = ["data.max_samples=62", "checkpoint.every=2", "algorithm.kl_coef=0", "algorithm.filter_range=[0.3,0.7]"]
 """Seven steps of 8 prompts, and 6 more prompts; what is too easy or too hard is dropped."""
 APART = """placement.colocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
-    train.zero_stage=2
+    placement.frozen_models=sharded train.zero_stage=2
 """
 
 

@@ -241,6 +241,26 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
     assert main([*given, "--print_config"]) == 0
 
 
+@pytest.mark.parametrize(("layout", "verdict"), [("whole", "maybe too much"), ("sharded", "fits")])
+def test_a_reference_that_may_not_fit_whole_is_advised_to_be_sharded(
+    layout: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder_of(tmp_path / "large", LARGE)
+    given = f"""
+        model.path={path} data.path=task:sort algorithm.kl_coef=0.1 placement.nodes=4 placement.colocate=false
+        train.engine=fsdp train.zero_stage=3 train.adam_offload=true rollout.engine=hf run_dir={tmp_path}/run
+        dry_run=true assume_devices=8x4x144GB placement.frozen_models={layout}
+    """
+    assert import_module("recipes.grpo.main").main(given.split()) == 0
+    shown = capsys.readouterr()
+    # 141 GB of bfloat16 weights, and over 8 ranks 18 GB.
+    (need,) = [each for each in json.loads(shown.out)["memory"] if each["role"] == "REFERENCE"]
+    assert need["weights"] / 1e9 == pytest.approx(141.1 if layout == "whole" else 17.6, abs=0.1)
+    said = re.sub(r"\s*\ngrpo: +", " ", shown.err).partition("a GPU of REFERENCE")[2].partition("grpo:")[0]
+    assert verdict in said
+    assert ("set placement.frozen_models=sharded" in said) == (layout == "whole")
+
+
 @pytest.mark.parametrize(
     ("recipe", "option", "facts"),
     [

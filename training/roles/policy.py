@@ -4,13 +4,13 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from components.batch import Batch
-from components.engines.causal import load_policy, policy_logprobs
+from components.engines.causal import policy_logprobs
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
-from training.roles.trained_model import TrainedModel, of_rank0
+from training.roles.trained_model import TrainedModel, of_rank0, policy_to_train
 
 C = TypeVar("C", bound=RLOptions)
 
@@ -23,14 +23,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
     @trainer_invocation(blocking=False)
     def load(self, model_path: str, steps: int) -> None:
         """Load the model and put it under the training engine; `steps` set the length of its schedule."""
-        model = load_policy(
-            model_path,
-            gradient_checkpointing=self.config.train.gradient_checkpointing,
-            attn_implementation=self.config.model.attn_implementation,
-            packing=self.config.train.packing,
-            empty=True,
-        )
-        self.engine = open_engine(model, self.config.train_engine(steps))
+        self.engine = open_engine(policy_to_train(model_path, self.config), self.config.train_engine(steps))
         self.open_publisher(self.config.placement.nodes)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)

@@ -5,10 +5,9 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from components.batch import Batch
-from components.engines.causal import load_policy
 from components.engines.opening import open_engine
 from core import trainer_invocation
-from training.roles.trained_model import TrainedModel, of_rank0
+from training.roles.trained_model import TrainedModel, of_rank0, policy_to_train
 from training.supervised_options import SupervisedOptions
 
 C = TypeVar("C", bound=SupervisedOptions)
@@ -21,13 +20,7 @@ class SupervisedModel(TrainedModel, Generic[C]):
 
     def load_model(self, path: str) -> nn.Module:
         """The model to train, whose weights the engine reads; here a causal one."""
-        return load_policy(
-            path,
-            gradient_checkpointing=self.config.train.gradient_checkpointing,
-            attn_implementation=self.config.model.attn_implementation,
-            packing=self.config.train.packing,
-            empty=True,
-        )
+        return policy_to_train(path, self.config)
 
     @trainer_invocation
     def load(self, model_path: str, steps: int) -> None:

@@ -1,12 +1,14 @@
 """What every role that trains a model does."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import shuffled_minibatches
+from components.engines.causal import load_policy
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
@@ -21,6 +23,15 @@ Prepare = Callable[[Batch, int], Batch]
 def of_rank0(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Of metrics that are the same on every rank those of the first."""
     return metrics[0]
+
+
+def policy_to_train(path: str, config: Any) -> nn.Module:
+    """The causal model at `path` as the options `model` and `train` want it; the engine around it reads its weights."""
+    train = config.train
+    attention, checkpointing = config.model.attn_implementation, train.gradient_checkpointing
+    return load_policy(
+        path, gradient_checkpointing=checkpointing, attn_implementation=attention, packing=train.packing, empty=True
+    )
 
 
 class TrainedModel(BaseWorkload):

@@ -4,7 +4,7 @@ from functools import partial
 
 from agents.runner import Collected
 from components.batch import Batch
-from components.engines.causal import load_policy, policy_logprobs
+from components.engines.causal import policy_logprobs
 from components.engines.config import SamplingConfig
 from components.engines.device import is_engine_dead
 from components.engines.frozen_engine import open_frozen_policy
@@ -12,6 +12,7 @@ from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import Dispatch, register
 from training.roles.rollout import SamplingWorker
+from training.roles.trained_model import policy_to_train
 
 from ..algorithm import mark_tokens, minibatches, policy_loss
 from .learner import Learner
@@ -43,14 +44,7 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
         """Load what else the role has, a model that is trained or frozen; `steps` set the length of the schedule."""
         config = self.config
         if "actor" in self.parts:
-            model = load_policy(
-                model_path,
-                gradient_checkpointing=config.train.gradient_checkpointing,
-                attn_implementation=config.model.attn_implementation,
-                packing=config.train.packing,
-                empty=True,
-            )
-            self.engine = open_engine(model, config.train_engine(steps))
+            self.engine = open_engine(policy_to_train(model_path, config), config.train_engine(steps))
             self.open_publisher(config.placement.nodes)
         if "ref" in self.parts and config.has_reference_role:
             self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
