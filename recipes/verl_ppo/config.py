@@ -432,5 +432,7 @@ class VerlPPOConfig(RLOptions):
             found.append(f"algorithm.estimator={own.estimator} compares nothing: samples_per_prompt is 1")
         if not self.needs_critic and any(name.startswith("critic.") for name in given):
             found.append("no effect of critic.*: there is no critic")
+        if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:
+            found.append("rollout.tensor_parallel: the engines are a role, rollout, on the devices of the ranks")
         idle = [(True, name, why) for name, why in idle_options(self)]
         return [*found, *without_effect(idle, given), *super().notes(given)]

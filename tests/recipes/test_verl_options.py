@@ -58,6 +58,7 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     notes = [*config.notes({"critic.warmup_steps"}), *adapter_notes(VerlPPOConfig, arguments)]
     assert [note.split(": ")[0] for note in notes] == [
         "no effect of critic.*",
+        "rollout.tensor_parallel",
     ]
 
 
