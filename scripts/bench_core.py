@@ -457,7 +457,7 @@ def _let_in(listener: Listener, ends: list[Connection]) -> None:
 def _answer(end: Connection, ends: list[Connection]) -> None:
     try:
         kind, *_ = end.recv()
-        end.send((kind, Status(IDLE, 0.0, 50 * 2**20) if kind == "status" else True))
+        end.send((kind, Status(IDLE, 0.0, 0.0, 50 * 2**20) if kind == "status" else True))
     except (EOFError, OSError):  # the driver has hung up
         ends.remove(end)
 

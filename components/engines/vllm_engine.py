@@ -8,7 +8,10 @@ has a seed of its own. They are other tokens than the hf engine draws from the s
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -31,6 +34,9 @@ from components.engines.weight_sync import WeightHandle
 from components.heartbeat import beat
 
 __all__ = ["VLLMRolloutConfig", "VLLMRolloutEngine"]
+
+
+_LOOK_S = 5.0
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -72,6 +78,9 @@ class VLLMRolloutEngine(RolloutEngine):
             return outputs
 
         engine.step = beating_step
+        if self.config.own_process:
+            # Should that process be killed, vLLM would wait for its outputs for ever.
+            engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
@@ -102,3 +111,11 @@ class VLLMRolloutEngine(RolloutEngine):
             self._llm.llm_engine.engine_core.shutdown()
         finally:
             dist.destroy_process_group = destroy
+
+
+def _next_outputs(client: Any) -> Any:
+    """What vLLM's process has drawn next; its EngineDeadError once there is no such process."""
+    while True:
+        with suppress(Empty):
+            return Queue.get(client.outputs_queue, timeout=_LOOK_S)
+        client.ensure_alive()

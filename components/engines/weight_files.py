@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from components.engines.tensor_file import TensorReader
+from components.heartbeat import beat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -236,6 +237,7 @@ def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> 
                 files[prefix].read(stored, local_rows(made.detach()), first_row(made))
             for module, own_name in places[parameter]:
                 setattr(module, own_name, made)
+            beat()
             yield made
 
 

@@ -7,9 +7,11 @@ import torch
 
 from components import heartbeat
 from components.batch import Batch
+from components.engines.causal import load_policy
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.device import compute_device, is_engine_dead
 from components.engines.opening import open_rollout_engine
+from components.engines.weight_files import fill
 from components.engines.weight_sync import WeightPublisher, read_weights
 from tests.messages import says
 
@@ -41,13 +43,17 @@ def test_an_engine_without_memory_or_without_its_processes_is_dead_and_after_oth
         assert not is_engine_dead(error)
 
 
-def test_each_token_that_is_drawn_and_each_tensor_that_is_sent_is_a_sign_of_progress(
+def test_each_tensor_that_is_read_token_that_is_drawn_and_tensor_that_is_sent_is_a_sign_of_progress(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_listeners", [])
-    engine = open_rollout_engine(tied_model, HFRolloutConfig())
     heard: list[None] = []
     heartbeat.listen(lambda: heard.append(None))
+    policy = load_policy(tied_model, empty=True)
+    fill(policy, "cpu")
+    assert len(heard) == len(list(policy.parameters()))
+    engine = open_rollout_engine(tied_model, HFRolloutConfig())
+    heard.clear()
     prompts = Batch.from_rows({"tokens": [[4, 5], [6]]}, {"prompt_id": [0, 1], "sample_id": [0, 0]})
     drawn = engine.generate(prompts, SamplingConfig(max_new_tokens=9))
     longest = int((drawn.lengths - drawn["prompt_length"]).max())

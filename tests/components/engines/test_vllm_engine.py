@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from components.batch import Batch
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.device import is_engine_dead
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.opening import open_engine, open_rollout_engine
 from components.engines.vllm_engine import VLLMRolloutEngine
@@ -162,3 +167,22 @@ def test_heads_that_vllm_has_no_kernel_for_are_named_before_the_engine_starts(tm
     small = write_model(tmp_path / "small", seed=1, tied=True)
     with pytest.raises(ValueError, match=says(small, 16, 32, "hf")):
         VLLMRolloutEngine(small, SMALL)
+
+
+@pytest.mark.nightly
+def test_an_engine_whose_own_process_is_killed_while_it_draws_says_that_it_is_dead(model: Path) -> None:
+    own = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25, own_process=True))
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    (core,) = [pid for pid in pids if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    step = own._llm.llm_engine.step
+
+    def deadly_step() -> Any:
+        os.kill(core, signal.SIGKILL)
+        return step()
+
+    own._llm.llm_engine.step = deadly_step
+    prompts = Batch.from_rows({"tokens": [[4, 5], [6]]}, {"prompt_id": [0, 1], "sample_id": [0, 0]})
+    with pytest.raises(Exception, match="EngineCore") as raised:
+        own.generate(prompts, SamplingConfig(max_new_tokens=16))
+    assert is_engine_dead(raised.value)
