@@ -157,8 +157,6 @@ class EpisodeRunner:
         """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes. No episode may
         be in flight.
         """
-        if self._groups:
-            raise ValueError(f"{len(self._groups)} groups of episodes are in flight; collect them, then sleep")
         freed = self.engine.sleep(level)
         return freed if isinstance(freed, int) else self._loop_runner.run(freed)
 

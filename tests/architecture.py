@@ -42,7 +42,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3350, "components": 9500, "agents": 2000, "training": 7880}
+LAYER_LINES = {"core": 3350, "components": 9500, "agents": 2000, "training": 7960}
 RECIPE_LINES = {
     "grpo": 380,
     "reinforce_pp": 260,
@@ -58,7 +58,7 @@ the reason in the commit. Still above what they are to be: core 2,700, training 
 TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 18090}
+CLOSURE_LINES = {"recipes/grpo": 18340}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4

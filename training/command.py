@@ -14,9 +14,9 @@ from core.placement import detect_devices
 from training.config import (
     adapter_notes,
     changed_options,
+    config_files,
     given_options,
     load_config,
-    names_config,
     read_options,
     renamed,
 )
@@ -92,7 +92,8 @@ class Command(ABC, Generic[C]):
 
     def takes_gpu_preset(self, arguments: list[str]) -> bool:
         """Whether there are GPUs, and the user has neither a file of their own nor a command of another system."""
-        if not detect_devices() or names_config(self.schema, arguments):
+        files = config_files(self.schema, arguments)
+        if not detect_devices() or any(file.resolve().parent != self.folder.resolve() for file in files):
             return False
         written = read_options(self.schema, arguments).written
         return not (self.is_adapted and any(option != word for option, word in written.items()))

@@ -69,9 +69,9 @@ def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
     return {option.name for option in read_options(schema, arguments).options}
 
 
-def names_config(schema: type, arguments: Sequence[str]) -> bool:
-    """Whether a user has named a `--config FILE`."""
-    return any(option.name == "config" for option in _read_arguments(schema, arguments)[0])
+def config_files(schema: type, arguments: Sequence[str]) -> list[Path]:
+    """Each `--config FILE` that a user has named."""
+    return [Path(option.value) for option in _read_arguments(schema, arguments)[0] if option.name == "config"]
 
 
 def adapter_notes(schema: type, arguments: Sequence[str]) -> list[str]:

@@ -1,12 +1,15 @@
-"""gpu.yaml of the recipes that sample: what a run of the user's own starts from on GPUs. Planned, as there are none here."""
+"""gpu.yaml of the recipes that sample: what a run of one's own starts from on GPUs; planned, as there are none here."""
 
 import json
 import re
+import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_runs import ROOT
 
 from tests.messages import says
 
@@ -66,7 +69,7 @@ def test_on_gpus_a_model_of_ones_own_is_packed_recomputed_and_fits(
     assert sum(bool(re.search(says("gpu.yaml", "train.precision=bf16"), line)) for line in shown.splitlines()) == 1
     devices = [place for place in plan["places"] if place["there"] is not None]
     assert devices
-    assert [place for place in devices if place["least"] > place["there"]] == []
+    assert [place for place in devices if place["most"] > place["there"]] == []
 
 
 def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +83,11 @@ def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest
     plan, shown = planned("grpo", [*arguments, "--config", str(own)], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["train"]["packing"]) == ("deepspeed", False)
     assert "gpu.yaml" not in shown
-    # So it is without GPUs, and of the demonstration.
+    # A variant of the algorithm, which lies beside the preset, says nothing of that.
+    plan, shown = planned("grpo", [*arguments, "--config", "recipes/grpo/dr_grpo.yaml"], capsys)
+    assert (plan["config"]["train"]["engine"], plan["config"]["algorithm"]["std_norm"]) == ("fsdp", False)
+    assert "gpu.yaml" in shown
+    # Without GPUs, and of the demonstration, nothing is set.
     for others in (["assume_devices=0", *arguments[:-1]], ["dry_run=true", "assume_devices=8"]):
         _, shown = planned("grpo", others, capsys)
         assert "gpu.yaml" not in shown
@@ -88,7 +95,39 @@ def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest
 
 def test_a_command_of_openrlhfs_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = given("openrlhf_ppo", tmp_path, "8x1x80GB")
-    flags = ["--colocate_all_models", "--zero_stage", "3", "--train_batch_size", "128", "--gradient_checkpointing"]
+    flags = ["--colocate_all_models", "--zero_stage", "3", "--train_batch_size", "128", "--deepspeed_enable_sleep"]
     plan, shown = planned("openrlhf_ppo", [*arguments, *flags], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["train"]["packing"]) == ("deepspeed", False)
     assert "gpu.yaml" not in shown
+
+
+@pytest.mark.parametrize(("has_gpu", "has_preset", "fails"), [(1, 1, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0)])
+def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
+    has_gpu: int, has_preset: int, fails: int, tmp_path: Path
+) -> None:
+    scripts = {
+        "scripts/setup.sh": f'echo "$*" >>calls\n[[ "$*" != *vllm* || {fails} == 0 ]]',
+        "recipes/mine/main.py": "",
+        ".venv/bin/python": "echo ran >>calls",
+        **({"bin/nvidia-smi": "exit 0"} if has_gpu else {}),
+        **({"recipes/mine/gpu.yaml": "train: {}"} if has_preset else {}),
+    }
+    for name, body in scripts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n" if not name.endswith(".py") else body)
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts/run_recipe.sh", tmp_path / "scripts")
+    done = subprocess.run(
+        ["bash", "scripts/run_recipe.sh", "recipes/mine"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first = "--quiet recipes vllm" if has_gpu and has_preset else "--quiet recipes"
+    # The folder is looked at by Python, and then run.
+    expected = [first, *(["--quiet recipes"] if fails else []), "ran", "ran"]
+    assert (tmp_path / "calls").read_text().splitlines() == expected
+    assert bool(re.search(says("vLLM", "installed"), done.stderr)) == bool(fails)

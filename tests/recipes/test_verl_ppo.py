@@ -136,9 +136,10 @@ def calls(run: RunFolder) -> list[str]:
 
 def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -> None:
     began, policy = calls(local["long"]), "actor_rollout"
-    # Critic and reference load at once, then the policy. Held-out prompts are answered three times: sampled and greedy
+    # The engines load first, then all others at once. Held-out prompts are answered three times: sampled and greedy
     # for the score, and as validation asks. In the first step the critic learns alone.
-    assert began[:3] == ["critic.init_model", "ref.init_model", f"{policy}.init_model"]
+    loading = [f"{policy}.init_rollout", f"{policy}.init_model", "critic.init_model", "ref.init_model"]
+    assert began[:4] == loading
     validation = [f"{policy}.generate_sequences"] * 3
     experience = [
         f"{policy}.generate_sequences",
@@ -149,7 +150,7 @@ def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -
     update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
     saved = [f"{policy}.save_checkpoint", "critic.save_checkpoint", f"{policy}.save_model"]
     first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
-    assert began[3 : 6 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
+    assert began[4 : 7 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
     assert set(began[-3:]) == {f"{policy}.end_job", "critic.end_job", "ref.end_job"}
 
 
@@ -292,7 +293,8 @@ def test_an_agents_episodes_are_trained_on_and_validate(local: dict[str, RunFold
 
 def test_remax_compares_with_a_greedy_answer_and_no_validation_comes_before(local: dict[str, RunFolder]) -> None:
     run = local["remax"]
-    assert calls(run)[:3] == ["actor_rollout.init_model", *["actor_rollout.generate_sequences"] * 2]
+    loading = ["actor_rollout.init_rollout", "actor_rollout.init_model"]
+    assert calls(run)[:4] == [*loading, *["actor_rollout.generate_sequences"] * 2]
     for batch in batches(run):
         for own in batch.group_by("prompt_id").values():
             assert len(set(own["greedy_reward"].tolist())) == 1
@@ -320,7 +322,8 @@ def test_filtered_groups_are_replaced_and_the_last_step_takes_what_is_left(local
 def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, RunFolder]) -> None:
     run, trained = local["val_only"], local["long"]
     assert {call.partition(".")[2] for call in calls(run)} == {
-        *("init_model", "load_checkpoint", "publish_weights", "receive_weights", "generate_sequences", "end_job")
+        *("init_rollout", "init_model", "load_checkpoint", "publish_weights", "receive_weights"),
+        *("generate_sequences", "end_job"),
     }
     (line,) = run.metrics
     assert line["step"] == 6

@@ -341,10 +341,10 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
     async def scene(engine: BatchedEngine) -> list[Any]:
         requests = [engine.submit([2, i], unlucky if i % 2 else lucky) for i in range(6)]
         first = await asyncio.gather(*(request.result() for request in requests), return_exceptions=True)
-        inner.sleep()
+        await engine.sleep()
         with pytest.raises(ValueError, match=r"wake\(\)"):
             await engine.submit([2], lucky).result()
-        inner.wake()
+        await engine.wake()
         return [*first, await engine.submit([2], lucky).result()]
 
     found = run(inner, scene)

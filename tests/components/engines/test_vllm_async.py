@@ -108,11 +108,18 @@ def test_many_requests_at_once_each_get_their_own_and_an_aborted_one_keeps_what_
     assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions)
 
 
-def test_a_request_that_cannot_be_is_refused_at_once(engine: AsyncVLLMEngine) -> None:
+def test_a_request_that_cannot_be_is_refused_at_once(loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine) -> None:
     with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())
     with pytest.raises(ValueError, match=says("9 tokens", f"max_new_tokens={POSITIONS - 8}", POSITIONS)):
         engine.submit([2] * 9, SamplingConfig(max_new_tokens=POSITIONS - 8))
+    assert loop.run_until_complete(engine.sleep(2)) == 0  # on a CPU nothing is freed, and nothing dropped
+    with pytest.raises(ValueError, match=r"wake\(\)"):
+        engine.submit([2], SamplingConfig())
+    loop.run_until_complete(engine.wake())
+    assert engine.has_weights
+    drawn = loop.run_until_complete(response(engine, [2, 3], SamplingConfig(max_new_tokens=2)))
+    assert len(drawn.versions) in (1, 2)
 
 
 def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_drew_it(
