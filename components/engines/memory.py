@@ -226,8 +226,8 @@ def training(
     activations = _activations(size, tokens, config)
     passes = None
     if activations is not None:
-        head = _head_bytes(size, tokens, config, gpu) * has_head
-        passes = max(activations + max(head, work.backward()), work.step())
+        head = _head_bytes(size, tokens, config, gpu) * has_head + work.gathered_rest()
+        passes = max(activations + max(head, work.backward(size.vocabulary * size.hidden * has_head)), work.step())
     return Need(
         weights=weights,
         gradients=gradients,
@@ -281,29 +281,48 @@ class _Training:
         gradients = 4 * self.trained // (ranks if stage >= 2 else 1)
         return weights, gradients, 8 * self.trained if stage == 0 else 12 * self.trained // ranks
 
-    def backward(self) -> int:
-        """Gathered parameters and gradients on their way, while activations are there."""
+    def gathered_rest(self) -> int:
+        """What no layer has, gathered for a whole pass."""
+        return self.width * self.rest if self.config.engine == "fsdp" else 0
+
+    def backward(self, head: int) -> int:
+        """Gathered parameters and gradients on their way, while activations are there.
+
+        Args:
+            head: numbers of the output layer, whose gradient comes first and waits for the end; 0 without one.
+        """
         width, stage = self.width, self.config.stage
         if self.config.engine == "fsdp":
             own = self.trained // self.layers if self.adapters else self.layer
             # A layer's gradient, and its copy in float32 that is reduced.
-            gradients = (width + 4) * own
+            gradients = (width + 4) * own + (0 if self.adapters else width * head)
             if stage < 3:
-                # The gradients of all micro-batches but the last are added up in float32, whole.
-                return width * self.count + 4 * self.trained * self.several + gradients
-            # What no layer has stays; of the layers one computes, and the next one is on its way.
-            return width * (self.rest + 2 * self.layer) + gradients
-        if stage == 0:
-            return 0
-        # Gradients wait for each other in a buffer, which a GPU is asked for as a whole.
-        most = _GATHERED // 2
-        waiting = width * (min(self.trained, most) + (most if self.gpu else min(self.trained, most)))
+                # The gradients of all micro-batches but the last are added up in float32, whole; rows come of the last.
+                added = 4 * (self.trained - self.trained // self.ranks) * self.several
+                return width * self.count + added + gradients
+            # Of the layers one computes, and the next one is on its way.
+            return self.gathered_rest() + 2 * width * self.layer + gradients
+        # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.
+        waiting = width * min(self.trained, _GATHERED // 2)
+        buffer = width * _GATHERED // 2 if self.gpu else waiting
+        if stage < 2:
+            return buffer * stage * self.gpu
         gathered = width * min(self.count, _GATHERED) if stage == 3 and self.ranks > 1 else 0
-        return waiting + gathered
+        return waiting + buffer + gathered
 
     def step(self) -> int:
-        """What the end of a step takes, when activations have gone."""
-        return 0
+        """What the end of a step takes, when activations have gone: gradients that are reduced, and their copies in
+        float32 for the optimizer.
+        """
+        if self.config.engine == "fsdp":
+            return 0 if self.adapters else (2 * self.width + 4) * self.rest
+        waiting = min(self.trained, _GATHERED // 2)
+        own = self.trained // self.ranks
+        if self.config.stage == 0:
+            return 4 * waiting
+        if self.config.stage == 1:
+            return 4 * own + self.width * (_GATHERED // 2 if self.gpu else waiting)
+        return 4 * (own if self.config.stage == 2 else min(own, _GATHERED))
 
 
 def frozen(

@@ -123,17 +123,35 @@ def test_adapters_alone_have_gradients_and_states(monkeypatch: pytest.MonkeyPatc
 
 
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
-    # A layer and token: 7 x 10 + 4 x 10 + 4 x 30 = 230 numbers; a quarter more; logits twice, and the head's gradient.
-    rest = 2 * 4 * 100 * 16 + 4 * 100 * 10
-    need = training(SMALL, TrainConfig(), 1, tokens=16)
-    assert need.passes == 16 * (2 * 230 * 4) * 5 // 4 + rest
-    less = training(SMALL, TrainConfig(gradient_checkpointing=True), 1, tokens=16)
-    assert less.passes == 16 * (230 * 4 + 2 * 10 * 4) * 5 // 4 + rest
-    # ZeRO's gradients wait in a buffer: beside each other 2 x 4 x 100000 more.
-    assert training(SMALL, TrainConfig(zero_stage=2), 1, tokens=16).passes == need.passes + 800_000
-    # FSDP gathers the embedding, 100 x 10, which stays, two layers of (100000 - 1000) / 2, and a layer's gradient.
+    # A layer and token: 7 x 10 states, 2 x 10 + 2 x 5 of queries and keys, and 4 x 30 = 220 numbers; a quarter more;
+    # logits twice, and the head's gradient. The end of a step copies the gradients to be reduced, 4 x 100000.
+    head = 2 * 4 * 100 * 1024 + 4 * 100 * 10
+    need = training(SMALL, TrainConfig(), 1, tokens=1024)
+    assert need.passes == 1024 * (2 * 220 * 4) * 5 // 4 + head
+    assert training(SMALL, TrainConfig(), 1, tokens=16).passes == 400_000
+    less = training(SMALL, TrainConfig(gradient_checkpointing=True), 1, tokens=1024)
+    assert less.passes == 1024 * (220 * 4 + 2 * 10 * 4) * 5 // 4 + head
+    # Under autocast 14 states, of 2 bytes; matrix products keep the 99000 weights of the layers, rounded.
+    rounded = training(SMALL, TrainConfig(precision="bf16_autocast"), 1, tokens=1024)
+    kept = 1024 * (2 * 290 * 2) + 2 * 99_000
+    assert rounded.passes == kept * 5 // 4 + 2 * 2 * 100 * 1024 + 4_000
+    # ZeRO's gradients wait in a buffer: beside each other 2 x 4 x 100000, more than the head's.
+    assert training(SMALL, TrainConfig(zero_stage=2), 1, tokens=512).passes == 512 * (2 * 220 * 4) * 5 // 4 + 800_000
+
+
+def test_fsdp_gathers_by_layers_or_the_whole_and_adds_up_gradients_of_several_micro_batches() -> None:
+    activations = 16 * (2 * 220 * 4) * 5 // 4
+    # The embedding, 100 x 10, stays; two layers of (100000 - 1000) / 2; of one layer the gradient and its copy; and the
+    # embedding's gradient as an output layer.
     whole = training(SMALL, TrainConfig(engine="fsdp", zero_stage=3), 2, tokens=16)
-    assert whole.passes == need.passes + 4 * (1_000 + 99_000 + 50_000)
+    assert whole.passes == activations + 4 * (1_000 + 99_000) + 8 * 49_500 + 4 * 1_000
+    config = TrainConfig(engine="fsdp", zero_stage=2, precision="bf16")
+    activations = 16 * (2 * 240 * 2) * 5 // 4  # norms compute in float32, which are two states more
+    one = training(SMALL, config, 2, tokens=16)
+    assert one.passes == activations + 2 * 100_000 + 6 * 49_500 + 2 * 1_000
+    # From the second micro-batch gradients of 4 bytes are whole, where the need has a half of them.
+    several = training(SMALL, config, 2, tokens=16, several=True)
+    assert (several.gradients, several.passes) == (200_000, (one.passes or 0) + 200_000)
 
 
 def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
