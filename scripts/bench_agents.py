@@ -92,6 +92,12 @@ class TimedEngine(AsyncEngine):
 
     async def resume(self) -> None: ...
 
+    async def sleep(self, level: int = 1) -> int:
+        del level
+        return 0
+
+    async def wake(self, for_weights: bool = False) -> None: ...
+
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         raise NotImplementedError("it has no weights")
 

@@ -31,8 +31,15 @@ from components.engines.config import TrainConfig  # noqa: E402 (may not be inst
 from components.engines.memory import micro_batch_tokens, steps_in_parts, training  # noqa: E402
 from components.engines.model_size import model_size  # noqa: E402
 
-SHAPE = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 10}
-SHAPE |= {"num_key_value_heads": 2, "vocab_size": 20000, "max_position_embeddings": 2048}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "vocab_size": 20000,
+    "max_position_embeddings": 2048,
+}
 SEQUENCES, LENGTH = 8, 128
 """Of an optimizer step, over all ranks."""
 CASES: list[tuple[int, dict[str, Any]]] = [

@@ -109,19 +109,21 @@ class Layout:
 
 def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:
     """The layout of so many devices, with the least devices of an engine that hold its weights."""
-    widths = [width for width in (1, 2, 4, 8) if width <= devices]
-    for parallel in widths:
-        config = VLLMRolloutConfig(
-            dtype="bfloat16", tensor_parallel_size=parallel, gpu_memory_utilization=SHARE, enable_sleep=True
-        )
-        rows = SEQUENCES * parallel // devices
-        engine = sampling(size, config, rows, LONGEST, device_bytes, gpu=True)
-        if not engine.short or parallel == widths[-1]:
-            break
+    parallel, engine = 1, _engine(size, devices, 1, device_bytes)
+    while engine.short and 2 * parallel <= min(devices, PER_NODE):
+        parallel *= 2
+        engine = _engine(size, devices, parallel, device_bytes)
     actor = training(size, TRAIN, devices, tokens=TOKENS, several=True, gpu=True, publishes=True, sleeps=True)
     sharding = "sharded" if devices > 1 else "whole"
     reference = frozen(size, "bf16", tokens=TOKENS, gpu=True, layout=sharding, ranks=devices)
     return Layout(devices, actor, engine, reference, parallel)
+
+
+def _engine(size: ModelSize, devices: int, parallel: int, device_bytes: int) -> Need:
+    config = VLLMRolloutConfig(
+        dtype="bfloat16", tensor_parallel_size=parallel, gpu_memory_utilization=SHARE, enable_sleep=True
+    )
+    return sampling(size, config, SEQUENCES * parallel // devices, LONGEST, device_bytes, gpu=True)
 
 
 def gigabytes(count: int | None) -> str:

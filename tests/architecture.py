@@ -42,23 +42,23 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3350, "components": 9500, "agents": 2000, "training": 7960}
+LAYER_LINES = {"core": 3420, "components": 10250, "agents": 2000, "training": 8010}
 RECIPE_LINES = {
     "grpo": 380,
     "reinforce_pp": 260,
     "multi_turn": 260,
     "sft": 260,
     "dpo": 260,
-    "reward_model": 500,
+    "reward_model": 505,
     "openrlhf_ppo": 950,
-    "verl_ppo": 1980,
+    "verl_ppo": 1990,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
-the reason in the commit. Still above what they are to be: core 2,700, training 5,500, verl_ppo 950."""
+the reason in the commit. Still above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
 TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 18340}
+CLOSURE_LINES = {"recipes/grpo": 19410}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4

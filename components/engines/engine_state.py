@@ -16,12 +16,9 @@ first alone; before the first step there are none to give; and their sum over th
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from components.engines.disk_errors import Attempt
 from components.engines.tensor_file import TensorFile, TensorReader
 from components.engines.weight_average import WeightAverage
 from components.engines.weight_files import first_row, local_rows
@@ -51,66 +49,6 @@ CONSEQUENCES = {
 """Of a setting that was another when the state was saved."""
 PIECE = 16 * 2**20
 """So many numbers of a parameter are gathered, written or read at a time: 64 MB in float32."""
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
-
-
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn what libraries raise in place of an OSError into one, with its number; other errors pass.
-
-    Args:
-        what: is being done, as in "write /runs/7".
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        code = _errno_in(str(error))
-        if code is None:
-            raise
-        raise OSError(code, f"cannot {what}: {error}; look at the room, the quota and the rights there") from error
-
-
-def _errno_in(message: str) -> int | None:
-    """The error number that libraries written in Rust print, or that the system's words stand for."""
-    number = re.search(r"\(os error (\d+)\)", message)
-    if number is not None:
-        return int(number.group(1))
-    return next((code for code in _DISK_ERRORS if os.strerror(code) in message), None)
-
-
-class _Attempt:
-    """Work on files between collectives. After an error it is left out, until all ranks can stop together."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.error: OSError | ValueError | None = None
-
-    def do(self, work: Callable[[], object]) -> None:
-        if self.error is not None:
-            return
-        try:
-            with disk_errors(self.what):
-                work()
-        except (OSError, ValueError) as error:
-            self.error = error
-
-    def end(self) -> None:
-        """Raise on all ranks if one has failed: there its own error, elsewhere one of its kind that names it."""
-        mine = None
-        if self.error is not None:
-            mine = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
-        all_ranks: list[Any] = [mine]
-        if dist.get_world_size() > 1:
-            all_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(all_ranks, mine)
-        if self.error is not None:
-            raise self.error
-        for rank, failure in enumerate(all_ranks):
-            if failure is not None:
-                code, text = failure[0], f"rank {rank} could not {self.what}: {failure[1]}"
-                raise ValueError(text) if code is None else OSError(code, text)
 
 
 @dataclass(frozen=True)
@@ -188,7 +126,7 @@ class EngineState:
         parameters, beneath = self.parameters, self._sum_beneath()
         plan = self._plan(parameters)
         last_of_file = {file: name for name, (_, file) in plan.items()}
-        attempt = _Attempt(f"write {folder}")
+        attempt = Attempt(f"write {folder}")
         attempt.do(partial(self._begin, folder))
         opened: dict[str, TensorFile] = {}
         for name, (writer, file) in plan.items():
@@ -219,7 +157,7 @@ class EngineState:
         """
         saved = _Saved({}, {}, None)
         with ExitStack() as stack:
-            attempt = _Attempt(f"read {folder}")
+            attempt = Attempt(f"read {folder}")
             attempt.do(lambda: self._open(saved, folder, stack))
             attempt.end()
             if saved.note.get("beneath") != self._sum_beneath():

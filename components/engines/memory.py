@@ -30,8 +30,8 @@ NCCL_BYTES = 1_000_000_000
 """Of a GPU's memory for the buffers of a group of processes. Between 0.5 GB (2 GPUs) and 1.6 GB (8) are reported, see
 issues 864 and 964 of NVIDIA/nccl."""
 GRAPH_BYTES = 1_000_000_000
-"""Of a GPU's memory for vLLM's CUDA graphs; it reports 0.4 to 1 GB for models of 1 to 30 billion parameters. They stay
-while an engine sleeps."""
+"""Of a GPU's memory for vLLM's CUDA graphs: a round number, as users report 0.2 to 1 GB. They stay while an engine
+sleeps."""
 BUCKET_BYTES = 256 * 2**20
 """Weights travel between files, ranks and engines in such parts, of which two are there at a time."""
 STATE_FILE_BYTES = 2**30
@@ -122,7 +122,7 @@ def together(*needs: Need) -> Need:
         sums[name] = None if None in amounts else sum(amounts)
     passes = [need.passes for need in needs]
     return Need(
-        **sums,  # pyright: ignore[reportArgumentType]
+        **sums,
         passes=None if None in passes else max(count or 0 for count in passes),
         base=max(need.base for need in needs),
         let_go=sum(need.let_go for need in needs),

@@ -149,7 +149,8 @@ def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
     """The experts and routers of all layers; some layers may have one dense MLP in their place."""
     hidden, width = int(config["hidden_size"]), int(config["moe_intermediate_size"])
     experts, used = int(config["num_experts"]), int(config["num_experts_per_tok"])
-    every, without = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    every = int(config.get("decoder_sparse_step") or 1)
+    without: set[int] = set(config.get("mlp_only_layers") or ())
     mixtures = sum(layer not in without and (layer + 1) % every == 0 for layer in range(layers))
     parameters = mixtures * experts * (3 * hidden * width + hidden)
     parameters += (layers - mixtures) * 3 * hidden * int(config.get("intermediate_size") or 0)

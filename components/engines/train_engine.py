@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.device import compute_device
-from components.engines.engine_state import EngineState, disk_errors, whole_shape
+from components.engines.disk_errors import disk_errors
+from components.engines.engine_state import EngineState, whole_shape
 from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters

@@ -63,7 +63,9 @@ def both_ways(folder: str) -> dict[str, dict[bool, Any]]:
     """By case, for models loaded whole (False) and made empty (True)."""
     # Little at a time, so that a matrix takes several goes.
     weight_files.READ_BYTES = 5000
-    record = {case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES}
+    record: dict[str, dict[bool, Any]] = {
+        case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES
+    }
     # At last, when all that this needs is imported.
     record["read"] = {True: reading(folder)}
     return record

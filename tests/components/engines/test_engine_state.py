@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from components.engines.engine_state import disk_errors
+from components.engines.disk_errors import disk_errors
 from tests.components.engines import train_worker as worker
 from tests.components.engines.ranks import WORLD_SIZES, run_ranks
 from tests.messages import says

@@ -43,9 +43,21 @@ def test_parameters_of_published_models_follow_from_their_config(tmp_path: Path)
     assert (found.parameters, found.head, found.queries, found.keys) == (494_032_768, 0, 896, 128)
 
 
-MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 4}
-MIXTURE |= {"num_key_value_heads": 1, "moe_intermediate_size": 5, "num_experts": 6, "num_experts_per_tok": 2}
-MIXTURE |= {"intermediate_size": 10, "vocab_size": 100, "tie_word_embeddings": True, "mlp_only_layers": [1]}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 4,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 5,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 10,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+    "mlp_only_layers": [1],
+}
 
 
 def test_a_mixture_has_all_its_experts_and_computes_with_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,12 @@ SIZES: dict[str, Any] = {
 
 
 def experts() -> PreTrainedModel:
-    sizes = SIZES | {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+    sizes: dict[str, Any] = SIZES | {
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
