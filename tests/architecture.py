@@ -49,12 +49,12 @@ RECIPE_LINES = {
     "multi_turn": 260,
     "sft": 260,
     "dpo": 260,
-    "reward_model": 505,
+    "reward_model": 500,
     "openrlhf_ppo": 950,
     "verl_ppo": 1990,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
-the reason in the commit. Still above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
+the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
 TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from components.data.sandbox import PERMISSION, isolation_fault
+from components.data.sandbox import PERMISSION
 from tests.two_machines import namespaces_refused
 
 pytest_plugins = ["tests.cpu_budget"]
@@ -50,7 +50,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_private / "ray_token")
-    if isolation_fault():
+    if namespaces_refused():
         # What the tests run in it is theirs.
         os.environ[PERMISSION] = "unsafe"
 # Ray would start a worker for each logical CPU, wanted or not.

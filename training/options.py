@@ -22,6 +22,8 @@ from components.engines.config import (
     VLLMRolloutConfig,
     product_type,
 )
+from components.heartbeat import listen
+from core import beat
 from training.machines import Machines
 from training.schema import Options, at_least, recipe_of
 from training.tracking import WandbConfig
@@ -35,6 +37,9 @@ VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "
 """Options of RolloutOptions that only vLLM knows."""
 LORAS_OWN = ("lora_alpha", "lora_dropout", "lora_target_modules")
 """Options of TrainOptions that only mean something with a lora_rank."""
+
+# In each process of a run core's watch for hangs hears what components do.
+listen(beat)
 
 
 def new_run_dir(recipe: str) -> str:

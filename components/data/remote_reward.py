@@ -185,8 +185,10 @@ class RemoteReward:
 def reward_token(given: str | None = None) -> str | None:
     """The bearer token of reward servers: the one given, or the environment's; None where there is none.
 
-    Raises ValueError for one that no header can hold.
+    Raises ValueError for one that no header can hold, and for an empty one.
     """
+    if given is not None and not given.strip():
+        raise ValueError("token is empty, so that everybody would be let in; set one, or leave it out")
     token = (given or os.environ.get(TOKEN, "")).strip()
     if not (token.isascii() and token.isprintable()):  # what the HTTP library would say of it shows it
         raise ValueError(f"{TOKEN} holds characters that no HTTP header can; set it to the server's token")

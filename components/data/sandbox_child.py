@@ -80,7 +80,9 @@ def make_root(root: str, trees: list[str]) -> None:
     for path in [*trees, *(f"/dev/{name}" for name in DEVICES)]:
         show(path, root + path)
     for path in ("/tmp", "/dev/shm"):
-        os.symlink(HOME, root + path)
+        # An interpreter may lie there, whose tree is shown; TMPDIR says where there is room then.
+        if not os.path.lexists(root + path):
+            os.symlink(HOME, root + path)
     os.mkdir(root + HOME)
     attributes = struct.pack("QQQQ", SET_READ_ONLY | SET_NOSUID, 0, 0, 0)
     arguments = (AT_FDCWD, root.encode(), AT_RECURSIVE, attributes, len(attributes))

@@ -245,7 +245,9 @@ class EngineState:
         if part is not None:
             own = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
         if self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter)):
-            yield from ((start, own[start : start + PIECE].float()) for start in range(0, count, PIECE))
+            for start in range(0, count, PIECE):
+                beat()
+                yield start, own[start : start + PIECE].float()
             return
         first = part.start if part is not None else 0
         for start in range(0, count, PIECE):

@@ -94,8 +94,6 @@ class ServeConfig(Options):
         """See `Options.faults`."""
         if not self.model.path:
             yield "model.path is empty; set it to the folder of a reward model"
-        if self.token is not None and not self.token.strip():
-            yield "token is empty, so that everybody would be let in; set one, or leave it out"
         yield from at_least(self, "", 1, "max_text_tokens", "batch_size", "max_tokens", "queue_size", "grace_s")
         if not 0 <= self.port < 2**16 or not self.max_request_mb > 0:
             yield f"port={self.port}, max_request_mb={self.max_request_mb}; set a port up to 65535 and a size above 0"

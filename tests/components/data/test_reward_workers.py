@@ -363,7 +363,7 @@ def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_
     # A frame as a reply would be, without the number of the request, on every descriptor that there is.
     body = (
         "reply = pickle.dumps(('ok', {'rewards': [9.0]}))\n"
-        "for fd in range(3, 32):\n"
+        "for fd in map(int, os.listdir('/proc/self/fd')):\n"
         "    try:\n"
         "        os.write(fd, struct.pack('!Q', len(reply)) + reply)\n"
         "    except OSError:\n"

@@ -79,7 +79,7 @@ def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
 def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
     options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
     shared = PlacementOptions(engines_sleep=True)
-    config = options.engine_config("bfloat16", 100, shared)
+    config = options.engine_config("bf16", 100, shared)
     assert config == VLLMRolloutConfig(
         dtype="bfloat16",
         max_num_seqs=512,
@@ -94,10 +94,10 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         0.7: PlacementOptions(engines_sleep=True, learners_sleep=True),
     }
     for share, placement in shares.items():
-        found = options.engine_config("bfloat16", 100, placement)
+        found = options.engine_config("bf16", 100, placement)
         assert isinstance(found, VLLMRolloutConfig)
         assert found.gpu_memory_utilization == share
-    assert isinstance(RolloutOptions(engine="hf").engine_config("float32", 9, shared), HFRolloutConfig)
+    assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared), HFRolloutConfig)
     trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
     assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
     assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)
@@ -115,8 +115,8 @@ def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -
 def test_engines_of_two_devices_share_out_what_there_is() -> None:
     apart = PlacementOptions(colocate=False).resolved(8, groups=2, tensor_parallel=2)
     assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
-    with pytest.raises(ValueError, match=says("rollout.tensor_parallel=2", "colocate")):
-        PlacementOptions().resolved(8, groups=2, tensor_parallel=2)
+    together = PlacementOptions().resolved(8, groups=2, tensor_parallel=2)
+    assert (together.actor_ranks, together.rollout_engines) == (8, 4)
 
 
 def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
