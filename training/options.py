@@ -25,7 +25,7 @@ from components.engines.config import (
 from components.heartbeat import listen
 from core import beat
 from training.machines import Machines
-from training.schema import Options, at_least, recipe_of
+from training.schema import Options, at_home, at_least, recipe_of
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -671,9 +671,3 @@ class LogOptions(Options):
         )
         tensorboard = self.tensorboard_dir or ("true" if self.tensorboard else None)
         return {"wandb": wandb if self.wandb or self.wandb_key else None, "tensorboard": tensorboard}
-
-
-def at_home(path: str) -> str:
-    """A path, or several with commas between, with ~ written out; names on the hub and the like stay as they are."""
-    parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
-    return ",".join(parts)

@@ -160,3 +160,9 @@ def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
             yield from _walk(kind, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name], field, schema
+
+
+def at_home(path: str) -> str:
+    """A path, or several with commas between, with ~ written out; names on the hub and the like stay as they are."""
+    parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
+    return ",".join(parts)

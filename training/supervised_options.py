@@ -19,9 +19,8 @@ from training.options import (
     LogOptions,
     ModelOptions,
     RunOptions,
-    at_home,
 )
-from training.schema import Options, at_least, refuse, without_effect
+from training.schema import Options, at_home, at_least, refuse, without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.adapters.openrlhf import supervised
-from training.options import ModelOptions, at_home, new_run_dir
-from training.schema import Options
+from training.options import ModelOptions, new_run_dir
+from training.schema import Options, at_home
 from training.supervised_options import PairOptions, SupervisedTrainOptions
 
 RECIPE = Path(__file__).parent.name

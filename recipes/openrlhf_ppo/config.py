@@ -7,14 +7,13 @@ training/adapters/openrlhf.yaml says which option each of them is. Defaults are 
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from components.engines.config import FrozenConfig, TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions
-from training.schema import Options, idle_options, where
+from training.schema import Options, at_home, idle_options, where
 
 Estimator = Literal[
     "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk"
@@ -385,8 +384,3 @@ class PPOConfig(RLOptions):
         ]
         found += [f"no effect of {name}: {why}" for name, why in idle_options(self) if name in given]
         return found + super().notes(given)
-
-
-def at_home(path: str) -> str:
-    """The path with ~ written out: the shell leaves it in reward_model.path=~/model."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path

@@ -66,6 +66,7 @@ def ppo_calls(model: str, folder: Path) -> Calls:
         "Actor": [
             ("actor_init", (model, 1)),
             ("actor_forward", (experience().only("tokens"), 1.0)),
+            ("reference_forward", (experience().only("tokens"),)),
             ("append_experience", (experience(),)),
             ("sleep_learner", ()),
             ("wake_learner", ()),
@@ -204,7 +205,7 @@ def main(recipe: str, model: str, folder: Path) -> None:
         calls = pair_calls(recipe, model, folder)
     elif recipe == "openrlhf_ppo":
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
-        sizes += ["async_train=true", "partial_rollout=true"]
+        sizes += ["async_train=true", "partial_rollout=true", "train.lora_rank=2"]  # adapters: the actor is a reference
         config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))
         config = replace(config, model=replace(config.model, path=model))
         calls = ppo_calls(model, folder)
