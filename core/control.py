@@ -6,15 +6,21 @@ operating system closes the connection of a process that is gone.
 """
 
 import contextlib
+import os
+import queue
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
+_GREETING_S = 10
+"""Who connects and does not show the key in so many seconds is cut off."""
 _MEMORY_EVERY_S = 2.0
 _MEMORY_SHARE = 0.01
 """Of the time, at most so much is spent on reading memory, which takes 12 ms for each GB."""
@@ -61,7 +67,8 @@ class ControlServer:
         answer: Mapping[str, Callable[..., Any]],
         orphaned: Callable[[], None] = lambda: None,
     ) -> None:
-        self._listener = Listener((ip, 0), authkey=key)
+        self._listener = Listener((ip, 0))
+        self._key = key
         self.address: Any = self._listener.address
         self._answer = answer
         self._orphaned = orphaned
@@ -81,11 +88,9 @@ class ControlServer:
                     self._connection.send((kind, payload))
 
     def _serve(self) -> None:
-        connection = None
-        while connection is None:
-            # Somebody else may knock at the port; only who knows the key is let in, and no knock ends the channel.
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                connection = self._listener.accept()
+        masters: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._accept, args=[masters], name="troupe-accept", daemon=True).start()
+        connection = masters.get()
         self._listener.close()
         with self._lock:
             self._connection = connection
@@ -101,6 +106,31 @@ class ControlServer:
         finally:
             # The master is gone; or it can no longer be heard, which comes to the same.
             self._orphaned()
+
+    def _accept(self, masters: "queue.Queue[Any]") -> None:
+        """Greet each who connects in a thread of its own, so that one who says nothing keeps nobody waiting."""
+        with contextlib.suppress(OSError):  # closed: the master is there
+            while True:
+                connection = self._listener.accept()
+                threading.Thread(target=self._greet, args=[connection, masters], daemon=True).start()
+
+    def _greet(self, connection: Any, masters: "queue.Queue[Any]") -> None:
+        """Let in who knows the key; whatever else comes over the wire ends that connection alone."""
+        try:
+            _set_read_timeout(connection, _GREETING_S)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _set_read_timeout(connection, 0)
+        except (AuthenticationError, AssertionError, EOFError, OSError):
+            connection.close()
+        else:
+            masters.put(connection)
+
+
+def _set_read_timeout(connection: Any, seconds: int) -> None:
+    """Let a read that waits so long fail; 0: let it wait for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 class ControlLink:

@@ -2,6 +2,7 @@
 
 <folder>/step_12/state/trainer.json   the trainer's own state, plain JSON
 <folder>/step_12/state/<role>/...     what the ranks of a role resume from
+<folder>/step_12/state/digests.json  of all files of the step, to find damage
 <folder>/step_12/hf/                  a model that from_pretrained loads
 <folder>/latest                       the text "step_12"
 <folder>/best                         the text "step_9", where a run marks its best step
@@ -26,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from training.checkpoint_digests import Digests, damage
 from training.tracking.plain import flat
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,10 @@ class Checkpoints:
             (aside / "state").mkdir(parents=True)
             write(aside)
             (aside / STATE_FILE).write_text(text, encoding="utf-8")
+            digests = Digests(aside)
             _sync_tree(aside)
+            _sync(digests.write())
+            _sync(aside / "state")
             folder = self._commit(aside, f"step_{step}")
         except Exception as error:
             fault = _disk_fault(error, self.folder)
@@ -225,7 +230,8 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
 
     Args:
         resume: "none": None. "auto": the latest in `folder`, or None when there is none. Else a path: a step folder,
-            a folder with `latest`, or a run's folder with `checkpoints/latest`.
+            a folder with `latest`, or a run's folder with `checkpoints/latest`. Where the latest is damaged, the newest
+            whole one before it is taken, with a warning; a step folder that is named is taken whole or not at all.
         folder: the folder of the run's checkpoints; it need not be there.
         run_id: who asks. When the latest in `folder` was saved with this `run_id` in its state, the run was started
             again: it resumes from there, whatever `resume` says. What another run left there does not count.
@@ -240,7 +246,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
     if resume == "none":
         return None
     try:
-        found = _named(Path(folder).expanduser().absolute(), LATEST) if resume == "auto" else _find(resume)
+        found = _newest_whole(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
     except (OSError, RuntimeError) as error:
         # The second is pathlib's, for a home that is not known and for links in a circle.
         raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
@@ -341,14 +347,48 @@ def _find(resume: str) -> Path:
     given = Path(resume).expanduser()
     path = given.absolute() if _STEP.fullmatch(given.name) else given.resolve()
     found = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
-    if resume.strip():
-        found = found or _named(path, LATEST) or _named(path / "checkpoints", LATEST)
+    if found is not None:
+        _refuse_damage(resume, found)
+    elif resume.strip():
+        found = _newest_whole(path) or _newest_whole(path / "checkpoints")
     if found is None:
         raise ValueError(
             f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
             f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
         )
     return found
+
+
+def _newest_whole(root: Path) -> Path | None:
+    """The step that `latest` names; where it is damaged the newest whole one before it, with a warning."""
+    latest = _named(root, LATEST)
+    fault = None if latest is None else damage(latest)
+    if latest is None or fault is None:
+        return latest
+    whole = _whole_before(latest)
+    if whole is None:
+        raise ValueError(
+            f"{latest} is damaged: {fault}; no whole checkpoint is before it; bring its files back, or set resume=none "
+            "and another run_dir"
+        )
+    logger.warning("%s is damaged: %s; resuming from %s, the newest whole one before it", latest, fault, whole.name)
+    return whole
+
+
+def _refuse_damage(resume: str, folder: Path) -> None:
+    fault = damage(folder)
+    if fault is not None:
+        whole = _whole_before(folder)
+        advice = f"set resume={whole}, the newest whole one before it" if whole else "no whole one is before it"
+        raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
+
+
+def _whole_before(folder: Path) -> Path | None:
+    """The newest step of the same run, before this one, that is whole and can be resumed from."""
+    earlier = [folder.parent / name for name in _names(folder.parent)]
+    earlier = [path for path in earlier if step_of(path) < step_of(folder)]
+    whole = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
+    return next(whole, None)
 
 
 def _named(root: Path, file: str) -> Path | None:

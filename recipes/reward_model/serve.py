@@ -299,13 +299,19 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
         timeout_graceful_shutdown=config.grace_s,
     )
     # uvicorn answers requests under way, and then raises the signal again, for the handler before it: none.
+    server = uvicorn.Server(options)
+
+    def stop(*_: object) -> None:
+        # Before uvicorn has handlers of its own.
+        server.should_exit = True
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     access = "with a token" if config.token else "to everybody who can reach it"
     print(f"serve: {config.model.path} at http://{host}:{port}/get_reward, {access}", flush=True)
-    uvicorn.Server(options).run(sockets=[listener])
+    server.run(sockets=[listener])
     print("serve: stopped", flush=True)
 
 

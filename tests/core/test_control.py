@@ -51,6 +51,27 @@ def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() ->
     assert link.status == Status("sorting", 5.0, 5.0, 7)
 
 
+def test_strangers_who_say_nothing_or_half_keep_nobody_waiting_and_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("core.control._GREETING_S", 1)
+    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
+    strangers = [socket.create_connection(server.address, timeout=PATIENCE_S) for _ in range(40)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"\0\0")
+    cut_off = strangers.pop()
+    while cut_off.recv(1000):  # the challenge, then the end
+        pass
+    link = ControlLink(server.address, KEY)
+    link.send("status")
+    deadline = time.monotonic() + PATIENCE_S
+    while link.status.doing != "sorting" and time.monotonic() < deadline:
+        link.poll()
+    assert link.status == Status("sorting", 5.0, 5.0, 7)
+    for stranger in [*strangers, cut_off]:
+        stranger.close()
+
+
 def test_a_killed_process_is_noticed() -> None:
     code = (
         "from core.control import ControlServer, Status; import sys;"

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -76,10 +77,10 @@ def test_the_newest_stay_and_the_best_beside_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_bytes", "left"), [(3009, [1, 2, 3]), (3008, [2, 3]), (2006, [2, 3]), (2005, [3]), (1, [3])]
+    ("max_bytes", "left"), [(3333, [1, 2, 3]), (3332, [2, 3]), (2222, [2, 3]), (2221, [3]), (1, [3])]
 )
 def test_the_oldest_go_until_all_together_fit(tmp_path: Path, max_bytes: int, left: list[int]) -> None:
-    # 1000 bytes, and "{}\n" in trainer.json: 1003 bytes a step.
+    # 1000 bytes, "{}\n" in trainer.json, and two names with two digests, 108 bytes: 1111 bytes a step.
     box = Checkpoints(tmp_path, keep=9, max_bytes=max_bytes)
     for step in (1, 2, 3):
         box.save(step, {}, lambda folder: (folder / "weights").write_bytes(b"w" * 1000))
@@ -258,6 +259,57 @@ def test_a_run_started_again_goes_on_from_what_it_saved_itself_and_not_from_what
     Checkpoints(folder).save(4, {"run_id": "now"}, lambda _: None)
     for resume in (str(other), "auto", "none"):
         assert find_checkpoint(resume, folder, "now") == folder / "step_4"
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("file", ["state/actor/rank_0.bin", "hf/model.bin", "state/trainer.json"])
+@pytest.mark.parametrize("harm", ["removed", "emptied", "cut", "changed"])
+def test_a_damaged_latest_is_named_and_the_newest_whole_one_before_it_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, harm: str
+) -> None:
+    box = Checkpoints(tmp_path / "run" / "checkpoints")
+    for step in (2, 9, 10, 11):
+        save(box, step, "abc")
+    damage_file(box.folder / "step_10" / "hf" / "model.bin", "cut")
+    damage_file(box.folder / "step_11" / file, harm)
+    for resume in ("auto", str(box.folder), str(tmp_path / "run")):
+        caplog.clear()
+        assert find_checkpoint(resume, box.folder) == box.folder / "step_9"
+        assert re.search(says("step_11", file, "step_9"), caplog.text)
+    with pytest.raises(ValueError, match=says("step_11", file, f"resume={box.folder}/step_9")):
+        find_checkpoint(str(box.folder / "step_11"), tmp_path)
+    # Done again, it is whole.
+    save(box, 11, "abc")
+    assert find_checkpoint("auto", box.folder) == box.folder / "step_11"
+
+
+def damage_file(file: Path, harm: str) -> None:
+    data = file.read_bytes()
+    if harm == "removed":
+        file.unlink()
+        return
+    file.write_bytes({"emptied": b"", "cut": data[:-1], "changed": bytes([data[0] ^ 1]) + data[1:]}[harm])
+
+
+def test_without_a_whole_one_before_it_a_damaged_latest_is_refused(tmp_path: Path) -> None:
+    folder = save(Checkpoints(tmp_path), 3)
+    damage_file(folder / "hf" / "model.bin", "emptied")
+    for resume in ("auto", str(tmp_path)):
+        with pytest.raises(ValueError, match=says("step_3", "hf/model.bin", "resume=none")):
+            find_checkpoint(resume, tmp_path)
+
+
+def test_a_step_without_digests_is_taken_and_one_whose_digests_are_damaged_is_not(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(Checkpoints(tmp_path), step)
+    digests = tmp_path / "step_2" / "state" / "digests.json"
+    for text in ("", "[]", "{"):
+        digests.write_text(text)
+        assert find_checkpoint("auto", tmp_path) == tmp_path / "step_1"
+    digests.unlink()
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
 
 
 # --- options

@@ -229,9 +229,9 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
     result = in_a_small_disk(code, tmp_path / "disk")
     facts = ["step 2", f"{tmp_path}/disk/run", "step_1"]
     if result["full"]:
-        # Four pages for the model, one for trainer.json, one for the name.
-        assert result["saved"] == [6]
-        assert len(result["said"]) == 6
+        # Four pages for the model, one for trainer.json, one for digests.json, one for the name.
+        assert result["saved"] == [7]
+        assert len(result["said"]) == 7
         facts += ["No space left on device", "0 MB"]
     else:
         facts += ["File too large", "ulimit -f"]
