@@ -388,8 +388,17 @@ def used(probes: Probes) -> list[Line]:
         line("generation", f"{engine}, {why}"),
         line("training", f"{training}, {found['precision']}"),
         line("attention", found["attention"]),
+        sandbox(found["sandbox"]),
         line("threads", f"{found['threads']} for roles that work one after the other"),
     ]
+
+
+def sandbox(fault: str) -> Line:
+    """What programs of a policy run in; `fault` says why there are no namespaces."""
+    if not fault:
+        return line("sandbox", "programs of a policy have namespaces of their own")
+    mend = "run as root, allow unprivileged user namespaces, or set TROUPE_SANDBOX=unsafe if files here may be lost"
+    return line("sandbox", f"no programs of a policy are run: {fault}", NOTE, mend)
 
 
 SECTIONS: dict[str, Callable[[Probes], list[Line]]] = {

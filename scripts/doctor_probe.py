@@ -91,6 +91,7 @@ def torch(_: Path) -> dict[str, Any]:
 def choice(home: Path) -> dict[str, Any]:
     """What a recipe would use when all is left to the machine."""
     sys.path.insert(0, str(home))
+    from components.data.sandbox import isolation_fault
     from components.engines.choice import LARGE_BYTES, choose_attention, choose_rollout_engine
     from core.placement import detect_devices
     from training.launch import threads_each, threads_text
@@ -104,6 +105,7 @@ def choice(home: Path) -> dict[str, Any]:
         "attention": choose_attention("auto", gpus) or "transformers' own choice",
         "precision": "bf16" if gpus else "fp32",
         "deepspeed": importlib.util.find_spec("deepspeed") is not None,
+        "sandbox": isolation_fault(),
         "threads": threads_text(threads_each(1)),
     }
 
