@@ -6,8 +6,9 @@ the same time, and one that dies on the way begins anew while the others continu
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.control import ControlLink
@@ -44,60 +45,49 @@ class Budget:
     began: float = -1e9
 
 
-@dataclass
-class _Start:
-    """One start of all processes: who has still to get how far before the others may go on."""
-
-    unreported: set[str]
-    unmade: set[str]
-    drivers: set[str]
-    local: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
-    rendezvous: dict[Role, tuple[str, int]] = field(default_factory=dict)
-    devices: dict[int, list[str]] = field(default_factory=dict)
-    """Of each bundle in which one process claims them for all."""
-    directory: Any = None
-    """A reference to the directory as it is now, stored once for all who ask; None if it has changed."""
-
-
 class BringUp:
-    """Brings processes up, and keeps the directory of who is where."""
+    """Brings the processes of one attempt up, and keeps the directory of who is where.
 
-    def __init__(self, job: JobSpec, facts: RunFacts, backend: Any, watch: Watch) -> None:
+    Args:
+        job: what is to run.
+        facts: what all processes are told.
+        backend: where they live.
+        watch: gets a host for each process.
+        starts: how often each process was started in the attempts before; counted on here.
+    """
+
+    def __init__(self, job: JobSpec, facts: RunFacts, backend: Any, watch: Watch, starts: Counter[str]) -> None:
         self._job = job
         self._facts = facts
         self._backend = backend
         self._watch = watch
-        self._starts: dict[str, int] = {}
+        self._starts = starts
         self._budgets: dict[str, Budget] = {}
         self._coming: dict[WatchedHost, _Coming] = {}
         self._report_at = _FIRST_REPORT_S
         self._node_died_at = -1e9
-        self._dead_nodes: set[str] = set()
-        self._start = _Start(set(), set(), set())
+        self._dead_nodes: set[str] = backend.dead_nodes()
+        self._local: dict[tuple[Role, int], tuple[int, int]] = {}
+        self._rendezvous: dict[Role, tuple[str, int]] = {}
+        # Of each bundle in which one process claims them for all.
+        self._devices: dict[int, list[str]] = {}
+        # A reference to the directory as it is now, stored once for all who ask; None if it has changed.
+        self._stored: Any = None
         self.roles: Directory = {}
+        for plan in job.placement.hosts:
+            drives = Role.TRAINER in plan.roles
+            runs = all(job.roles[role].kind == "run" for role in plan.roles) and not drives
+            watch.hosts.append(WatchedHost(plan, expendable=runs and facts.recovers, drives=drives))
+        # Who has still to get so far before the others may go on.
+        self._unreported = set(watch.hosts)
+        self._unmade = set(watch.hosts)
+        for host in watch.hosts:
+            self._begin(host)
 
     @property
     def all_up(self) -> bool:
         """Whether nobody is on the way."""
         return not self._coming
-
-    # --- all together
-
-    def start_all(self) -> None:
-        """Begin to start every process of the job."""
-        self._budgets.clear()
-        self._dead_nodes = self._backend.dead_nodes()
-        self.roles = {}
-        for plan in self._job.placement.hosts:
-            roles = [role for role, _ in plan.workers]
-            drives = Role.TRAINER in roles
-            runs = all(self._job.roles[role].kind == "run" for role in roles) and not drives
-            self._watch.hosts.append(WatchedHost(plan, expendable=runs and self._facts.recovers, drives=drives))
-        names = {host.plan.name for host in self._watch.hosts}
-        drivers = {host.plan.name for host in self._watch.hosts if host.drives}
-        self._start = _Start(set(names), set(names), drivers)
-        for host in self._watch.hosts:
-            self._begin(host)
 
     def _begin(self, host: WatchedHost) -> None:
         name = host.plan.name
@@ -105,7 +95,7 @@ class BringUp:
         host.report = host.link = None
         host.fault = host.lost = ""
         host.started = time.monotonic()
-        roles = {role: self._job.roles[role] for role, _ in host.plan.workers}
+        roles = {role: self._job.roles[role] for role in host.plan.roles}
         spec = HostSpec(self._facts, host.plan, roles, self._job.global_env | host.plan.env, host.attempt)
         host.log_file = spec.log_file
         host.handle = self._backend.create(spec)
@@ -118,7 +108,6 @@ class BringUp:
 
     def _stages(self, host: WatchedHost) -> Stages:
         """From a process that has been asked where it is to one that can be called."""
-        start, name, workers = self._start, host.plan.name, host.plan.workers
         host.report = yield
         assert host.report is not None
         if host.report.control is not None:
@@ -127,22 +116,22 @@ class BringUp:
             except (OSError, EOFError) as error:
                 host.lose(f"its control channel: {error!r}")
                 yield
-        start.unreported.discard(name)
-        while start.unreported:
+        self._unreported.discard(host)
+        while self._unreported:
             yield
         if not self.roles:
             self._introduce()
         if host.drives:
             # It is made with the others' exports in hand.
-            while start.unmade - start.drivers:
+            while not all(other.drives for other in self._unmade):
                 yield
             yield self._ask(host, "connect", self._directory())
-        local = {(Role(role), rank): start.local[Role(role), rank] for role, rank in workers}
-        devices = start.devices.get(host.plan.bundle, [])
+        local = {(Role(role), rank): self._local[Role(role), rank] for role, rank in host.plan.workers}
+        devices = self._devices.get(host.plan.bundle, [])
         shown = [device for index, device in enumerate(devices) if index in host.plan.shown]
-        self._note(host, (yield self._ask(host, "construct", start.rendezvous, local, shown)))
-        start.unmade.discard(name)
-        while start.unmade:
+        self._note((yield self._ask(host, "construct", self._rendezvous, local, shown)))
+        self._unmade.discard(host)
+        while self._unmade:
             yield
         if not host.drives:
             yield self._ask(host, "connect", self._directory())
@@ -152,25 +141,23 @@ class BringUp:
 
     def _introduce(self) -> None:
         """Once all have said where they are: who is who, and where the ranks of each role meet."""
-        hosts, start = self._watch.hosts, self._start
-        self.roles, start.local = directory_of(self._job.roles, hosts), local_ranks(hosts)
-        start.rendezvous = {
-            role: (host.report.ip, port) for host in hosts if host.report for role, port in host.report.ports.items()
-        }
-        start.devices = {h.plan.bundle: h.report.devices for h in hosts if h.report and h.plan.accelerator > 1}
+        hosts = self._watch.hosts
+        self.roles, self._local = directory_of(self._job.roles, hosts), local_ranks(hosts)
+        for host in hosts:
+            assert host.report is not None
+            self._rendezvous |= {role: (host.report.ip, port) for role, port in host.report.ports.items()}
+            if host.plan.accelerator > 1:
+                self._devices[host.plan.bundle] = host.report.devices
 
-    def _note(self, host: WatchedHost, made: dict[Role, Made]) -> None:
-        for role, _ in host.plan.workers:
-            entry, found = self.roles[Role(role)], made[Role(role)]
-            entry.exports = found.exports
-            entry.implementation = found.implementation
-            entry.has_run = found.has_run
-        self._start.directory = None
+    def _note(self, made: dict[Role, Made]) -> None:
+        for role, found in made.items():
+            self.roles[role] = replace(self.roles[role], **vars(found))
+        self._stored = None
 
     def _directory(self) -> Any:
-        if self._start.directory is None:
-            self._start.directory = self._backend.transport.put(self.roles)
-        return self._start.directory
+        if self._stored is None:
+            self._stored = self._backend.transport.put(self.roles)
+        return self._stored
 
     def _replays(self, host: WatchedHost) -> Stages:
         """Let everybody repeat in the new process what they had called in the lost one."""
@@ -198,14 +185,13 @@ class BringUp:
             member = member_of(host, Role(role), rank)
             self.roles[member.role].members[rank] = member
             self._emit_to_others(host, "replaced", self._backend.pickled(member))
-        self._start.directory = None
+        self._stored = None
         self._watch.event("replaced", host.plan.name, f"attempt {host.attempt}")
 
     def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
         others = [h for h in self._watch.hosts if h is not host and not h.lost and h.link is not None]
         for other in others:
-            assert other.link is not None
-            other.link.send(kind, *details)
+            other.send(kind, *details)
         return others
 
     # --- going on
@@ -288,15 +274,15 @@ class BringUp:
         Raises:
             WorkerDied: one of its roles has used up its restarts.
         """
-        line, start = host.blame(), self._start
+        line = host.blame()
         self._watch.event("lost", host.plan.name, line)
         for role, rank in host.plan.workers:
             self._emit_to_others(host, "lost", role, rank)
-        if start.unmade:
-            start.unmade.add(host.plan.name)
+        if self._unmade:
+            self._unmade.add(host)
             if not self.roles:
-                start.unreported.add(host.plan.name)
-        for role in dict.fromkeys(role for role, _ in host.plan.workers):
+                self._unreported.add(host)
+        for role in host.plan.roles:
             self._count(role, host, line)
         self._watch.info(f"{line}; it is started again")
         end(host)
@@ -315,7 +301,3 @@ class BringUp:
         if budget.incidents >= limit:
             raise WorkerDied(f"{line}; {role} has lost instances {limit} times already (max_restarts={limit})")
         self._budgets[role] = Budget(budget.incidents + 1, now)
-
-    def forget(self) -> None:
-        """Nobody is on the way any more."""
-        self._coming.clear()

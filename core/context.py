@@ -5,6 +5,7 @@ its context when they are run through `contextvars.copy_context().run`.
 """
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -53,19 +54,23 @@ class WorkloadContext:
     config: Any
     directory: Directory
     transport: Transport
-    info: Callable[[str], None]
+    emit: Callable[[str, Any], None]
+    """Sends the master a message: its kind, and what it says."""
     shared_dir: Path
     collocated_with: tuple[str, ...] = ()
     rendezvous: tuple[str, int] | None = None
-    release_port: Callable[[], None] = lambda: None
+    reserved: socket.socket | None = None
+    """Keeps the port for the rendezvous until the process group is made."""
     recovery: Recovery = field(default_factory=Recovery)
-    emit: Callable[[str, Any], None] = lambda *_: None
-    """Sends the master a message: its kind, and what it says."""
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Around every wait for an answer: other workloads of the process may work meanwhile."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
     job_memory: Callable[[], int] = lambda: 0
     """Bytes that the processes of the job take together."""
+
+    def info(self, text: str) -> None:
+        """Show a line to the person at the terminal where the job was started."""
+        self.emit("info", text)
 
 
 _current: ContextVar[WorkloadContext | None] = ContextVar("troupe_workload", default=None)

@@ -234,30 +234,29 @@ class Future(Generic[T_co]):
 
 
 class FutureSequence(Future[Any], Sequence[T]):
-    """All items of a batch that was split over workers; it blocks only for the chunks that are looked at."""
+    """All items of a batch that was split over workers; it blocks only for the chunks that are looked at.
+
+    `result()` waits for all and joins them: a list for lists, one array for arrays, one Batch for Batches.
+    """
 
     def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
-        super().__init__(calls, context)
+        super().__init__(calls, context, self._joined)
         self.lengths = list(lengths)
         self._starts = [0, *itertools.accumulate(lengths)]
-        self._chunks: dict[int, Any] = {}
+        self._chunks = [Future([call], context) for call in calls]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _fetch(self, wanted: Sequence[int], timeout: float | None) -> list[Any]:
-        missing = [index for index in wanted if index not in self._chunks]
-        values = wait_for([self.calls[index] for index in missing], self._context, timeout) if missing else []
-        for index, value in zip(missing, values, strict=True):
-            call, length = self.calls[index], self.lengths[index]
-            got = len(value) if hasattr(value, "__len__") else None
-            if got != length:
-                raise ValueError(
-                    f"{call.member.name}.{call.method} was given {length} items and returned "
-                    f"{type(value).__name__} of length {got}; return one item for each"
-                )
-            self._chunks[index] = value
-        return [self._chunks[index] for index in wanted]
+    def _joined(self, values: list[Any]) -> Any:
+        for call, length, value in zip(self.calls, self.lengths, values, strict=True):
+            _check_length(call, length, value)
+        return join_results(values, self.calls)
+
+    def _chunk(self, index: int) -> Any:
+        (value,) = self._chunks[index].result()
+        _check_length(self.calls[index], self.lengths[index], value)
+        return value
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -270,19 +269,20 @@ class FutureSequence(Future[Any], Sequence[T]):
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} of {len(self)} items")
         chunk = bisect.bisect_right(self._starts, position) - 1
-        return self._fetch([chunk], None)[0][position - self._starts[chunk]]
+        return self._chunk(chunk)[position - self._starts[chunk]]
 
     def __iter__(self) -> Iterator[T]:
         for index in range(len(self.calls)):
-            yield from self._fetch([index], None)[0]
+            yield from self._chunk(index)
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for all and return them joined: a list for lists, one array for arrays, one Batch for Batches."""
-        return join_results(self._fetch(range(len(self.calls)), timeout), self.calls)
 
-    def open_references(self) -> list[Any]:
-        """References to what has not been looked at yet."""
-        return [call.reference for i, call in enumerate(self.calls) if i not in self._chunks]
+def _check_length(call: Pending, length: int, value: Any) -> None:
+    got = len(value) if hasattr(value, "__len__") else None
+    if got != length:
+        raise ValueError(
+            f"{call.member.name}.{call.method} was given {length} items and returned {type(value).__name__} of length "
+            f"{got}; return one item for each"
+        )
 
 
 def join_results(results: Sequence[Any], calls: Sequence[Pending]) -> Any:

@@ -1,13 +1,11 @@
 """A host: it holds workloads and runs the calls to them, one at a time unless their role asks for concurrency."""
 
 import asyncio
-import functools
 import importlib
 import inspect
 import itertools
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -148,7 +146,6 @@ class Host:
         self._calls: dict[int, tuple[str, float]] = {}
         self._count = itertools.count()
         self._workers: dict[WorkerKey, _Worker] = {}
-        self._reserved: dict[Role, socket.socket] = {}
         self._memory = MemoryGauge()
         for name, rank in spec.plan.workers:
             role, run = Role(name), spec.run
@@ -157,12 +154,10 @@ class Host:
                 config,
                 self._directory,
                 transport,
-                self._info,
+                emit,
                 run.shared_dir,
                 collocated_with=next((tuple(group) for group in run.collocations if role in group), ()),
-                release_port=functools.partial(self._release_port, role),
                 recovery=self._recovery,
-                emit=emit,
                 waits=self.waits,
                 stop_requested=self._stop_requested,
                 job_memory=self.job_memory,
@@ -180,14 +175,6 @@ class Host:
     def request_stop(self) -> None:
         """Let the workloads see that the user has asked for the end."""
         self._stop_requested.set()
-
-    def _info(self, text: str) -> None:
-        self._emit("info", text)
-
-    def _release_port(self, role: Role) -> None:
-        reserved = self._reserved.pop(role, None)
-        if reserved is not None:
-            reserved.close()
 
     def report(self) -> HostReport:
         """Say where it is."""

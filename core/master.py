@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from core.observers import Observer
 from core.plan import JobResult, JobSpec
 from core.roles import Role
 from core.shared_memory import claim_shared, shared_folder, sweep_shared
-from core.watch import Watch, WatchedHost, kill_local
+from core.watch import Watch, WatchedHost
 
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 1.0
@@ -71,7 +72,7 @@ class Master:
             reports_calls=bool(observers) or job.stall_timeout > 0 or self._backend.is_local,
             recovers=runs and not self._backend.is_local,
         )
-        self._coming = BringUp(job, self._facts, self._backend, self._watch)
+        self._starts: Counter[str] = Counter()
         self._runs = runs
         self._ending = self._stop_passed_on = False
         self._attempt = 1
@@ -86,14 +87,13 @@ class Master:
         began = time.monotonic()
         status, error, trace = "finished", "", ""
         try:
-            try:
-                self._until_done()
-                status = "finished" if self._stop_asked is None else "stopped"
-            except KeyboardInterrupt:
-                status = "stopped"
-            except Exception as failure:  # noqa: BLE001 - whatever fails is the result
-                status = "failed"
-                error, trace = self._explain(failure)
+            self._until_done()
+            status = "finished" if self._stop_asked is None else "stopped"
+        except KeyboardInterrupt:
+            status = "stopped"
+        except Exception as failure:  # noqa: BLE001 - whatever fails is the result
+            status = "failed"
+            error, trace = self._explain(failure)
         finally:
             self._clean_up()
             self._signals.close()
@@ -142,7 +142,7 @@ class Master:
             self._start()
             me = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
             context = WorkloadContext(
-                me, self._job.config, self._coming.roles, self._backend.transport, _print_line, self._shared_dir
+                me, self._job.config, self._coming.roles, self._backend.transport, self._watch.take_in, self._shared_dir
             )
             with self._heard(), entered(context):
                 yield
@@ -159,14 +159,12 @@ class Master:
                 self._watch.poll()
 
         thread = threading.Thread(target=hear, name="troupe-watch", daemon=True)
-        if not self._backend.is_local:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if thread.is_alive():
-                thread.join()
+            thread.join()
 
     # --- driving
 
@@ -175,8 +173,8 @@ class Master:
         claim_shared(self._shared_dir)
         self._backend.start(self._job.placement, self._job.placement_timeout, _print_line)
         if self._runs and self._attempt == 1:
-            self._signals.enter_context(self._stop_signals())  # after Ray, which sets a handler of its own
-        self._coming.start_all()
+            self._catch_signals()  # after Ray, which sets a handler of its own
+        self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.all_up:
             self._coming.wait(_POLL_S)
             self._tend()
@@ -281,9 +279,8 @@ class Master:
             self._watch.event("stop")
             _print_line("stopping at the next safe place, with what is to be kept; Ctrl-C again stops at once")
             for host in self._driving:
-                if host.link is not None:
-                    host.link.send("stop")
-                else:
+                host.send("stop")
+                if self._backend.is_local:
                     host.handle.request_stop()
         if time.monotonic() - self._stop_asked > self._job.stop_grace:
             raise KeyboardInterrupt
@@ -299,7 +296,7 @@ class Master:
 
     def _end(self, host: WatchedHost) -> None:
         """End a process, also one that obeys nobody or cannot be reached."""
-        kill_local(host)
+        host.signal(signal.SIGKILL)  # one that is stopped obeys nobody else
         with contextlib.suppress(Exception):  # a host that is gone already needs no end
             self._backend.kill(host.handle)
         if host.link is not None:
@@ -308,7 +305,9 @@ class Master:
     def _end_processes(self) -> None:
         """End all processes, and give back what they were given; the cluster stays."""
         hosts = self._watch.hosts
-        self._tidy_other_machines()
+        # One process of each other machine removes what the run has in its shared memory.
+        others = {h.report.machine: h for h in hosts if h.report and h.link and not h.lost and not h.is_here}
+        self._watch.ask("tidy", list(others.values()), _TIDY_WITHIN_S)
         for host in hosts:  # by Ray: of a process that ends by itself it tells as of a crash
             with contextlib.suppress(Exception):  # a host that is gone already needs no end
                 self._backend.kill(host.handle)
@@ -325,45 +324,23 @@ class Master:
         self._watch.messages.clear()
         self._driving.clear()
         self._ending = False
-        self._coming.forget()
         self._backend.release()
         shutil.rmtree(self._shared_dir, ignore_errors=True)
-
-    def _tidy_other_machines(self) -> None:
-        """Let one process of each other machine remove what the run has in its shared memory."""
-        living = [host for host in self._watch.hosts if host.report and host.link and not host.lost]
-        others = {host.report.machine: host for host in living if host.report and not host.is_here}
-        for host in others.values():
-            if host.link is not None:
-                host.link.send("tidy")
-        deadline, done = time.monotonic() + _TIDY_WITHIN_S, 0
-        while done < len([host for host in others.values() if not host.lost]) and time.monotonic() < deadline:
-            self._watch.poll()
-            done += len(self._watch.take("tidy"))
-            time.sleep(0.02)
 
     def _clean_up(self) -> None:
         self._end_processes()
         self._backend.stop()
 
-    @contextlib.contextmanager
-    def _stop_signals(self) -> Iterator[None]:
+    def _catch_signals(self) -> None:
         """Let SIGTERM end a run as Ctrl-C does, while it lasts; the first of them lets the driver save its work."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._signals.callback(signal.signal, number, signal.signal(number, self._interrupt))
 
-        def interrupt(*_: Any) -> None:
-            may_wait = self._driving and not self._ending and self._job.stop_grace > 0
-            if not may_wait or self._stop_asked is not None:
-                raise KeyboardInterrupt
-            self._stop_asked = time.monotonic()
-            if self._backend.is_local:
-                self._pass_on_stop()  # this thread is at work for the trainer, and tends nothing meanwhile
-
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _interrupt(self, *_: Any) -> None:
+        may_wait = self._driving and not self._ending and self._job.stop_grace > 0
+        if not may_wait or self._stop_asked is not None:
+            raise KeyboardInterrupt
+        self._stop_asked = time.monotonic()
+        if self._backend.is_local:
+            self._pass_on_stop()  # this thread is at work for the trainer, and tends nothing meanwhile

@@ -79,6 +79,11 @@ class HostPlan(Resource):
         """For people: `ACTOR-0`, or `ACTOR-0+ROLLOUT-0`."""
         return "+".join(f"{role}-{rank}" for role, rank in self.workers)
 
+    @property
+    def roles(self) -> list[str]:
+        """Of its workers, each once."""
+        return [role for role, _ in self.workers]
+
 
 class BundlePlan(Resource):
     """Resources that are reserved together on one node."""

@@ -53,12 +53,23 @@ class WatchedHost:
     @property
     def roles(self) -> str:
         """Of its workers: `ACTOR`, or `ACTOR+ROLLOUT`."""
-        return "+".join(dict.fromkeys(role for role, _ in self.plan.workers))
+        return "+".join(self.plan.roles)
 
     @property
     def is_here(self) -> bool:
         """Whether it is a process of this machine, so that signals reach it."""
         return self.report is not None and self.report.machine == machine_id()
+
+    def send(self, kind: str, *details: Any) -> None:
+        """Send it a message, once it can be reached."""
+        if self.link is not None:
+            self.link.send(kind, *details)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it lives and does so on this machine."""
+        if self.report and self.is_here and self.link and self.link.alive:
+            with contextlib.suppress(OSError):
+                os.kill(self.report.pid, number)
 
     def lose(self, how: str) -> None:
         """It is gone, or nobody can reach it any more, which comes to the same; the first to say so is believed."""
@@ -122,7 +133,7 @@ class Watch:
         linked = [(host, host.link) for host in self.hosts if host.link is not None]
         for host, link in linked:
             for kind, payload in link.poll():
-                self._take_in(kind, payload)
+                self.take_in(kind, payload)
             if not link.alive:
                 host.lose("killed, out of memory, or crashed")
         if time.monotonic() >= self._next_status:
@@ -145,10 +156,11 @@ class Watch:
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Take a message of a workload in this process, which no poll will bring."""
-        self._take_in(kind, payload)
+        self.take_in(kind, payload)
         self.poll()
 
-    def _take_in(self, kind: str, payload: Any) -> None:
+    def take_in(self, kind: str, payload: Any) -> None:
+        """Show a line, pass an event on, keep every other message for who asks for it."""
         if kind not in ("info", "event"):
             self.messages.append((kind, payload))
             return
@@ -199,23 +211,25 @@ class Watch:
             ]
         return found
 
+    def ask(self, kind: str, hosts: Sequence[WatchedHost], within: float) -> dict[str, Any]:
+        """What processes answer to a message within so many seconds, by their names; the dead are not waited for."""
+        for host in hosts:
+            host.send(kind)
+        deadline, answers = time.monotonic() + within, dict[str, Any]()
+        while time.monotonic() < deadline and any(not h.lost and h.plan.name not in answers for h in hosts):
+            time.sleep(0.02)
+            self.poll()
+            answers |= self.take(kind)
+        return answers
+
     def stack(self, host: WatchedHost) -> str:
         """Where the process is; its log has all threads. Empty if it cannot tell."""
-        assert host.link is not None and host.report is not None
-        host.link.send("stack")
-        deadline = time.monotonic() + _STACK_WITHIN_S
-        while time.monotonic() < deadline and host.link.alive:
-            self.poll()
-            answers = [text for name, text in self.take("stack") if name == host.plan.name]
-            if answers:
-                return answers[-1]
-            time.sleep(0.02)
-        if host.is_here:
+        found = self.ask("stack", [host], _STACK_WITHIN_S).get(host.plan.name, "")
+        if not found:
             # It holds Python's lock; the signal's handler needs none.
-            with contextlib.suppress(OSError):
-                os.kill(host.report.pid, signal.SIGUSR1)
+            host.signal(signal.SIGUSR1)
             time.sleep(0.2)
-        return ""
+        return found
 
 
 def member_of(host: WatchedHost, role: Role, rank: int) -> Member:
@@ -250,10 +264,3 @@ def local_ranks(hosts: Sequence[WatchedHost]) -> dict[tuple[Role, int], tuple[in
         for (role, _), ranks in by_node.items()
         for position, rank in enumerate(sorted(ranks))
     }
-
-
-def kill_local(host: WatchedHost) -> None:
-    """End a process of this machine for sure: one that is stopped obeys nobody else."""
-    if host.report and host.is_here and host.link and host.link.alive:
-        with contextlib.suppress(OSError):
-            os.kill(host.report.pid, signal.SIGKILL)

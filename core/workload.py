@@ -158,7 +158,8 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         kept for it until now, and calls `make()`, which is to call `torch.distributed.init_process_group`.
         """
         os.environ.update(rendezvous_environment(self._context))
-        self._context.release_port()
+        if self._context.reserved is not None:
+            self._context.reserved.close()
         make()
 
 

@@ -249,27 +249,17 @@ def copied(value: Any) -> Any:
     kept: list[Any] = []
     buffers: list[bytes] = []
     stream = io.BytesIO()
-    _Copier(stream, kept, buffers).dump(value)
-    stream.seek(0)
-    return _Copied(stream, kept, buffers).load()
 
-
-class _Copier(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, kept: list[Any], buffers: list[bytes]) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=lambda b: buffers.append(bytes(b.raw())))
-        self._kept = kept
-
-    def persistent_id(self, obj: Any) -> int | None:
+    def keep(obj: Any) -> int | None:
         if not isinstance(obj, FunctionType | ModuleType | type):
             return None
-        self._kept.append(obj)
-        return len(self._kept) - 1
+        kept.append(obj)
+        return len(kept) - 1
 
-
-class _Copied(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, kept: list[Any], buffers: list[bytes]) -> None:
-        super().__init__(stream, buffers=buffers)
-        self._kept = kept
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._kept[pid]
+    pickler = pickle.Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(bytes(b.raw())))
+    pickler.persistent_id = keep
+    pickler.dump(value)
+    stream.seek(0)
+    unpickler = pickle.Unpickler(stream, buffers=buffers)
+    unpickler.persistent_load = kept.__getitem__
+    return unpickler.load()

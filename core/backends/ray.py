@@ -265,7 +265,7 @@ class RayBackend:
             python = {} if quoted == sys.executable else {"py_executable": quoted}
             options["runtime_env"] = {"env_vars": spec.env, **python}
         beside = max(role.concurrency for role in spec.roles.values())
-        return _actor(beside, tuple(spec.roles)).options(**options).remote(spec, RayTransport())
+        return _actor(beside, tuple(plan.roles)).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
         """Call a method of the host itself; returns a reference."""

@@ -53,16 +53,18 @@ class RayHost(Host):
         logging.getLogger().addHandler(WarningsTo(lambda text: self._control.send("info", text)))
 
     def _to_master(self, kind: str, payload: Any) -> None:
+        if kind == "info":
+            print(payload, flush=True)
         self._control.send(kind, payload)
 
     def _status(self, job_memory: int) -> Status:
         self._job_memory = job_memory
         return Status(*self.doing(), self._memory.read())
 
-    def _tidy(self) -> bool:
+    def _tidy(self) -> tuple[str, bool]:
         """Remove what the run has in this machine's shared memory; the answer says that it is done."""
         shutil.rmtree(self._spec.run.shared_dir, ignore_errors=True)
-        return True
+        return self._spec.plan.name, True
 
     def _end(self) -> None:
         # Others of the run may live on this machine: the master may have given up this process alone.
@@ -87,18 +89,16 @@ class RayHost(Host):
         report.control = self._control.address
         report.node = ray.get_runtime_context().get_node_id()
         report.devices = sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
-        for role, rank in self._workers:
+        for (role, rank), worker in self._workers.items():
             if rank == 0 and self._spec.roles[role].kind == "train":
-                self._reserved[role] = socket.socket()
-                self._reserved[role].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self._reserved[role].bind((self._ip, 0))
-                report.ports[role] = self._reserved[role].getsockname()[1]
+                worker.context.reserved = kept = socket.socket()
+                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                kept.bind((self._ip, 0))
+                report.ports[role] = kept.getsockname()[1]
         return report
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method that the task is named after, `ACTOR.update`: so it is called in Ray's own tools too."""
-        if len(self._workers) == 1:
-            return self.call_concurrently(*args, **kwargs)
         with self._turn.taken():
             return self.call_concurrently(*args, **kwargs)
 
@@ -121,10 +121,6 @@ class RayHost(Host):
     def waits(self) -> contextlib.AbstractContextManager[None]:
         """The turn is given away meanwhile."""
         return self._turn.given_away()
-
-    def _info(self, text: str) -> None:
-        print(text, flush=True)
-        super()._info(text)
 
     def _stack(self) -> tuple[str, str]:
         """Where the main thread is; all threads are written to the log."""
