@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 
 from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
-from core.exports import CallSpec, Dispatch, Export, NdDispatch, export_of
+from core.exports import CallSpec, Dispatch, Export, NdDispatch, Replicated, export_of
 from core.futures import Future, FutureSequence, Pending, join_results
 from core.members import Member, RoleEntry
 from core.roles import Role
@@ -228,8 +228,9 @@ class RoleGroup(Generic[W]):
     ) -> tuple[list[Share], list[int]]:
         """Each worker's arguments, and how many items each has; `everybody` must have one."""
         name = f"{self._role}.{export.name}"
-        args = tuple(value if is_splittable(value) else self._share(value, workers) for value in args)
-        kwargs = {key: v if is_splittable(v) else self._share(v, workers) for key, v in kwargs.items()}
+        # What goes whole stays marked: it may be a list, which would be split.
+        args = tuple(v if is_splittable(v) else Replicated(self._share(v, workers)) for v in args)
+        kwargs = {key: v if is_splittable(v) else Replicated(self._share(v, workers)) for key, v in kwargs.items()}
         chunks, length = shard_arguments(args, kwargs, workers, name)
         if everybody and length < workers:
             raise ValueError(

@@ -88,7 +88,7 @@ def shard_arguments(
 
 
 def _spread(value: Any, workers: int) -> list[Any]:
-    return split(value, workers) if is_splittable(value) else [value] * workers
+    return split(value, workers) if is_splittable(value) else [unwrap(value)] * workers
 
 
 def unwrap(value: Any) -> Any:

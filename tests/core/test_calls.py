@@ -52,6 +52,11 @@ def test_replicate_sends_a_list_whole(actors: RoleGroup[Any]) -> None:
     assert actors.echo(replicate([1, 2])) == [(rank, [1, 2]) for rank in range(3)]
 
 
+def test_replicate_sends_a_list_whole_beside_one_that_is_split(actors: RoleGroup[Any]) -> None:
+    answers = actors.echo([1, 2, 3], replicate([4, 5]), extra=replicate([6, 7, 8]))
+    assert answers == [(rank, [rank + 1], [4, 5], [6, 7, 8]) for rank in range(3)]
+
+
 def test_auto_shard_off_sends_a_list_whole(actors: RoleGroup[Any]) -> None:
     assert actors.echo_whole([1, 2, 3]) == [[1, 2, 3]] * 3
 
