@@ -30,14 +30,6 @@ Stages = Generator[Any, Any, None]
 
 
 @dataclass
-class _Coming:
-    """One process on its way up, and the reference that it waits for; None: it is to be asked again."""
-
-    stages: Stages
-    reference: Any = None
-
-
-@dataclass
 class Budget:
     """How often the instances of one role were lost."""
 
@@ -63,7 +55,9 @@ class BringUp:
         self._watch = watch
         self._starts = starts
         self._budgets: dict[str, Budget] = {}
-        self._coming: dict[WatchedHost, _Coming] = {}
+        self._coming: dict[WatchedHost, Stages] = {}
+        # What each process came to that was to repeat its calls; several replacements may wait at the same time.
+        self._replayed: dict[Any, Exception | None] = {}
         self._report_at = _FIRST_REPORT_S
         self._node_died_at = -1e9
         self._dead_nodes: set[str] = backend.dead_nodes()
@@ -99,7 +93,8 @@ class BringUp:
         spec = HostSpec(self._facts, host.plan, roles, self._job.global_env | host.plan.env, host.attempt)
         host.log_file = spec.log_file
         host.handle = self._backend.create(spec)
-        self._coming[host] = _Coming(self._stages(host), self._ask(host, "report"))
+        self._coming[host] = self._stages(host)
+        host.reference = self._ask(host, "report")
 
     def _ask(self, host: WatchedHost, method: str, *args: Any) -> Any:
         return self._backend.invoke(host.handle, method, *args)
@@ -166,8 +161,10 @@ class BringUp:
             asked = self._emit_to_others(host, "replay", pickled)
             expected = {(other.plan.name, role, rank, host.attempt): (other, other.attempt) for other in asked}
             while expected:
-                for answer, error in self._watch.take("replayed", expected):
+                self._replayed |= self._watch.take("replayed")
+                for answer in expected.keys() & self._replayed.keys():
                     del expected[answer]
+                    error = self._replayed.pop(answer)
                     if isinstance(error, WorkerDied):
                         host.lose(str(error))
                     elif error is not None:
@@ -198,7 +195,7 @@ class BringUp:
 
     def wait(self, timeout: float) -> None:
         """Wait until those on the way may have come further."""
-        references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
+        references = [host.reference for host in self._coming if host.reference is not None]
         # To be woken by each of many that answer one by one would take as long as all of them together.
         pause = min(timeout, max(_POLL_S, 0.002 * len(references)))
         if references:
@@ -212,17 +209,17 @@ class BringUp:
         Raises:
             BaseException: what a workload's class raised while it was imported, made or set up.
         """
-        references = [coming.reference for coming in self._coming.values() if coming.reference is not None]
-        ready = set(self._backend.transport.wait(references, 0))
-        for host, coming in list(self._coming.items()):
-            if not host.lost and (coming.reference is None or coming.reference in ready):
-                self._advance(host, coming)
+        references = [host.reference for host in self._coming if host.reference is not None]
+        ready = {None, *self._backend.transport.wait(references, 0)}
+        for host in list(self._coming):
+            if not host.lost and host.reference in ready:
+                self._advance(host, self._coming[host])
         self._check_room([host for host in self._coming if host.report is None and not host.lost])
 
-    def _advance(self, host: WatchedHost, coming: _Coming) -> None:
+    def _advance(self, host: WatchedHost, stages: Stages) -> None:
         value = None
-        if coming.reference is not None:
-            outcome = self._backend.transport.outcome(coming.reference)
+        if host.reference is not None:
+            outcome = self._backend.transport.outcome(host.reference)
             if isinstance(outcome.error, WorkerDied) and not outcome.raised:
                 host.lose(str(outcome.error))
                 return
@@ -230,9 +227,9 @@ class BringUp:
                 raise with_note(outcome.error, f"in {host.plan.name}")
             value = outcome.value
             if host.report is None:
-                next(coming.stages)  # up to its first yield, which is for this value
+                next(stages)  # up to its first yield, which is for this value
         try:
-            coming.reference = coming.stages.send(value)
+            host.reference = stages.send(value)
         except StopIteration:
             del self._coming[host]
 

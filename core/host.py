@@ -205,11 +205,10 @@ class Host:
                 worker.instance = _instantiate(cls, worker.context)
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
-            worker.exports = exports_of(worker.instance)
-            callers_view = {}
-            for name, (entry, function) in worker.exports.items():
+            for name, (entry, function) in exports_of(worker.instance).items():
                 beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
-                callers_view[name] = replace(entry, stub=None, concurrent=beside)
+                worker.exports[name] = (replace(entry, stub=None, concurrent=beside), function)
+            callers_view = {name: entry for name, (entry, _) in worker.exports.items()}
             has_run = callable(getattr(worker.instance, "run", None))
             made[role] = Made(callers_view, f"{cls.__module__}.{cls.__qualname__}", has_run)
         self._state = (IDLE, time.monotonic())

@@ -6,7 +6,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class WatchedHost:
     replaces: bool = False
     """Whether it stands in for one that was lost since all were started."""
     handle: Any = None
+    reference: Any = None
+    """What it waits for on its way up; None: for the others."""
     attempt: int = 0
     started: float = 0.0
     log_file: Path | None = None
@@ -105,7 +108,7 @@ class Watch:
 
     def __init__(self, observers: list[Observer], info: Callable[[str], None], in_this_process: bool = False) -> None:
         self.hosts: list[WatchedHost] = []
-        self.messages: list[tuple[str, Any]] = []
+        self.messages: defaultdict[str, list[Any]] = defaultdict(list)
         self.peak_memory = 0
         self._observers = observers
         self.info = info
@@ -162,22 +165,14 @@ class Watch:
     def take_in(self, kind: str, payload: Any) -> None:
         """Show a line, pass an event on, keep every other message for who asks for it."""
         if kind not in ("info", "event"):
-            self.messages.append((kind, payload))
+            self.messages[kind].append(payload)
             return
         self._last_sign = time.monotonic()
         self.info(payload) if kind == "info" else self._tell(payload)
 
-    def take(self, kind: str, about: Container[Any] | None = None) -> list[Any]:
-        """The messages of a kind, which are then gone; only those whose first item is among `about`, if that is given.
-
-        Two replacements may wait for their answers at the same time.
-        """
-        found, kept = [], []
-        for message in self.messages:
-            is_meant = message[0] == kind and (about is None or message[1][0] in about)
-            (found if is_meant else kept).append(message)
-        self.messages = kept
-        return [payload for _, payload in found]
+    def take(self, kind: str) -> list[Any]:
+        """The messages of a kind, which are then gone."""
+        return self.messages.pop(kind, [])
 
     def stalled(self, limit: float, driving: Collection[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.

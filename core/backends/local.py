@@ -82,8 +82,7 @@ class LocalTransport:
         ready = [call for call in references if call.outcome is not None]
         if timeout == 0:
             self._step()
-            return ready
-        while references and not ready:
+        while references and not ready and timeout != 0:
             if not self._step():
                 role, rank = references[0].worker
                 names = ", ".join(f"{role}-{rank}" for role, rank in self._busy)

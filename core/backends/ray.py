@@ -70,13 +70,8 @@ class RayTransport:
 
     def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Submit one call. The task's name says which: Ray's tools show it, and it need not be an argument."""
-        name = f"{member.role}.{export.name}"
-        if export.concurrent:
-            call = member.handle.call_concurrently.options(name=name, concurrency_group=_CONCURRENTLY)
-        elif member.thread:
-            call = member.handle.call_named.options(name=name, concurrency_group=member.thread)
-        else:
-            call = member.handle.call_named.options(name=name)
+        group = _CONCURRENTLY if export.concurrent else member.thread or None
+        call = member.handle.call_named.options(name=f"{member.role}.{export.name}", concurrency_group=group)
         return call.remote(*args, **kwargs)
 
     def put(self, value: Any) -> Any:

@@ -99,17 +99,14 @@ class RayHost(Host):
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method that the task is named after, `ACTOR.update`: so it is called in Ray's own tools too."""
-        with self._turn.taken():
-            return self.call_concurrently(*args, **kwargs)
-
-    def call_concurrently(self, *args: Any, **kwargs: Any) -> Any:
-        """As `call_named`, whatever else is running."""
         name = ray.get_runtime_context().get_task_name()
         assert name is not None
         role, _, method = name.partition(".")
-        rank = next(rank for other, rank in self._workers if other == role)
+        (_, rank), worker = next(found for found in self._workers.items() if found[0][0] == role)
+        beside = worker.exports[method][0].concurrent
         try:
-            return self.call(Role(role), rank, method, *args, **kwargs)
+            with contextlib.nullcontext() if beside else self._turn.taken():
+                return self.call(Role(role), rank, method, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - it is raised, in a form that arrives
             raise _that_can_be_sent(error) from error.__cause__
 
