@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from core.control import ControlLink
@@ -29,14 +29,6 @@ _NODE_S = 60.0
 Stages = Generator[Any, Any, None]
 
 
-@dataclass
-class Budget:
-    """How often the instances of one role were lost."""
-
-    incidents: int = 0
-    began: float = -1e9
-
-
 class BringUp:
     """Brings the processes of one attempt up, and keeps the directory of who is where.
 
@@ -54,12 +46,13 @@ class BringUp:
         self._backend = backend
         self._watch = watch
         self._starts = starts
-        self._budgets: dict[str, Budget] = {}
+        # How often instances of a role were lost, and when they last were.
+        self._incidents: dict[str, tuple[int, float]] = {}
         self._coming: dict[WatchedHost, Stages] = {}
         # What each process came to that was to repeat its calls; several replacements may wait at the same time.
         self._replayed: dict[Any, Exception | None] = {}
         self._report_at = _FIRST_REPORT_S
-        self._node_died_at = -1e9
+        self._node_died_at = -math.inf
         self._dead_nodes: set[str] = backend.dead_nodes()
         self._local: dict[tuple[Role, int], tuple[int, int]] = {}
         self._rendezvous: dict[Role, tuple[str, int]] = {}
@@ -288,13 +281,13 @@ class BringUp:
 
     def _count(self, role: str, host: WatchedHost, line: str) -> None:
         now, limit = time.monotonic(), self._job.roles[role].max_restarts
-        budget = self._budgets.setdefault(role, Budget())
+        incidents, began = self._incidents.get(role, (0, -math.inf))
         if host.report is None:
             self.look_at_nodes()
-        together = host.started < budget.began and now - budget.began < _TOGETHER_S
+        together = host.started < began and now - began < _TOGETHER_S
         by_the_node = host.report is None and now - self._node_died_at < _NODE_S
         if together or by_the_node:
             return
-        if budget.incidents >= limit:
+        if incidents >= limit:
             raise WorkerDied(f"{line}; {role} has lost instances {limit} times already (max_restarts={limit})")
-        self._budgets[role] = Budget(budget.incidents + 1, now)
+        self._incidents[role] = (incidents + 1, now)

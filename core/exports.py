@@ -95,13 +95,11 @@ class Export:
             raise ValueError(f"replay={self.replay!r}; set replay='last' (repeat the last call) or leave it out")
 
 
+@dataclass(frozen=True, eq=False)
 class Replicated:
     """A splittable argument that goes whole to every worker; made by `replicate`."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 def replicate(value: T) -> T:

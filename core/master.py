@@ -244,8 +244,7 @@ class Master:
         for role, rank, attempt, how in self._watch.take("death"):
             for host in self._who(role, rank, attempt):
                 host.lose(how)
-        silent = self._watch.silent()
-        if silent and time.monotonic() >= self._look_at_nodes_at:
+        if self._watch.silent() and time.monotonic() >= self._look_at_nodes_at:
             self._look_at_nodes_at = time.monotonic() + _NODES_EVERY_S
             self._coming.look_at_nodes()
 

@@ -32,7 +32,6 @@ class Member:
 class RoleEntry:
     """One role of the running job: its workers, what they export, what each of them was given."""
 
-    role: Role
     kind: Kind
     members: list[Member]
     exports: dict[str, Export] = field(default_factory=dict)
@@ -72,7 +71,10 @@ class Transport(Protocol):
         ...
 
     def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:
-        """Those of the references that are ready, once `count` are, or after `timeout` seconds (0: at once)."""
+        """Those of the references that are ready, once `count` are, or after `timeout` seconds (0: at once).
+
+        It may leave out what is ready beyond `count`, but with a timeout of 0.
+        """
         ...
 
     async def ready(self, references: Sequence[Any]) -> None:

@@ -64,7 +64,7 @@ class RoleGroup(Generic[W]):
     @property
     def _entry(self) -> RoleEntry:
         # Looked up at each use: a group follows the replacement of a worker.
-        return self._context.directory.get(self._role) or RoleEntry(self._role, "run", [])
+        return self._context.directory.get(self._role) or RoleEntry("run", [])
 
     @property
     def _members(self) -> list[Member]:
@@ -303,10 +303,8 @@ class WorkerGroup(RoleGroup[W]):
         ValueError: the job has no such role, unless optional=True; or its workers lack a method of `cls`.
     """
 
-    def __init__(
-        self, role: str, cls: type[W] | None = None, optional: bool = False, context: WorkloadContext | None = None
-    ) -> None:
-        super().__init__(role, optional, context)
+    def __init__(self, role: str, cls: type[W] | None = None, optional: bool = False) -> None:
+        super().__init__(role, optional)
         wanted = {found.name for name in dir(cls) if (found := export_of(getattr(cls, name, None))) and found.spec}
         missing = sorted(wanted - set(self._entry.exports))
         if missing and self._entry.members:

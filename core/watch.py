@@ -239,7 +239,6 @@ def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) ->
         role = Role(name)
         members = {rank: host for host in hosts for other, rank in host.plan.workers if other == name}
         directory[role] = RoleEntry(
-            role=role,
             kind=spec.kind,
             members=[member_of(members[rank], role, rank) for rank in range(spec.total)],
             resource=spec.resource.model_dump(exclude={"custom", "threads"}) | spec.resource.custom,

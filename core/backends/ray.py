@@ -83,10 +83,7 @@ class RayTransport:
         if not references:
             return []
         wanted = len(references) if timeout == 0 else min(count, len(references))
-        ready, others = ray.wait(list(references), num_returns=wanted, timeout=timeout)
-        if timeout != 0 and others:
-            ready += ray.wait(others, num_returns=len(others), timeout=0)[0]
-        return ready
+        return ray.wait(list(references), num_returns=wanted, timeout=timeout)[0]
 
     async def ready(self, references: Sequence[Any]) -> None:
         """Wait until all are ready, without a thread."""
@@ -313,9 +310,7 @@ def _await_silent_nodes(info: Callable[[str], None]) -> None:
     for attempt in range(_SILENT_WITHIN_S):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         with ThreadPoolExecutor(_KNOCKS_AT_ONCE) as pool:
-            answers = list(pool.map(_answers, nodes)) if len(nodes) > 1 else [True]
-        pairs = zip(nodes, answers, strict=True)
-        silent = [node["NodeManagerHostname"] for node, is_there in pairs if not is_there]
+            silent = list(filter(None, pool.map(_silent, nodes)))
         if not silent:
             return
         if attempt == 0:
@@ -323,12 +318,13 @@ def _await_silent_nodes(info: Callable[[str], None]) -> None:
         time.sleep(1)
 
 
-def _answers(node: dict[str, Any]) -> bool:
+def _silent(node: dict[str, Any]) -> str:
+    """Its name if it does not answer."""
     try:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _KNOCK_S).close()
     except OSError:
-        return False
-    return True
+        return node["NodeManagerHostname"]
+    return ""
 
 
 def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callable[[str], None]) -> None:
