@@ -141,18 +141,13 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
     """
     found: dict[str, tuple[Export, Callable[..., Any]]] = {}
     cls = type(instance)
-    candidates: list[tuple[Export, Callable[..., Any]]] = []
-    for attribute in dir(cls):
-        # Looked up on the class: evaluating a property of a half-made object would run user code.
-        entry = export_of(inspect.getattr_static(cls, attribute))
-        if entry is not None:
-            candidates.append((entry, getattr(instance, attribute)))
+    # Looked up on the class: evaluating a property of a half-made object would run user code.
+    marked = {name: export_of(inspect.getattr_static(cls, name)) for name in dir(cls)}
+    methods = [(entry, getattr(instance, name)) for name, entry in marked.items() if entry]
     module = inspect.getmodule(cls)
-    for function in vars(module).values() if module else ():
-        entry = export_of(function)
-        if entry is not None and inspect.isfunction(function) and function.__module__ == cls.__module__:
-            candidates.append((entry, function))
-    for entry, function in [*candidates, *_exported_functions]:
+    beside = [value for value in vars(module).values() if inspect.isfunction(value)] if module else []
+    functions = [(entry, f) for f in beside if f.__module__ == cls.__module__ and (entry := export_of(f))]
+    for entry, function in [*methods, *functions, *_exported_functions]:
         if entry.spec and entry.name in RESERVED_NAMES:
             raise ValueError(
                 f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"

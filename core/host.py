@@ -108,17 +108,12 @@ class _Worker:
     exports: dict[str, tuple[Export, Callable[..., Any]]] = field(default_factory=dict)
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run what an async method returned on the workload's own loop, which has a thread of its own."""
+        """Run what an async method returned on the workload's own loop, whose thread takes over the context."""
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, name="troupe-async", daemon=True).start()
-
-        async def within() -> Any:
-            with entered(self.context):
-                return await coroutine
-
         with self.context.waits():
-            return asyncio.run_coroutine_threadsafe(within(), self.loop).result()
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
 
 class Host:
@@ -250,8 +245,8 @@ class Host:
         try:
             with entered(worker.context):
                 result = function(*args, **kwargs)
-            if inspect.iscoroutine(result):
-                result = worker.finish(result)
+                if inspect.iscoroutine(result):
+                    result = worker.finish(result)
             failed = False
             return result
         except SystemExit as end:

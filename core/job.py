@@ -77,8 +77,7 @@ class Job(JobSpec):
         """
         if backend not in get_args(BackendName):
             raise JobError(f"backend={backend!r}; set one of {', '.join(get_args(BackendName))}")
-        ranks = {role: spec.total for role, spec in self.roles.items() if spec.kind == "train"}
-        wide = [f"{role} has {count}" for role, count in ranks.items() if count > 1]
+        wide = [f"{r} has {spec.total}" for r, spec in self.roles.items() if spec.kind == "train" and spec.total > 1]
         if backend == "local" and wide:
             raise JobError(
                 f"backend=local runs one rank of each train role, but {', '.join(wide)}; set one, or backend=ray"

@@ -138,33 +138,27 @@ class Master:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Start the roles; this process takes the driver's place until the block ends."""
+        ended = threading.Event()
+        hearing = threading.Thread(target=self._hear, args=(ended,), name="troupe-watch", daemon=True)
         try:
             self._start()
             me = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
             context = WorkloadContext(
                 me, self._job.config, self._coming.roles, self._backend.transport, self._watch.take_in, self._shared_dir
             )
-            with self._heard(), entered(context):
+            # A process that nobody hears stops as soon as it has said too much.
+            hearing.start()
+            with entered(context):
                 yield
         finally:
+            ended.set()
+            if hearing.is_alive():
+                hearing.join()
             self._clean_up()
 
-    @contextlib.contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Hear the processes on a thread meanwhile: one that is not heard stops as soon as it has said too much."""
-        ended = threading.Event()
-
-        def hear() -> None:
-            while not ended.wait(_POLL_S):
-                self._watch.poll()
-
-        thread = threading.Thread(target=hear, name="troupe-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def _hear(self, ended: threading.Event) -> None:
+        while not ended.wait(_POLL_S):
+            self._watch.poll()
 
     # --- driving
 

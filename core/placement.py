@@ -127,9 +127,7 @@ def _bundle(workers: Sequence[tuple[RoleSpec, int]], devices: float) -> BundlePl
 def _total(specs: Sequence[RoleSpec]) -> dict[str, Any]:
     """What a worker of each of these is given together."""
     resources = [spec.resource for spec in specs]
-    custom: Counter[str] = Counter()
-    for resource in resources:
-        custom.update(resource.custom)
+    custom = sum((Counter(r.custom) for r in resources), Counter[str]())
     return {"cpu": sum(r.cpu for r in resources), "memory": sum(r.memory for r in resources), "custom": custom}
 
 
