@@ -292,7 +292,7 @@ def load_object(path: str) -> Any:
     module, _, name = path.partition(":")
     found = getattr(importlib.import_module(module), name)
     metadata = getattr(found, "__ray_metadata__", None)
-    return getattr(metadata, "modified_class", found) if metadata is not None else found
+    return getattr(metadata, "modified_class", found)
 
 
 def python_path() -> tuple[str, ...]:

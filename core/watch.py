@@ -206,20 +206,20 @@ class Watch:
             ]
         return found
 
-    def ask(self, kind: str, hosts: Sequence[WatchedHost], within: float) -> dict[str, Any]:
-        """What processes answer to a message within so many seconds, by their names; the dead are not waited for."""
+    def ask(self, kind: str, hosts: Sequence[WatchedHost], within: float) -> list[Any]:
+        """What processes answer to a message within so many seconds; the dead are not waited for."""
         for host in hosts:
             host.send(kind)
-        deadline, answers = time.monotonic() + within, dict[str, Any]()
-        while time.monotonic() < deadline and any(not h.lost and h.plan.name not in answers for h in hosts):
+        deadline, answers = time.monotonic() + within, list[Any]()
+        while len(answers) < sum(not host.lost for host in hosts) and time.monotonic() < deadline:
             time.sleep(0.02)
             self.poll()
-            answers |= self.take(kind)
+            answers += self.take(kind)
         return answers
 
     def stack(self, host: WatchedHost) -> str:
         """Where the process is; its log has all threads. Empty if it cannot tell."""
-        found = self.ask("stack", [host], _STACK_WITHIN_S).get(host.plan.name, "")
+        found = "".join(self.ask("stack", [host], _STACK_WITHIN_S))
         if not found:
             # It holds Python's lock; the signal's handler needs none.
             host.signal(signal.SIGUSR1)

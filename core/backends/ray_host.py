@@ -61,10 +61,10 @@ class RayHost(Host):
         self._job_memory = job_memory
         return Status(*self.doing(), self._memory.read())
 
-    def _tidy(self) -> tuple[str, bool]:
+    def _tidy(self) -> bool:
         """Remove what the run has in this machine's shared memory; the answer says that it is done."""
         shutil.rmtree(self._spec.run.shared_dir, ignore_errors=True)
-        return self._spec.plan.name, True
+        return True
 
     def _end(self) -> None:
         # Others of the run may live on this machine: the master may have given up this process alone.
@@ -119,11 +119,11 @@ class RayHost(Host):
         """The turn is given away meanwhile."""
         return self._turn.given_away()
 
-    def _stack(self) -> tuple[str, str]:
+    def _stack(self) -> str:
         """Where the main thread is; all threads are written to the log."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return self._spec.plan.name, "".join(traceback.format_stack(frame))
+        return "".join(traceback.format_stack(frame))
 
     def _replay(self, pickled: bytes) -> None:
         """Repeat on a replacement what this process had called on the lost worker, while the main thread continues."""
