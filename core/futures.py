@@ -8,13 +8,13 @@ import asyncio
 import bisect
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from core.context import WorkloadContext
 from core.errors import ResultLost, WorkerDied, WorkerTimeout, with_note
 from core.exports import Export
-from core.members import Member, Outcome
+from core.members import Member, Outcome, Share
 from core.sharding import join
 
 T = TypeVar("T")
@@ -40,26 +40,19 @@ class Pending:
     its node, is sent again if its method is idempotent.
     """
 
-    def __init__(
-        self,
-        context: WorkloadContext,
-        member: Member,
-        export: Export,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, context: WorkloadContext, member: Member, export: Export, share: Share) -> None:
         self._context = context
         self._export = export
         # Kept only where they may be needed again: they may be large.
-        self._arguments = (args, kwargs) if export.idempotent else None
+        self._share = share if export.idempotent else None
         self._lost_results = 0
         self._again_at = 0.0
         living = context.recovery.replacement(member)
         assert living is not None
         self.member = living
         if export.replay:
-            self._before = context.recovery.remember(living, export, args, kwargs)
-        self.reference = context.transport.send(living, export, args, kwargs)
+            self._before = context.recovery.remember(living, export, share)
+        self.reference = context.transport.send(living, export, share)
 
     @property
     def method(self) -> str:
@@ -77,7 +70,7 @@ class Pending:
 
     def _is_sent_again(self, error: WorkerDied) -> bool:
         recovery = self._context.recovery
-        if isinstance(error, ResultLost) and self._arguments is not None and self._lost_results < _ASKED_AGAIN:
+        if isinstance(error, ResultLost) and self._share is not None and self._lost_results < _ASKED_AGAIN:
             self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_results
             self._lost_results += 1
             self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
@@ -85,18 +78,18 @@ class Pending:
         recovery.met_death(self.member)
         self._context.emit("death", (self.member.role, self.member.rank, self.member.attempt, str(error)))
         self._again_at = 0.0
-        return self._arguments is not None and recovery.may_return(self.member)
+        return self._share is not None and recovery.may_return(self.member)
 
     def send_again(self, timeout: float) -> bool:
         """Send it to whoever stands in for the worker, if somebody does after `timeout` seconds."""
-        assert self._arguments is not None
+        assert self._share is not None
         living = self._context.recovery.replacement(self.member, timeout)
         if living is None or time.monotonic() < self._again_at:
             return False
         if living == self.member and not self._again_at:
             return False
         self.member = living
-        self.reference = self._context.transport.send(living, self._export, *self._arguments)
+        self.reference = self._context.transport.send(living, self._export, self._share)
         return True
 
 

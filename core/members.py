@@ -1,6 +1,6 @@
 """Who is in a job and what they export, and how calls to them travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -8,6 +8,8 @@ from core.exports import Export
 from core.roles import Role
 
 Kind = Literal["train", "run"]
+Share = tuple[tuple[Any, ...], dict[str, Any]]
+"""What one worker is given in a call: arguments by position, and by name."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Transport(Protocol):
     is_inline: bool
     """Whether calls run in this process, on the thread of who waits for them."""
 
-    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def send(self, member: Member, export: Export, share: Share) -> Any:
         """Submit one call and return a reference to its outcome."""
         ...
 

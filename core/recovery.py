@@ -6,13 +6,11 @@ had called on it; the worker is back. Each process remembers its own calls, so n
 
 import itertools
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 from core.exports import Export
-from core.members import Directory, Member, Transport
+from core.members import Directory, Member, Share, Transport
 
-_Call = tuple[int, Export, tuple[Any, ...], Mapping[str, Any]]
+_Call = tuple[int, Export, Share]
 """When it was made, among all calls of the process, of which method, and with which arguments."""
 
 
@@ -41,14 +39,12 @@ class Recovery:
             is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
             return self._directory[member.role].members[member.rank] if is_back else None
 
-    def remember(
-        self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Call | None:
+    def remember(self, member: Member, export: Export, share: Share) -> _Call | None:
         """Keep a call for replays, in place of the method's last one, which is returned."""
         with self._changed:
             calls = self._remembered.setdefault((member.role, member.rank), {})
             before = calls.get(export.name)
-            calls[export.name] = (next(self._clock), export, args, kwargs)
+            calls[export.name] = (next(self._clock), export, share)
             return before
 
     def take_back(self, member: Member, method: str, before: _Call | None) -> None:
@@ -78,8 +74,8 @@ class Recovery:
         """Repeat in a new process what was called on the lost one, in order; an error of a call is raised."""
         with self._changed:
             calls = dict(self._remembered.get((member.role, member.rank), {}))
-        for _, export, args, kwargs in sorted(calls.values(), key=lambda call: call[0]):
-            reference = transport.send(member, export, args, kwargs)
+        for _, export, share in sorted(calls.values(), key=lambda call: call[0]):
+            reference = transport.send(member, export, share)
             transport.wait([reference], None)
             error = transport.outcome(reference).error
             if error is not None:

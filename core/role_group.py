@@ -5,6 +5,7 @@ WorkerGroup is the same, in verl's words.
 
 import copy
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
@@ -13,15 +14,13 @@ from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
 from core.exports import CallSpec, Dispatch, Export, NdDispatch, Replicated, export_of
 from core.futures import Future, FutureSequence, Pending, join_results
-from core.members import Member, RoleEntry
+from core.members import Member, RoleEntry, Share
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
 
 P = ParamSpec("P")
 W = TypeVar("W")
 Method = str | Callable[..., Any]
-Share = tuple[tuple[Any, ...], dict[str, Any]]
-"""One worker's arguments."""
 
 _SHARE_ABOVE_BYTES = 100_000
 """Arguments above this size are stored once instead of once per receiver; below, Ray sends them within the call."""
@@ -112,7 +111,7 @@ class RoleGroup(Generic[W]):
     def call(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[Any]]: ...
     def call(self, method: Method, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call every worker with the same arguments; the result is a list in rank order."""
-        return Future(self._broadcast(self._find(method), self._members, args, kwargs), self._context)
+        return Future(self._broadcast(self._find(method), self._members, (args, kwargs)), self._context)
 
     @overload
     def call_rank0(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
@@ -122,7 +121,7 @@ class RoleGroup(Generic[W]):
         """Call the first worker only; the result is its value."""
         export = self._find(method)
         first = self._some_members(export)[:1]
-        return Future(self._broadcast(export, first, args, kwargs), self._context, lambda v: v[0])
+        return Future(self._broadcast(export, first, (args, kwargs)), self._context, lambda v: v[0])
 
     @overload
     def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
@@ -141,7 +140,7 @@ class RoleGroup(Generic[W]):
         for value in (*args, *kwargs.values()):
             if is_splittable(value) and len(value) != size:
                 raise ValueError(f"{self._role}.{export.name}: size is {size}, but an argument has {len(value)} items")
-        calls, lengths = self._scatter(export, args, kwargs)
+        calls, lengths = self._scatter(export, (args, kwargs))
         return FutureSequence(calls, lengths, self._context)
 
     # --- the trainer's role group
@@ -158,9 +157,10 @@ class RoleGroup(Generic[W]):
     def _invoke(self, export: Export, /, *args: Any, **kwargs: Any) -> Any:
         spec = export.spec
         assert spec is not None
+        share = (args, kwargs)
         if spec.pre_func is not None:
-            args, kwargs = _prepared(spec.pre_func(*args, **kwargs), f"{self._role}.{export.name}"), {}
-        future = self._dispatch(export, spec, args, kwargs)
+            share = (_prepared(spec.pre_func(*args, **kwargs), f"{self._role}.{export.name}"), {})
+        future = self._dispatch(export, spec, share)
         if not spec.blocking:
             return future
         while True:
@@ -172,17 +172,18 @@ class RoleGroup(Generic[W]):
                 if not (export.idempotent and self._context.recovery.may_return(self._entry.members[0])):
                     raise
 
-    def _dispatch(self, export: Export, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def _dispatch(self, export: Export, spec: CallSpec, share: Share) -> Future[Any]:
         members, mode = self._some_members(export), spec.mode
         if isinstance(mode, NdDispatch):
-            return self._call_mesh(export, mode.mesh, args, kwargs)
+            return self._call_mesh(export, mode.mesh, share)
+        args, kwargs = share
         splits = mode is Dispatch.AUTO and any(is_splittable(value) for value in (*args, *kwargs.values()))
         if splits or mode is Dispatch.DP_COMPUTE_PROTO:
-            calls, _ = self._scatter(export, args, kwargs)
+            calls, _ = self._scatter(export, share)
         elif mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-            calls = self._deal(export, members, self._own_shares(export, args, kwargs))
+            calls = self._deal(export, members, self._own_shares(export, share))
         else:
-            calls = self._broadcast(export, members[:1] if mode is Dispatch.RANK_ZERO else members, args, kwargs)
+            calls = self._broadcast(export, members[:1] if mode is Dispatch.RANK_ZERO else members, share)
         return Future(calls, self._context, functools.partial(_finished, spec, calls))
 
     # --- sending
@@ -203,34 +204,27 @@ class RoleGroup(Generic[W]):
         listed = ", ".join(sorted(known)) or "nothing"
         return f"{self._role} ({self._entry.implementation}) has no method {name!r} to call; it has {listed}"
 
-    def _broadcast(
-        self, export: Export, members: list[Member], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Pending]:
-        return self._deal(export, members, [self._stored(args, kwargs, len(members))] * len(members))
+    def _broadcast(self, export: Export, members: list[Member], share: Share) -> list[Pending]:
+        return self._deal(export, members, [self._stored(share, len(members))] * len(members))
 
-    def _scatter(
-        self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Pending], list[int]]:
+    def _scatter(self, export: Export, share: Share) -> tuple[list[Pending], list[int]]:
         members = self._some_members(export)
         # What may be sent again to one worker enters no collective, so that ranks may be idle in it too.
         everybody = self._entry.kind == "train" and not export.idempotent
-        parts, sizes = self._cut(export, args, kwargs, len(members), everybody)
+        parts, sizes = self._cut(export, share, len(members), everybody)
         # With fewer items than workers the last ones have nothing to do and are not called.
         sizes = [size for size in sizes if size]
         return self._deal(export, members[: len(sizes)], parts[: len(sizes)]), sizes
 
     def _deal(self, export: Export, members: list[Member], shares: list[Share]) -> list[Pending]:
         context = self._context
-        return [Pending(context, member, export, *share) for member, share in zip(members, shares, strict=True)]
+        return [Pending(context, member, export, share) for member, share in zip(members, shares, strict=True)]
 
-    def _cut(
-        self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any], workers: int, everybody: bool
-    ) -> tuple[list[Share], list[int]]:
+    def _cut(self, export: Export, share: Share, workers: int, everybody: bool) -> tuple[list[Share], list[int]]:
         """Each worker's arguments, and how many items each has; `everybody` must have one."""
         name = f"{self._role}.{export.name}"
         # What goes whole stays marked: it may be a list, which would be split.
-        args = tuple(v if is_splittable(v) else Replicated(self._share(v, workers)) for v in args)
-        kwargs = {key: v if is_splittable(v) else Replicated(self._share(v, workers)) for key, v in kwargs.items()}
+        args, kwargs = _each(share, lambda v: v if is_splittable(v) else Replicated(self._reference(v, workers)))
         chunks, length = shard_arguments(args, kwargs, workers, name)
         if everybody and length < workers:
             raise ValueError(
@@ -239,20 +233,19 @@ class RoleGroup(Generic[W]):
             )
         return chunks, chunk_sizes(length, workers)
 
-    def _share(self, value: Any, receivers: int) -> Any:
+    def _reference(self, value: Any, receivers: int) -> Any:
         value = unwrap(value)
         if receivers > 1 and payload_bytes(value) > _SHARE_ABOVE_BYTES:
             return self._context.transport.put(value)
         return value
 
-    def _stored(self, args: tuple[Any, ...], kwargs: dict[str, Any], receivers: int) -> Share:
+    def _stored(self, share: Share, receivers: int) -> Share:
         """Arguments of which the large ones are stored once for all who read them."""
-        shared = {key: self._share(value, receivers) for key, value in kwargs.items()}
-        return tuple(self._share(value, receivers) for value in args), shared
+        return _each(share, lambda value: self._reference(value, receivers))
 
-    def _own_shares(self, export: Export, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
+    def _own_shares(self, export: Export, share: Share) -> list[Share]:
         """Each worker's arguments, where every argument has one item for each worker."""
-        count = len(self)
+        (args, kwargs), count = share, len(self)
         for label, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
             if not isinstance(value, list | tuple) or len(value) != count:
                 size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
@@ -261,16 +254,16 @@ class RoleGroup(Generic[W]):
                     f"for each of the {count} workers; give one, or register the method with Dispatch.ONE_TO_ALL to "
                     "send arguments whole"
                 )
-        return [(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
+        return [_each(share, operator.itemgetter(i)) for i in range(count)]
 
     # --- meshes
 
-    def _call_mesh(self, export: Export, mesh: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def _call_mesh(self, export: Export, mesh: str, share: Share) -> Future[Any]:
         positions = self._mesh(mesh)
         ranks = max(rank for rank, _ in positions) + 1
-        chunks, _ = self._cut(export, args, kwargs, ranks, everybody=True)
+        chunks, _ = self._cut(export, share, ranks, everybody=True)
         peers = Counter(rank for rank, _ in positions)
-        stored = [self._stored(*chunk, peers[rank]) for rank, chunk in enumerate(chunks)]
+        stored = [self._stored(chunk, peers[rank]) for rank, chunk in enumerate(chunks)]
         calls = self._deal(export, self._members, [stored[rank] for rank, _ in positions])
         # Of the calls only these have answers to be joined; the others are their peers.
         answering = [i for _, i in sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)]
@@ -312,6 +305,12 @@ class WorkerGroup(RoleGroup[W]):
                 f"the workers of {self._role} are {self._entry.implementation}, which has no {', '.join(missing)}; "
                 f"give their own class, not {cls}"
             )
+
+
+def _each(share: Share, change: Callable[[Any], Any]) -> Share:
+    """The arguments, each of them changed."""
+    args, kwargs = share
+    return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
 
 def _finished(spec: CallSpec, calls: list[Pending], values: list[Any]) -> Any:

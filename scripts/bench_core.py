@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from core import BaseWorkload, Job, JobBuilder, RoleGroup, master, rpc, trainer_
 from core.control import Status  # noqa: E402
 from core.exports import Export, export_of  # noqa: E402
 from core.host import IDLE, HostReport, HostSpec, Made  # noqa: E402
-from core.members import Member, Outcome  # noqa: E402
+from core.members import Member, Outcome, Share  # noqa: E402
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED = (64, 1000, 4000)
@@ -336,9 +336,9 @@ class SimulatedTransport:
         self._last = max(time.monotonic(), self._last + self._apart_s)
         return Answer(value, self._last)
 
-    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:
+    def send(self, member: Member, export: Export, share: Share) -> Answer:
         """Every method returns None."""
-        del member, export, args, kwargs
+        del member, export, share
         return self.answer(None)
 
     def put(self, value: Any) -> Any:

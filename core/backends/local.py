@@ -8,14 +8,14 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 from core.exports import Export
 from core.host import Host, HostSpec, WarningsTo, threads_here
-from core.members import Member, Outcome
+from core.members import Member, Outcome, Share
 from core.plan import Placement
 
 
@@ -45,10 +45,10 @@ class LocalTransport:
         self._busy: dict[tuple[str, int], int] = {}
         self._changed = threading.Condition()
 
-    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalCall:
+    def send(self, member: Member, export: Export, share: Share) -> LocalCall:
         """Take one call in: who carries it out gets copies, and so does its caller."""
         role, rank, host = member.role, member.rank, member.handle
-        args, kwargs = copied((args, dict(kwargs)))
+        args, kwargs = copied(share)
 
         def run() -> Any:
             return copied(host.do("call", role, rank, export.name, *args, **kwargs))

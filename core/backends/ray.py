@@ -42,7 +42,7 @@ from core.backends.ray_token import own_token
 from core.errors import JobError, ResultLost, WorkerDied, with_note
 from core.exports import Export
 from core.host import HostSpec
-from core.members import Member, Outcome
+from core.members import Member, Outcome, Share
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
 from core.shared_memory import shared_folder
@@ -68,10 +68,11 @@ class RayTransport:
 
     is_inline = False
 
-    def send(self, member: Member, export: Export, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def send(self, member: Member, export: Export, share: Share) -> Any:
         """Submit one call. The task's name says which: Ray's tools show it, and it need not be an argument."""
         group = _CONCURRENTLY if export.concurrent else member.thread or None
         call = member.handle.call_named.options(name=f"{member.role}.{export.name}", concurrency_group=group)
+        args, kwargs = share
         return call.remote(*args, **kwargs)
 
     def put(self, value: Any) -> Any:
