@@ -217,12 +217,12 @@ class Host:
         """Run one exported method of one workload."""
         worker = self._workers[role, rank]
         _, function = worker.exports[name]
-        return self._observed(worker, name, function, args, kwargs)
+        return self._observed(worker, name, function, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
         """Run a workload's `run()` to its end."""
         worker = self._workers[role, rank]
-        self._observed(worker, "run", worker.instance.run, (), {})
+        self._observed(worker, "run", worker.instance.run)
 
     def teardown(self) -> None:
         """End the workloads in good order."""
@@ -231,9 +231,7 @@ class Host:
                 with entered(worker.context):
                     worker.instance.teardown()
 
-    def _observed(
-        self, worker: _Worker, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _observed(self, worker: _Worker, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         who, clock, number = worker.context.identity, time.monotonic(), next(self._count)
         self._calls[number] = (f"{who.role}.{name}", clock)
         event = None
