@@ -3,9 +3,8 @@
     caller -> one thread for each worker -> its child: python -m components.data.reward_workers FD PARENT
 
 A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one response at a time, so
-that the guilty ones are known. A thread owns its child, because Linux sends the signal that ends a child with its
-parent when the *thread* that started it ends. Not a pool of pebble's or loky's: a chunk is one task there, while here
-each of its responses has a deadline, and the child inherits neither descriptors nor modules of the run.
+that the guilty ones are known. Not a pool of pebble's or loky's: a chunk is one task there, while here each of its
+responses has a deadline, and the child inherits neither descriptors nor modules of the run.
 """
 
 from __future__ import annotations
@@ -20,20 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from components.data.child_process import (
-    END_TIMEOUT_S,
-    Child,
-    described,
-    load_file,
-    run_child,
-    serve_calls,
-    short_line,
-)
+from components.data.child_process import Child, described, load_file, run_child, serve_calls, short_line
 from components.data.rewards import (
     FUNCTION_NAME,
     Columns,
@@ -76,20 +67,11 @@ class RewardWorkers:
         """Start the children; ValueError when what `setup` names, which errors call `source`, cannot be loaded."""
         self.source = source
         self._settings = settings
-        self._setup = setup
-        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._ready: SimpleQueue[Exception | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._children: dict[Child, _Batch | None] = {}
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(settings.workers)]
-        for thread in self._threads:
-            thread.start()
+        self._workers = [_Worker(source, setup) for _ in range(settings.workers)]
         try:
-            for _ in self._threads:
-                error = self._ready.get()
-                if error is not None:
-                    raise error
+            for worker in self._workers:
+                worker.task.result()
         except BaseException:
             self.close()
             raise
@@ -108,36 +90,48 @@ class RewardWorkers:
             raise RuntimeError(f"{self.source} is closed; open it again")
         columns = [list(column) for column in columns]
         count = len(columns[0])
-        size = size or min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * len(self._threads))))
-        chunks = [list(range(start, min(start + size, count))) for start in range(0, count, size or 1)]
-        batch = _Batch(self.source, columns, chunks, self._settings.max_failed_share)
-        for _ in self._threads:
-            self._batches.put(batch)
+        size = size or min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * len(self._workers))))
+        todo = deque(list(range(start, min(start + size, count))) for start in range(0, count, size or 1))
+        parts: list[tuple[list[int], Columns]] = []
+        failures: dict[int, tuple[str, str]] = {}
+        idle = list(self._workers)
+        busy: dict[Future[Any], tuple[_Worker, list[int]]] = {}
         try:
-            batch.wait()
+            while todo or busy:
+                while todo and idle:
+                    chunk, worker = todo.popleft(), idle.pop()
+                    message = [[column[place] for place in chunk] for column in columns]
+                    timeout_s = self._settings.timeout_s * (len(chunk) if self._takes_all else 1)
+                    busy[worker.ask(message, timeout_s)] = worker, chunk
+                for task in wait(busy, return_when=FIRST_COMPLETED).done:
+                    worker, chunk = busy.pop(task)
+                    idle.append(worker)
+                    if self._closed:
+                        raise RuntimeError(f"{self.source} was closed")
+                    verdict, *found = task.result()
+                    if verdict == "ok":
+                        beat()
+                        parts.append((chunk, *found))
+                    elif len(chunk) > 1:
+                        again = f"asking again for each of its {len(chunk)} responses alone"
+                        _log.warning("%s: %s; %s", self.source, found[0], again)
+                        # First in the queue: where everything fails, that is known soonest so.
+                        todo.extendleft([place] for place in reversed(chunk))
+                    else:
+                        self._fail(chunk[0], columns, failures, *found)
         finally:
-            self._abandon(batch)
-        return join_columns(self.source, count, batch.parts, batch.failures, missing)
+            for worker, _ in busy.values():
+                worker.interrupt()
+        reasons = {place: reason for place, (reason, _) in failures.items()}
+        return join_columns(self.source, count, parts, reasons, missing)
 
     def close(self) -> None:
         """End all children, busy or not."""
-        with self._lock:
-            self._closed = True
-            batches = {batch for batch in self._children.values() if batch is not None}
-        for batch in batches:
-            batch.stop(RuntimeError(f"{self.source} was closed"))
-            self._abandon(batch)
-        for _ in self._threads:
-            self._batches.put(None)
-        # Twice the time: a thread gives its child END_TIMEOUT_S. What is left then is a child that is still loading.
-        deadline = time.monotonic() + 2 * END_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            for child in self._children:
-                child.kill()
-        for thread in self._threads:
-            thread.join()
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+        for worker in self._workers:
+            worker.join()
 
     def __enter__(self) -> Self:
         return self
@@ -147,69 +141,81 @@ class RewardWorkers:
     ) -> None:
         self.close()
 
-    def _abandon(self, batch: _Batch) -> None:
-        """Take nothing more of a batch, and end the children that are at it: there are none when it is done."""
-        batch.stop(None)
+    def _fail(
+        self, place: int, columns: list[list[Any]], failures: dict[int, tuple[str, str]], reason: str, trace: str
+    ) -> None:
+        """Note that a response has no reward; RewardError when it is one too many."""
+        count, prompt = len(columns[0]), columns[1][place]
+        failures[place] = f"{reason} (response {place}, prompt {short_line(repr(prompt), 80)})", trace
+        if len(failures) <= allowed_failures(count, self._settings.max_failed_share):
+            return
+        first, trace = next(iter(failures.values()))
+        error = RewardError(
+            f"{self.source} failed for {len(failures)} of {count} responses, more than the allowed share of "
+            f"{self._settings.max_failed_share:g}; the first: {first}"
+        )
+        if trace:
+            error.add_note(trace)
+        raise error
+
+
+class _Worker:
+    """A child process, and the thread that owns it: Linux ends a child with the thread that has started it."""
+
+    def __init__(self, source: str, setup: dict[str, Any]) -> None:
+        self._source = source
+        self._setup = setup
+        self._child: Child | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1)
+        self.task: Future[Any] = self._thread.submit(self._start)
+        """What it does, or has done last."""
+
+    def ask(self, message: object, timeout_s: float) -> Future[Any]:
+        """Have the child do something; gives what `Child.verdict` does. One that is gone is replaced before."""
+        self.task = self._thread.submit(self._ask, message, timeout_s)
+        return self.task
+
+    def interrupt(self) -> None:
+        """End the child if it is busy."""
         with self._lock:
-            for child, busy_with in self._children.items():
-                if busy_with is batch:
-                    child.kill()
+            if self._child is not None and not self.task.done():
+                self._child.kill()
 
-    def _work(self) -> None:
-        """Run one worker: a thread's whole life."""
-        child: Child | None = None
-        try:
-            child = self._start()
-            self._ready.put(None)
-            while (batch := self._batches.get()) is not None:
-                try:
-                    child = self._share(batch, child)
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
-                    batch.stop(error)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._ready.put(error)
-        finally:
-            if child is not None:
-                self._end(child)
+    def close(self) -> None:
+        """Begin to end the child, which `join` waits for."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        self.interrupt()
+        if not was_closed:
+            self._thread.submit(self._end)
 
-    def _share(self, batch: _Batch, child: Child) -> Child:
-        """Take chunks of a batch until it is done; return the child that is then alive."""
-        while (chunk := batch.take()) is not None:
-            if child.is_dead():
-                self._end(child)
-                child = self._start()
-            with self._lock:
-                # Under the lock: a batch is given up either before this, or by one that sees the child at it.
-                if batch.stopped:
-                    break
-                self._children[child] = batch
-            timeout_s = self._settings.timeout_s * (len(chunk) if self._takes_all else 1)
-            verdict, *found = child.verdict(batch.request(chunk), timeout_s)
-            with self._lock:
-                self._children[child] = None
-            if verdict == "ok":
-                batch.done(chunk, *found)
-            else:
-                batch.failed(chunk, *found)
-        return child
+    def join(self) -> None:
+        self._thread.shutdown()
+
+    def _ask(self, message: object, timeout_s: float) -> Any:
+        if self._child is not None and self._child.is_dead():
+            self._end()
+        child = self._child or self._start()
+        return child.verdict(message, timeout_s)
 
     def _start(self) -> Child:
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self.source} was closed")
-            child = Child("components.data.reward_workers")
-            self._children[child] = None
+                raise RuntimeError(f"{self._source} was closed")
+            self._child = child = Child("components.data.reward_workers")
         try:
-            child.load(self._setup, self.source)
+            child.load(self._setup, self._source)
         except ValueError:
-            self._end(child)
+            self._child = None
             raise
         return child
 
-    def _end(self, child: Child) -> None:
-        child.end()
-        with self._lock:
-            self._children.pop(child, None)
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
 
 class WorkerReward(RewardWorkers):
@@ -265,94 +271,6 @@ class ScoreWorkers(RewardWorkers):
             one_s = (time.monotonic() - began) * self._settings.workers / count
             self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
         return output
-
-
-class _Batch:
-    """The responses of one call, while the workers share them out."""
-
-    def __init__(self, source: str, columns: list[list[Any]], chunks: list[list[int]], max_failed_share: float) -> None:
-        self.parts: list[tuple[list[int], Columns]] = []
-        self.failures: dict[int, str] = {}
-        self.stopped = False
-        self._source = source
-        self._columns = columns
-        self._todo = deque(chunks)
-        self._under_way = 0
-        self._max_failed_share = max_failed_share
-        self._error: BaseException | None = None
-        self._first = ("", "")
-        self._changed = threading.Condition()
-
-    def wait(self) -> None:
-        """Wait until every response has its reward or has failed; raise what stopped the batch."""
-        with self._changed:
-            while not self.stopped and (self._todo or self._under_way):
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-
-    def take(self) -> list[int] | None:
-        """Take the places of the next chunk; None when there is nothing more to do."""
-        with self._changed:
-            # What is under way elsewhere may fail, and then there are single responses to take.
-            while not self.stopped and not self._todo and self._under_way:
-                self._changed.wait()
-            if self.stopped or not self._todo:
-                return None
-            self._under_way += 1
-            return self._todo.popleft()
-
-    def request(self, chunk: list[int]) -> list[list[Any]]:
-        """Cut the columns of a chunk out of the batch's."""
-        return [[column[place] for place in chunk] for column in self._columns]
-
-    def done(self, chunk: list[int], columns: Columns) -> None:
-        """Keep what a chunk gave."""
-        beat()
-        with self._changed:
-            self.parts.append((chunk, columns))
-            self._under_way -= 1
-            self._changed.notify_all()
-
-    def failed(self, chunk: list[int], reason: str, trace: str) -> None:
-        """Queue a failed chunk again, one response at a time; a single response has failed for good."""
-        with self._changed:
-            if self.stopped:
-                return
-            self._under_way -= 1
-            if len(chunk) > 1:
-                _log.warning(
-                    "%s: %s; asking again for each of its %d responses alone", self._source, reason, len(chunk)
-                )
-                # First in the queue: where everything fails, that is known soonest so.
-                self._todo.extendleft([place] for place in reversed(chunk))
-            else:
-                self._fail(chunk[0], reason, trace)
-            self._changed.notify_all()
-
-    def stop(self, error: BaseException | None) -> None:
-        """Take nothing more of this batch; whoever waits for it gets `error`."""
-        with self._changed:
-            self._error = self._error or error
-            self.stopped = True
-            self._changed.notify_all()
-
-    def _fail(self, place: int, reason: str, trace: str) -> None:
-        count, prompt = len(self._columns[0]), self._columns[1][place]
-        reason = f"{reason} (response {place}, prompt {short_line(repr(prompt), 80)})"
-        if not self.failures:
-            self._first = (reason, trace)
-        self.failures[place] = reason
-        if len(self.failures) <= allowed_failures(count, self._max_failed_share):
-            return
-        first, trace = self._first
-        self.stopped = True
-        self._error = RewardError(
-            f"{self._source} failed for {len(self.failures)} of {count} responses, more than the allowed share of "
-            f"{self._max_failed_share:g}; the first: {first}"
-        )
-        if trace:
-            self._error.add_note(trace)
 
 
 def _setup(spec: str) -> dict[str, Any]:
