@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
+from functools import partial
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,7 @@ from components.data.rewards import (
     RewardOutput,
     RewardSettings,
     check_lengths,
+    in_threads,
     join_columns,
     read_columns,
 )
@@ -85,18 +87,12 @@ class RemoteReward:
         for start in range(0, count, size):
             end = min(start + size, count)
             todo.put((range(start, end), self._body(queries[start:end], prompts[start:end], labels[start:end])))
-        expected, stop = todo.qsize(), threading.Event()
-        found: queue.SimpleQueue[tuple[range, Columns] | Exception] = queue.SimpleQueue()
-        for first in range(min(len(self._urls), expected)):
-            threading.Thread(target=self._work, args=(first, todo, found, stop), daemon=True).start()
+        stop = threading.Event()
+        works = [partial(self._work, first, todo, stop) for first in range(min(len(self._urls), todo.qsize()))]
         parts: list[tuple[range, Columns]] = []
         try:
-            while len(parts) < expected:
-                part = found.get()
-                if isinstance(part, Exception):
-                    raise part
-                parts.append(part)
-                beat()
+            for found in in_threads(works):
+                parts += found
         finally:
             # A thread in the middle of a request ends with it; nobody waits for it.
             stop.set()
@@ -123,23 +119,19 @@ class RemoteReward:
             ) from error
 
     def _work(
-        self,
-        first: int,
-        todo: queue.SimpleQueue[tuple[range, bytes]],
-        found: queue.SimpleQueue[tuple[range, Columns] | Exception],
-        stop: threading.Event,
-    ) -> None:
+        self, server: int, todo: queue.SimpleQueue[tuple[range, bytes]], stop: threading.Event
+    ) -> list[tuple[range, Columns]]:
         """Send requests until there are none left; the server that answered last is asked first."""
-        server = first
-        try:
-            while not stop.is_set():
+        parts: list[tuple[range, Columns]] = []
+        while not stop.is_set():
+            try:
                 places, body = todo.get_nowait()
-                server, columns = self._request(server, body, len(places), stop)
-                found.put((places, columns))
-        except queue.Empty:
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
-            found.put(error)
+            except queue.Empty:
+                break
+            server, columns = self._request(server, body, len(places), stop)
+            beat()
+            parts.append((places, columns))
+        return parts
 
     def _request(self, server: int, body: bytes, count: int, stop: threading.Event) -> tuple[int, Columns]:
         """Get the rewards of one request, from this server or, when it fails, from the next ones."""

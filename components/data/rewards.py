@@ -11,16 +11,20 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 from components.data.scorers import get_scorer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 FUNCTION_NAME = "reward_func"
 """What a reward file defines: reward_func(queries, prompts, labels, **kwargs)."""
@@ -280,6 +284,28 @@ def join_columns(
         failures=dict(sorted(failures.items())),
         texts=dict(sorted(texts.items())),
     )
+
+
+def in_threads(works: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """Do all of these, each in a thread of its own, and give what they return as they end.
+
+    The first error is raised; nobody waits for the others then.
+    """
+    found: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
+
+    def do(work: Callable[[], T]) -> None:
+        try:
+            found.put((work(), None))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
+            found.put((None, error))
+
+    for work in works:
+        threading.Thread(target=do, args=(work,), daemon=True).start()
+    for _ in works:
+        result, error = found.get()
+        if error is not None:
+            raise error
+        yield cast(T, result)
 
 
 def _log(value: Any, count: int, what: str) -> list[float]:

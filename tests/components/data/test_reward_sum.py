@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.data.open_reward import open_reward
-from components.data.reward_sum import RewardSum
+from components.data.open_reward import RewardSum, open_reward
 from components.data.rewards import RewardError, RewardSettings, check_reward, reward_parts
 from tests.components.data.reward_server import Answer, Request, RewardServer
 from tests.messages import says
