@@ -41,8 +41,8 @@ END_TIMEOUT_S = 2.0
 class Child:
     """One process, as its owner sees it; it lives no longer than the thread that made it."""
 
-    def __init__(self, module: str) -> None:
-        """Start `module`, which calls `run_child`."""
+    def __init__(self, module: str, **environment: str) -> None:
+        """Start `module`, which calls `run_child`, with these variables besides those of this process."""
         self._dead = False
         self._number = 0
         self.channel, theirs = socket.socketpair()
@@ -57,32 +57,25 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
                 process_group=0,
             )
 
-    def ask(self, message: object, timeout_s: float) -> Any:
-        """Send a message and wait for its reply; TimeoutError, or EOFError when the child has died."""
+    def verdict(self, message: object, timeout_s: float) -> Any:
+        """Get a child's answer: "ok" and what it found, or "failed", a line and a traceback. It may be dead then."""
         deadline = time.monotonic() + timeout_s
         self._number += 1
         try:
             self.channel.settimeout(timeout_s)
             send(self.channel, (self._number, message))
             return reply_to(self._number, receive(self.channel, deadline))
-        except ConnectionError as error:
-            raise EOFError from error
-
-    def verdict(self, message: object, timeout_s: float) -> Any:
-        """Get a child's answer: "ok" and what it found, or "failed", a line and a traceback. It may be dead then."""
-        try:
-            return self.ask(message, timeout_s)
         except TimeoutError:
             self.kill()
             return "failed", f"no result after {timeout_s:g} s", ""
         except ForeignReplyError as error:
             self.kill()
             return "failed", str(error), ""
-        except EOFError:
+        except (EOFError, ConnectionError):
             return "failed", f"the process that ran it ended: {self.wait()}", ""
 
     def load(self, setup: object, what: str) -> None:

@@ -11,16 +11,13 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
-import json
-import os
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
 from typing import Any
 
-from components.data.child_process import PROJECT, die_with
+from components.data.child_process import Child, run_child, serve_calls
 from components.data.reasoning_gym_scorer import make_label
 from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer
 from components.data.tasks import GIVE_UP_AFTER, is_heldout
@@ -60,25 +57,14 @@ def draw_rows(name: str, split: str, count: int, seed: int, *, limit_s: float = 
     if split not in ("train", "heldout"):
         raise ValueError(f"{where} has no split {split!r}; set split to 'train' or 'heldout'")
     request = {"name": name, "heldout": split == "heldout", "count": count, "seed": seed, "limit_s": limit_s}
-    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    child = Child(__name__, PYTHONHASHSEED="0")
     try:
-        done = subprocess.run(
-            [sys.executable, "-Pm", __name__, str(os.getpid())],
-            check=False,
-            input=json.dumps(request),
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
-            timeout=limit_s + 60,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{where}: a single question took too long to draw; set other settings") from error
-    if done.returncode != 0:
-        raise RuntimeError(f"{where}: the process that draws it ended with exit code {done.returncode}; see above")
-    reply = json.loads(done.stdout)
-    if "error" in reply:
-        raise ValueError(f"{where}: {reply['error']}")
-    return reply["rows"]
+        verdict, *found = child.verdict(request, limit_s + 60)
+    finally:
+        child.end()
+    if verdict != "ok":
+        raise ValueError(f"{where}: {found[0]}")
+    return found[0]
 
 
 # What follows runs in the child.
@@ -180,17 +166,15 @@ def _listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _main() -> None:
-    die_with(int(sys.argv[1]))
-    request = json.load(sys.stdin)
-    try:
-        # What the library prints is not the answer.
-        with redirect_stdout(sys.stderr):
-            reply = {"rows": _draw(**request)}
-    except (ValueError, TypeError) as error:
-        reply = {"error": str(error)}
-    json.dump(reply, sys.stdout)
+def _serve(channel: socket.socket) -> None:
+    def reply(request: Any) -> tuple[Any, ...]:
+        try:
+            return "ok", _draw(**request)
+        except (ValueError, TypeError) as error:
+            return "failed", str(error), ""
+
+    serve_calls(channel, reply)
 
 
 if __name__ == "__main__":
-    _main()
+    run_child(_serve)
