@@ -5,10 +5,8 @@ the whole optimizer step on all ranks, so that sums over micro-batches and ranks
 is cut, and by how many ranks, changes nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,11 +15,6 @@ from components.rl.masked import check_columns, check_lengths, chosen, sequence_
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """How tokens are weighed against each other, by verl's names."""
-
-PIECE = 2**17
-"""Tokens whose intermediate results fit into a core's cache together."""
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -52,33 +45,6 @@ class LossOutput:
     """Scalar to minimise."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Scalars without gradient, which add up over micro-batches and ranks as the loss does."""
-
-
-def piecewise(loss: Callable[P, TokenLoss]) -> Callable[P, TokenLoss]:
-    """Compute a loss that looks at each token for itself over a few tokens at a time.
-
-    A loss is some twenty passes over its columns. On a CPU, over millions of tokens, each would go out to memory and
-    make the system hand out new pages; in pieces they stay in the cache, which takes a third of the time. Nothing else
-    changes, and on a GPU nothing at all.
-    """
-    call: Any = loss
-
-    @wraps(loss)
-    def over_pieces(*args: P.args, **kwargs: P.kwargs) -> TokenLoss:
-        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
-        columns = {key: x for key, x in given.items() if isinstance(x, Tensor)}
-        shapes = {x.shape for x in columns.values()}
-        on_cpu = all(x.device.type == "cpu" for x in columns.values())
-        if not on_cpu or len(shapes) != 1 or next(iter(shapes)).numel() <= PIECE:  # not alike: the loss says so
-            return call(*args, **kwargs)
-        parts: list[TokenLoss] = []
-        for piece in zip(*(x.split(PIECE) for x in columns.values()), strict=True):
-            now = given | dict(zip(columns, piece, strict=True))
-            parts.append(call(*(now[i] for i in range(len(args))), **{name: now[name] for name in kwargs}))
-        metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
-        return TokenLoss(torch.cat([part.loss_N for part in parts]), metrics)
-
-    return over_pieces
 
 
 def aggregate(

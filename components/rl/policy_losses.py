@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from components.rl.aggregation import TokenLoss, piecewise
+from components.rl.aggregation import TokenLoss
 from components.rl.masked import (
     action_counts,
     check_columns,
@@ -27,7 +27,6 @@ from components.rl.masked import (
 Divergence = Literal["tv", "kl"]
 
 
-@piecewise
 def ppo_loss(
     logprob_N: Tensor,
     old_logprob_N: Tensor,
@@ -74,29 +73,13 @@ def gspo_loss(
         clip_low: as in `ppo_loss`; the paper has 3e-4.
         clip_high: as in `ppo_loss`; the paper has 4e-4.
     """
-    _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N, lengths_B)
-    own_N = log_ratio(logprob_N.detach(), old_logprob_N, action_mask_N)
-    response_B = sequence_sums(own_N, lengths_B) / action_counts(action_mask_N, lengths_B)
-    response_N = spread(response_B, lengths_B, len(own_N))
-    clip = {"clip_low": clip_low, "clip_high": clip_high}
-    return _of_responses(logprob_N, old_logprob_N, advantage_N, action_mask_N, response_N, **clip)
-
-
-@piecewise
-def _of_responses(
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
-    advantage_N: Tensor,
-    action_mask_N: Tensor,
-    response_N: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+    advantage_N = _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N, lengths_B)
     own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
+    response_B = sequence_sums(own_N.detach(), lengths_B) / action_counts(action_mask_N, lengths_B)
+    response_N = spread(response_B, lengths_B, len(own_N))
     # The difference is exactly 0; in another order it would round the response's ratio, whose clip range is narrow.
     log_ratio_N = chosen(action_mask_N, response_N) + (own_N - own_N.detach())
-    loss = _clipped(log_ratio_N, chosen(action_mask_N, advantage_N.detach()), clip_low, clip_high)
+    loss = _clipped(log_ratio_N, advantage_N, clip_low, clip_high)
     # Of the responses the ratio may be 1 while their tokens are far from it.
     return TokenLoss(loss.loss_N, loss.metrics | _distance(own_N, own_N.exp()))
 
@@ -125,31 +108,15 @@ def geo_mean_loss(
     if not clip_low >= 0 or not clip_high >= 0:
         raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}; set both to 0 nats or more")
     advantage_N = _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N, lengths_B)
-    clip = {"clip_low": clip_low, "clip_high": clip_high}
-    kept = _kept_log_ratios(logprob_N, old_logprob_N, advantage_N, action_mask_N, **clip)
-    count_B = action_counts(action_mask_N, lengths_B)
-    ratio_B = (sequence_sums(kept.loss_N, lengths_B) / count_B).exp()
-    loss_B = -sequence_sums(advantage_N, lengths_B) / count_B * ratio_B
-    return TokenLoss(chosen(action_mask_N, spread(loss_B, lengths_B, len(advantage_N))), kept.metrics)
-
-
-@piecewise
-def _kept_log_ratios(
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
-    advantage_N: Tensor,
-    action_mask_N: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
-    """The clipped log-ratio of each token, in place of a loss, and the metrics."""
     own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
     kept_N = torch.where(advantage_N > 0, own_N.clamp(max=clip_high), own_N.clamp(min=-clip_low))
-    return TokenLoss(kept_N, {"clipped_share": kept_N != own_N, **_distance(own_N, own_N.exp())})
+    count_B = action_counts(action_mask_N, lengths_B)
+    ratio_B = (sequence_sums(kept_N, lengths_B) / count_B).exp()
+    loss_B = -sequence_sums(advantage_N, lengths_B) / count_B * ratio_B
+    loss_N = chosen(action_mask_N, spread(loss_B, lengths_B, len(advantage_N)))
+    return TokenLoss(loss_N, {"clipped_share": kept_N != own_N, **_distance(own_N, own_N.exp())})
 
 
-@piecewise
 def cispo_loss(
     logprob_N: Tensor,
     old_logprob_N: Tensor,
@@ -176,7 +143,6 @@ def cispo_loss(
     return TokenLoss(loss_N, {"clipped_share": weight_N != ratio_N, **_distance(own_N, ratio_N)})
 
 
-@piecewise
 def sapo_loss(
     logprob_N: Tensor,
     old_logprob_N: Tensor,
@@ -203,7 +169,6 @@ def sapo_loss(
     return TokenLoss(-advantage_N * gate_N, _distance(own_N, own_N.exp()))
 
 
-@piecewise
 def dppo_loss(
     logprob_N: Tensor,
     old_logprob_N: Tensor,
@@ -252,7 +217,6 @@ def dppo_loss(
     return TokenLoss(torch.where(dropped_N, 0.0, loss_N), {"clipped_share": dropped_N, **_distance(own_N, ratio_N)})
 
 
-@piecewise
 def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
     """-A log p, for one update per batch of samples: nothing holds the policy near the one that made them.
 
@@ -355,7 +319,6 @@ def clip_cov_loss(
     return TokenLoss(loss_N, whole.metrics | {"dropped_share": dropped_N})
 
 
-@piecewise
 def kl_cov_loss(
     logprob_N: Tensor,
     old_logprob_N: Tensor,

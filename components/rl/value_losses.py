@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from components.rl.aggregation import TokenLoss, piecewise
+from components.rl.aggregation import TokenLoss
 from components.rl.masked import check_columns, chosen
 
 
-@piecewise
 def clipped_value_loss(
     value_N: Tensor, old_value_N: Tensor, return_N: Tensor, action_mask_N: Tensor, *, clip: float
 ) -> TokenLoss:

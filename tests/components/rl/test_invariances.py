@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from components.batch import Batch
-from components.rl.aggregation import PIECE, Totals
+from components.rl.aggregation import Totals
 from tests.components.rl.loss_cases import AGGREGATIONS, LOSSES, make_step, reduced, steps, totals_of
 from tests.components.rl.loss_ranks import evaluate, whole_step
 from tests.messages import says
@@ -92,19 +92,6 @@ def test_where_a_step_is_cut_changes_nothing(step: Batch, cuts: list[int]) -> No
         for key in parts[0]
     }
     assert_same(summed, looked_at(step))
-
-
-@every_loss
-def test_a_step_too_large_for_one_piece_costs_what_its_sequences_cost(name: str) -> None:
-    step = make_step([PIECE - 77, PIECE // 2, PIECE - 1], seed=4)
-    found: list[Found] = []
-    for part in (step, *(step.select([i]) for i in range(3))):
-        x_N = part["x"].clone().requires_grad_()
-        token_loss = LOSSES[name](x_N, part)
-        (gradient_N,) = torch.autograd.grad(token_loss.loss_N.sum(), x_N)
-        found.append({"loss": token_loss.loss_N.detach(), "gradient": gradient_N, **token_loss.metrics})
-    whole, *alone = found
-    assert_same(whole, {what: torch.cat([part[what] for part in alone]) for what in whole})
 
 
 @given(step=steps("usual"), seed=st.integers(0, 10**6), most=st.sampled_from([3, 100]))
