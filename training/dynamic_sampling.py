@@ -75,7 +75,7 @@ class PromptFilter:
             "rollout/filter_rounds": float(len(parts)),
         }
         if kept < wanted and self.stopped():
-            self.prompts.seek(before)  # the same responses are made again when the run continues
+            self.prompts.taken = before  # the same responses are made again when the run continues
             return None
         batch = Batch.concat(parts) if kept else None
         if kept == wanted:

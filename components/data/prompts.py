@@ -138,10 +138,8 @@ class PromptSource:
         self.input_template = input_template
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong: Overlong = overlong
-        self.epoch = 0
-        """Whole passes over the rows so far."""
-        self.position = 0
-        """Prompts of this epoch that were already handed out."""
+        self.taken = 0
+        """Prompts handed out so far, over all epochs; the next one follows from it."""
         self._encoder = TextEncoder(tokenizer)
         lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(rows))
         self.longest = int(lengths.argmax()), int(lengths.max())
@@ -152,25 +150,20 @@ class PromptSource:
         self.cut = int((lengths[self._kept] > max_prompt_tokens).sum()) if max_prompt_tokens is not None else 0
         """Rows that are cut because they exceed it."""
         self._has_extra = any("extra_info" in row for row in rows)
-        self._order = self._order_of(0)
+        self._order = 0, self._shuffled(0)
 
     def __len__(self) -> int:
         """Count the prompts of one epoch."""
         return len(self.rows) - self.too_long
 
     @property
-    def taken(self) -> int:
-        """Prompts handed out so far, over all epochs."""
-        return self.epoch * len(self) + self.position
+    def epoch(self) -> int:
+        """The epoch of the prompt that was handed out last, counted from 0."""
+        return max(self.taken - 1, 0) // len(self)
 
     def left(self, passes: int) -> int:
         """Count the prompts that were not yet handed out, of so many epochs in all."""
         return max(passes * len(self) - self.taken, 0)
-
-    def seek(self, taken: int) -> None:
-        """Go on as if so many prompts had been handed out."""
-        self.epoch, self.position = divmod(taken, len(self))
-        self._order = self._order_of(self.epoch)
 
     def take(self, count: int) -> Batch:
         """Give the next `count` prompts, over the end of an epoch if need be.
@@ -189,10 +182,11 @@ class PromptSource:
             raise ValueError(f"take({count}) asks for no prompts; ask for at least 1")
         taken: list[int] = []
         prompt_ids: list[int] = []
-        for _ in range(count):
-            row = self._next_row()
+        for place in range(self.taken, self.taken + count):
+            epoch, row = self._row_at(place)
             taken.append(row)
-            prompt_ids.append(self.epoch * len(self.rows) + row)
+            prompt_ids.append(epoch * len(self.rows) + row)
+        self.taken += count
         prompts, tokens = self._prompts(taken)
         extra = {"extra_info": [self.rows[row].get("extra_info") for row in taken]} if self._has_extra else {}
         return Batch.from_rows(
@@ -208,8 +202,7 @@ class PromptSource:
 
     def first(self) -> tuple[str, list[int]]:
         """Give the prompt that `take` will hand out next, as text and as ids, without taking it."""
-        ended = self.position == len(self._order)
-        row = int(self._order_of(self.epoch + 1)[0] if ended else self._order[self.position])
+        _, row = self._row_at(self.taken)
         prompts, tokens = self._prompts([row])
         return prompts[0], tokens[0]
 
@@ -243,7 +236,8 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs to continue with the very next prompt."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "rows": self._fingerprint}
+        position = self.taken - self.epoch * len(self)
+        return {"epoch": self.epoch, "position": position, "seed": self.seed, "rows": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another source with the same rows and seed stood."""
@@ -254,16 +248,14 @@ class PromptSource:
                     f"the saved prompt order has {key}={state[key]!r}, this run has {value!r}; resume with the same "
                     "data, seed and length limit, or start anew"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._order_of(self.epoch)
+        self.taken = state["epoch"] * len(self) + state["position"]
 
-    def _next_row(self) -> int:
-        if self.position == len(self._order):
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._order_of(self.epoch)
-        row = int(self._order[self.position])
-        self.position += 1
-        return row
+    def _row_at(self, place: int) -> tuple[int, int]:
+        """The epoch and the row of the prompt before which `place` were handed out."""
+        epoch, position = divmod(place, len(self))
+        if self._order[0] != epoch:
+            self._order = epoch, self._shuffled(epoch)
+        return epoch, int(self._order[1][position])
 
     def _find_kept(self, lengths: np.ndarray) -> np.ndarray:
         """Tell for each row whether it is handed out."""
@@ -315,7 +307,7 @@ class PromptSource:
                 raise ValueError(f"row {row}: the prompt {text!r} has no tokens; the policy needs at least one")
         return texts, tokens
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _shuffled(self, epoch: int) -> np.ndarray:
         count = len(self.rows)
         # Of all rows, so that the order of those that stay does not hang on how many are left out.
         order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
