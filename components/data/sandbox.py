@@ -15,17 +15,17 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from components.data.child_process import run_program
+from components.data.child_process import run_program, short_line
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 HOME = "/sandbox"
@@ -126,6 +126,7 @@ async def run_now(
     arguments: Sequence[str] = (),
     inherited: Sequence[int] = (),
     started: Callable[[], None] | None = None,
+    isolate: bool | None = None,
 ) -> SandboxResult:
     """`run_python_async` without a wait for a place.
 
@@ -136,8 +137,9 @@ async def run_now(
         arguments: of the interpreter, after `-I`. Default: it runs main.py.
         inherited: descriptors that it has under the same numbers.
         started: called once it has them.
+        isolate: give it a machine of its own. Default: where the system lets us.
     """
-    is_isolated = _can_isolate()
+    is_isolated = _can_isolate() if isolate is None else isolate
     with (
         tempfile.TemporaryDirectory(prefix="troupe-sandbox-", ignore_cleanup_errors=True) as folder,
         ExitStack() as files,
@@ -208,30 +210,17 @@ def _interpreter() -> Iterator[str]:
         yield os.path.normpath(link.parent.parent)
 
 
+@functools.cache
 def isolation_fault() -> str:
     """Why programs cannot have machines of their own here, and what to do; "" where they can."""
-    return _probed()
-
-
-@functools.cache
-def _probed() -> str:
-    settings = {"parent": os.getpid(), "isolate": True, "trees": _trees(), "keep": [], "cpu_s": 10}
-    settings |= {"memory_bytes": 2**30, "file_bytes": 2**20, "command": [sys.executable, "-I", "-c", "pass"]}
-    with tempfile.TemporaryDirectory(prefix="troupe-sandbox-") as folder, ExitStack() as files:
-        text, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        settings |= {"root": folder, "program": text.fileno(), "status": status.fileno()}
-        ended = subprocess.run(
-            [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
-            pass_fds=[text.fileno(), status.fileno()],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        if _read(status, 100).startswith("0 "):
-            return ""
-    reason = ended.stderr.strip().splitlines()[-1:] or ["no reason given"]
-    return f"the system does not let us make namespaces ({reason[0]})"
+    # In a thread: the caller's may have a loop that runs.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            result = thread.submit(asyncio.run, run_now("pass", "", Limits(), isolate=True)).result()
+            reason = result.text
+        except RuntimeError as error:
+            reason = str(error)
+    return f"the system does not let us make namespaces ({short_line(reason)})" if reason else ""
 
 
 def _can_isolate() -> bool:
