@@ -14,16 +14,15 @@ last. Look at responses when the score is too good.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
+from components.data.code_tests import program_in, same_lines
 from components.data.judge import judge_async
 from components.data.sandbox import Limits, cut, run_python_async
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
-_BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 class AgentInstance(TextEnvironment):
@@ -46,9 +45,7 @@ class AgentInstance(TextEnvironment):
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Run the tests up to the first that fails."""
         self._tried += 1
-        blocks = _BLOCK.findall(states["action_text"])
-        python = [block for language, block in blocks if language.lower() in ("", "py", "python", "python3")]
-        program = python[-1] if python else states["action_text"]
+        program = program_in(states["action_text"])
         passed, fault = 0, None
         for test in self._tests:
             fault = await self._fault(program, test, is_last=passed == len(self._tests) - 1)
@@ -75,14 +72,9 @@ class AgentInstance(TextEnvironment):
                 return None
             return "" if is_last else f"{test}\n{cut(verdict.text, most)}\n"
         result = await run_python_async(program, test["input"], limits)
-        if result.exit == 0 and _lines(result.stdout) == _lines(test["output"]):
+        if result.exit == 0 and same_lines(result.stdout, test["output"]):
             return None
         parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
         if is_last:
             del parts["Expected"]
         return "".join(f"{name}:\n{cut(text, most)}\n" for name, text in parts.items())
-
-
-def _lines(text: str) -> list[str]:
-    """Lines without the white space at their ends, and without blank ones at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,8 @@ MOST_TESTS = 10
 LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
 """Of each. All of a response's tests are done within the minute that reward code has for it."""
 
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("", "py", "python", "python3")
 _CALL = """\
 import json
 _function = Solution().{name} if "Solution" in globals() else {name}
@@ -53,16 +54,26 @@ def code_score(
     count = len(assertions) + len(dialogues)
     if not count:
         raise ValueError(f"the ground truth {ground_truth!r:.80} has no tests")
-    blocks = [code for language, code in _BLOCK.findall(solution_str) if language.strip() in ("", "python", "py")]
-    program, passed = (blocks[-1] if blocks else solution_str), 0
+    program, passed = program_in(solution_str), 0
     if assertions and program.strip():
         passed += sum(judge(program, assertions, LIMITS).passed)
     for given, expected in dialogues if program.strip() else ():
         result = run_python(program, given, LIMITS)
-        passed += result.exit == 0 and _lines(result.stdout) == _lines(expected)
+        passed += result.exit == 0 and same_lines(result.stdout, expected)
         if result.reason:  # what has met a limit once does so again
             break
     return {"score": passed / count, "acc": float(passed == count)}
+
+
+def program_in(text: str) -> str:
+    """The last block of Python between ```, or all of the text where there is none."""
+    blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else text
+
+
+def same_lines(found: str, expected: str | Iterable[object]) -> bool:
+    """Whether a program printed these lines, but for white space at their ends and blank ones at the end."""
+    return _lines(found) == _lines(expected)
 
 
 def _checked(ground_truth: Any) -> Mapping[str, Any]:
