@@ -371,26 +371,8 @@ class Batch:
             for i in range(len(sizes))
         ]
 
-    def _cut(self, indices: Sequence[Tensor]) -> list[Self]:
-        """The sequences at each of these lists of positions, as views of one copy of all of them."""
-        return self.select(torch.cat(list(indices)))._parts([len(index) for index in indices]) if indices else []
-
-    def split(self, n: int, balanced: bool = False, attention: float = 0.0) -> list[Self]:
-        """Cut into n chunks whose sizes differ by at most one.
-
-        Args:
-            n: how many.
-            balanced: False cuts between neighbours, the larger chunks first; True makes the chunks cost about the
-                same, and their sequences are those of `balanced_shares`.
-            attention: as in `balanced_shares`, which alone reads it.
-
-        Returns:
-            Views of this batch, or, balanced, of one copy of it.
-        """
-        if balanced:
-            return self._cut(self.balanced_shares(n, attention))
-        if attention:
-            raise ValueError(f"split with attention={attention}, which only balancing reads; set balanced=True as well")
+    def split(self, n: int) -> list[Self]:
+        """Cut between neighbours into n chunks whose sizes differ by at most one, the larger ones first; views."""
         ragged.check_positive("split into", n)
         base, extra = divmod(len(self), n)
         return self._parts([base + (i < extra) for i in range(n)])
@@ -430,14 +412,6 @@ class Batch:
         """Each sequence n times, its copies adjacent."""
         ragged.check_positive("repeat", n)
         return self.select(torch.arange(len(self), device=self.lengths.device).repeat_interleave(n))
-
-    def shuffle(self, seed: int | Sequence[int]) -> Self:
-        """The sequences in a random order, which depends on the seed and on how many there are, and on nothing else.
-
-        Args:
-            seed: at least 0, or several such numbers (a run's seed and its epoch, say) that count as one seed.
-        """
-        return self.select(torch.from_numpy(np.random.default_rng(seed).permutation(len(self))))
 
     def group_by(self, name: str) -> dict[Any, Self]:
         """The sequences of each value of a column, such as the responses to each prompt.
@@ -545,10 +519,6 @@ class Batch:
         of the lengths is at most `max_tokens`. A sequence longer than the budget stands alone.
         """
         return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences, packing)
-
-    def micro_batches(self, max_tokens: int, max_sequences: int = 0) -> list[Self]:
-        """The batch cut as `micro_batch_indices` says; views of one copy, sorted by length."""
-        return self._cut(self.micro_batch_indices(max_tokens, max_sequences))
 
     def balanced_shares(self, n: int, attention: float = 0.0) -> list[Tensor]:
         """Positions for n ranks, such that each costs about the same and has, to within one, as many sequences.

@@ -89,11 +89,9 @@ def bench_ops(rounds: int) -> None:
         operations: dict[str, Callable[[], Any]] = {
             "`Batch(...)`": lambda: Batch(batch.lengths, batch.per_token, batch.per_sequence),
             "`split(8)`": lambda: batch.split(8),
-            "`split(8, balanced=True)`": lambda: batch.split(8, balanced=True, attention=1 / 24576),
+            "`balanced_shares(8)`": lambda: batch.balanced_shares(8, attention=1 / 24576),
             "`select(permutation)`": lambda: batch.select(order),
             "`concat` of 8": lambda: Batch.concat(parts),
-            "`micro_batches(16384)`": lambda: batch.micro_batches(16384),
-            "`shuffle(0)`": lambda: batch.shuffle(0),
             "`packed()`": batch.packed,
             f"`group_by`, {SEQUENCES // GROUP_SIZE:,} groups": lambda: batch.group_by("prompt_id"),
             "`save`": lambda: batch.save(path),

@@ -66,11 +66,9 @@ def test_a_batch_can_be_empty() -> None:
     assert batch.offsets.tolist() == [0]
     assert batch.padded("tokens", 0).shape == (0, 0)
     assert batch.micro_batch_indices(8) == []
-    assert batch.micro_batches(8) == []
     assert [share.tolist() for share in batch.balanced_shares(2, 0.5)] == [[], []]
-    assert [len(part) for part in [*batch.split(2), *batch.split(2, balanced=True)]] == [0, 0, 0, 0]
+    assert [len(part) for part in batch.split(2)] == [0, 0]
     assert batch.group_by("label") == {}
-    assert batch.shuffle(1).names == batch.names
     assert batch.packed().cumulative_lengths.tolist() == [0]
     assert batch.packed().max_length == 0
     assert len(Batch.concat([batch, batch]).repeat(3).select([])) == 0
@@ -157,7 +155,7 @@ def test_a_position_outside_the_batch_is_refused() -> None:
         batch.select(torch.tensor([0.0]))
 
 
-@pytest.mark.parametrize("method", ["split", "repeat", "micro_batches", "micro_batch_indices", "balanced_shares"])
+@pytest.mark.parametrize("method", ["split", "repeat", "micro_batch_indices", "balanced_shares"])
 def test_counts_below_one_are_refused(method: str) -> None:
     with pytest.raises(ValueError, match=says(0, 1)):
         getattr(batch_of([1]), method)(0)
@@ -242,22 +240,6 @@ def test_sharding_and_unsharding_give_the_batch_back(lengths: list[int], n: int)
     assert rows_of(Batch.__unshard__(parts)) == rows_of(batch)
 
 
-@given(ragged_lengths, st.integers(1, 5), st.sampled_from([0.0, 0.5]))
-@settings(max_examples=60, deadline=None)
-def test_a_balanced_split_has_the_sequences_of_the_shares(lengths: list[int], n: int, attention: float) -> None:
-    batch = batch_of(lengths)
-    parts = batch.split(n, balanced=True, attention=attention)
-    shares = batch.balanced_shares(n, attention)
-    assert [rows_of(part) for part in parts] == [rows_of(batch.select(share)) for share in shares]
-    joined = Batch.concat(parts)
-    assert rows_of(joined.select(torch.cat(shares).argsort())) == rows_of(batch)
-
-
-def test_a_split_that_is_not_balanced_refuses_what_only_balancing_reads() -> None:
-    with pytest.raises(ValueError, match=says("attention=0.5", "balanced=True")):
-        batch_of([1, 2]).split(2, attention=0.5)
-
-
 @given(ragged_lengths, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_parts_of_parts_can_do_what_a_batch_made_by_hand_can(lengths: list[int], n: int) -> None:
@@ -298,26 +280,6 @@ def test_an_empty_part_does_not_change_the_dtype() -> None:
 def test_copies_of_one_sequence_are_adjacent() -> None:
     assert batch_of([1, 2]).repeat(2)["tokens"].tolist() == [0, 0, 100, 101, 100, 101]
     assert batch_of([1, 2]).repeat(2)["label"] == ["label 0", "label 0", "label 1", "label 1"]
-
-
-@given(ragged_lengths, st.integers(0, 2**64))
-@settings(max_examples=60, deadline=None)
-def test_a_shuffle_has_every_sequence_once_and_is_the_same_for_the_same_seed(lengths: list[int], seed: int) -> None:
-    batch = batch_of(lengths)
-    shuffled = batch.shuffle(seed)
-    assert sorted(map(repr, rows_of(shuffled))) == sorted(map(repr, rows_of(batch)))
-    assert rows_of(batch.shuffle(seed)) == rows_of(shuffled)
-    # The order depends on how many sequences there are, not on what is in them.
-    assert batch_of([1] * len(lengths)).shuffle(seed)["label"] == shuffled["label"]
-
-
-def test_the_order_of_a_shuffle_stays_what_it_is() -> None:
-    # Runs resume from a checkpoint with the order that they had; another generator would be another order.
-    batch = batch_of([1] * 8)
-    assert (batch.shuffle(0)["reward"] * 2).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
-    assert (batch.shuffle([3, 5])["reward"] * 2).tolist() == [4, 0, 2, 6, 5, 1, 3, 7]
-    with pytest.raises(ValueError, match="non-negative"):
-        batch.shuffle(-1)
 
 
 def test_groups_come_in_the_order_in_which_they_occur_first() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.batch import Batch
-from tests.components.batches import batch_of, ragged_lengths, rows_of
+from tests.components.batches import batch_of, ragged_lengths
 from tests.messages import says
 
 
@@ -131,13 +131,6 @@ def test_micro_batches_are_those_of_a_loop_over_sorted_sequences(
     batch = batch_of(lengths)
     cuts = slow_cuts(lengths, max_tokens, most)
     assert [index.tolist() for index in batch.micro_batch_indices(max_tokens, most)] == cuts
-    found = batch.micro_batches(max_tokens, most)
-    assert [rows_of(part) for part in found] == [rows_of(batch.select(cut)) for cut in cuts]
-
-
-def test_micro_batches_are_views_of_one_copy() -> None:
-    first, second = batch_of([3, 1, 2]).micro_batches(4)
-    assert second["tokens"].data_ptr() == first["tokens"].data_ptr() + first["tokens"].nbytes
 
 
 # --- size -------------------------------------------------------------------------------------------------------
@@ -155,11 +148,10 @@ def test_200_000_sequences_are_cut_ordered_and_joined_without_delay() -> None:
     parts = batch.split(8)
     operations: dict[str, tuple[Callable[[], Any], float]] = {
         "split": (lambda: batch.split(8), 2.0),
-        "balanced": (lambda: batch.split(8, balanced=True, attention=1 / 24576), 2.0),
+        "balanced_shares": (lambda: batch.balanced_shares(8, attention=1 / 24576), 2.0),
         "select": (lambda: batch.select(order), 2.0),
         "concat": (lambda: Batch.concat(parts), 2.0),
-        "micro_batches": (lambda: batch.micro_batches(16384), 2.0),
-        "shuffle": (lambda: batch.shuffle(0), 2.0),
+        "micro_batch_indices": (lambda: batch.micro_batch_indices(16384), 2.0),
         "packed": (batch.packed, 2.0),
         # 25,000 batches are made, each of 6 views.
         "group_by": (lambda: batch.group_by("prompt_id"), 6.0),
