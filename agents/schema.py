@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from components.data.rewards import read_columns
+from components.data.text import are_messages
 from components.engines.config import EVALUATION_STEP
 
 if TYPE_CHECKING:
@@ -146,9 +147,7 @@ def _warn_changed() -> None:
 
 
 def _read_observation(value: Any, where: str, key: str) -> Observation:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
+    if isinstance(value, str) or (isinstance(value, list) and are_messages(value)):
         return value
     raise ValueError(f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content")
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from components.batch import Batch
 from components.data.records import kind_of, read_records
 from components.data.tasks import get_task
-from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
+from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
 
 ANSWER_MARK = "\n\nAssistant:"
 """Before each response of dialogues that are one string, as in hh-rlhf."""
@@ -261,8 +261,7 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
 
 def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
     found = row.get(name)
-    messages = isinstance(found, list) and all(isinstance(message, Mapping) for message in found)
-    if not isinstance(found, str) and not (messages and found):
+    if not isinstance(found, str) and not (found and are_messages(found)):
         has = f"found {kind_of(found)}" if name in row else f"found the columns {sorted(map(str, row))}"
         raise ValueError(f"column {name!r} must hold text or a list of chat messages, {has}; set data.{option}")
     return found

@@ -18,7 +18,7 @@ from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import kind_of, read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.data.tasks import Split, get_task
-from components.data.text import TextEncoder, render_prompt
+from components.data.text import TextEncoder, are_messages, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -353,8 +353,7 @@ def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:
     """ValueError unless it is a text or a list of messages; `key` is the option that names its field."""
     if isinstance(prompt, str):
         return
-    messages = list(prompt) if isinstance(prompt, Sequence) else []
-    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+    if not prompt or not are_messages(prompt):
         raise ValueError(
             f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
             f"set {key} to the field with the prompt"

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from components.batch import Batch
 from components.data.records import read_records
 from components.data.tasks import get_task
-from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
+from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _check_row(row: Mapping[str, Any]) -> None:
     if "messages" in row:
-        if not _are_messages(row["messages"]):
+        if not are_messages(row["messages"]):
             raise ValueError(
                 f"'messages' must be a list of {{role, content}}, found {row['messages']!r:.80}; set "
                 "data.response_key where it is a prompt, or data.plain_text where all of it is learnt"
@@ -255,12 +255,5 @@ def _check_row(row: Mapping[str, Any]) -> None:
     elif "text" in row:
         if not isinstance(row["text"], str):
             raise ValueError(f"plain text is expected, found {row['text']!r:.80}; set data.prompt_key")
-    elif not isinstance(row["response"], str) and not _are_messages(row["response"]):
+    elif not isinstance(row["response"], str) and not are_messages(row["response"]):
         raise ValueError(f"'response' must be text, found {row['response']!r:.80}; set data.response_key")
-
-
-def _are_messages(value: object) -> bool:
-    """Whether it is a list of {role, content}."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return False
-    return all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in value)

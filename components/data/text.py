@@ -128,6 +128,13 @@ class TextEncoder:
         return with_special[:1] == self._bos != plain[:1]
 
 
+def are_messages(value: object) -> bool:
+    """Whether it is a list of chat messages, each with `role` and `content`."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in value)
+
+
 def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Wrap a string as one user turn; chat messages stay as they are."""
     if isinstance(prompt, str):
