@@ -19,7 +19,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from email.utils import parsedate_to_datetime
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -214,12 +213,9 @@ def _excerpt(response: httpx.Response) -> str:
 
 
 def _asked_pause_s(response: httpx.Response) -> float:
-    """Read Retry-After: seconds, or a date; 0 without it."""
-    asked = response.headers.get("Retry-After", "0")
-    try:
-        return float(asked) if asked.strip().isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
-    except ValueError:
-        return 0.0
+    """Read Retry-After; 0 where it does not say a number of seconds."""
+    asked = response.headers.get("Retry-After", "").strip()
+    return float(asked) if asked.isdecimal() else 0.0
 
 
 def _shown(url: str) -> str:

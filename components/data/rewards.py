@@ -243,7 +243,8 @@ def read_columns(result: Any, count: int) -> Columns:
     extra = result.get("extra_logs")
     if not isinstance(extra, Mapping | None):
         raise ValueError(f"'extra_logs' is a {type(extra).__name__}; return a dict of names and numbers")
-    logs = {str(name): _log(value, count, f"extra_logs[{name!r}]") for name, value in (extra or {}).items()}
+    given = extra or {}
+    logs = {str(name): _numbers(given[name], count, f"extra_logs[{name!r}]", repeat=True) for name in given}
     return Columns(rewards, scores, logs)
 
 
@@ -308,28 +309,21 @@ def in_threads(works: Sequence[Callable[[], T]]) -> Iterator[T]:
         yield cast(T, result)
 
 
-def _log(value: Any, count: int, what: str) -> list[float]:
-    """Read numbers to log; a single one, however it is wrapped, is repeated."""
-    found = _listed(value)
-    while isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, numbers.Real):
-        return [_number(found, what)] * count
-    return _numbers(value, count, what)
-
-
-def _numbers(value: Any, count: int, what: str) -> list[float]:
+def _numbers(value: Any, count: int, what: str, *, repeat: bool = False) -> list[float]:
+    """Read a number for each response; with `repeat` also a single one for all, however it is wrapped."""
     if type(value) is list and len(value) == count and all(type(item) is float for item in value):
         return value  # as nearly always
     found = _listed(value)
-    if isinstance(found, list):
-        # [B, 1] is a common way to write B numbers; [2, B/2] is a mistake.
-        flat = [item[0] if isinstance(item, list) and len(item) == 1 else item for item in found]
-        if len(flat) == count and not any(isinstance(item, list) for item in flat):
-            return [_number(item, what) for item in flat]
-    elif not isinstance(found, numbers.Real):
-        raise ValueError(f"{what} must be numbers, found a {type(value).__name__}")
-    raise ValueError(f"{what} has the shape {_shape(found)}; give one number for each of the {count} queries")
+    flat = _flat(found)
+    for item in flat:
+        if not isinstance(item, numbers.Real):
+            raise ValueError(f"{what} must be numbers, found a {type(item).__name__} among them")
+    # [B, 1] is a common way to write B numbers; [2, B/2] is a mistake.
+    if repeat and len(flat) == 1:
+        flat *= count
+    elif _shape(found) not in ((count,), (count, 1)) or len(flat) != count:
+        raise ValueError(f"{what} has the shape {_shape(found)}; give one number for each of the {count} queries")
+    return [_number(item) for item in flat]
 
 
 def _listed(value: Any) -> Any:
@@ -339,9 +333,11 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"{what} must be numbers, found a {type(value).__name__} among them")
+def _flat(value: Any) -> list[Any]:
+    return [item for part in value for item in _flat(part)] if isinstance(value, list) else [value]
+
+
+def _number(value: numbers.Real) -> float:
     try:
         return float(value)
     except OverflowError:

@@ -227,7 +227,7 @@ def test_a_source_goes_back_to_where_so_many_were_taken(tokenizer: PreTrainedTok
         source.take(taken)
     assert source.taken == taken
     expected = source.take(12)["prompt_id"].tolist()
-    source.seek(taken)
+    source.taken = taken
     assert source.taken == taken
     assert source.take(12)["prompt_id"].tolist() == expected
 
