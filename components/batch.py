@@ -239,24 +239,21 @@ class Batch:
 
     def without(self, *names: str) -> Self:
         """The batch without these columns."""
-        for name in names:
-            if name not in self:
-                raise self._no_column(name)
-        return self._filtered(lambda name: name not in names)
+        return self._filtered(names, keep=False)
 
     def only(self, *names: str) -> Self:
         """The batch with these columns and no others; the lengths always stay."""
+        return self._filtered(names, keep=True)
+
+    def _filtered(self, names: Sequence[str], keep: bool) -> Self:
         for name in names:
             if name not in self:
                 raise self._no_column(name)
-        return self._filtered(lambda name: name in names)
-
-    def _filtered(self, keep: Callable[[str], bool]) -> Self:
         return self._unchecked(
             self._layout,
-            {name: x for name, x in self._per_token.items() if keep(name)},
-            {name: x for name, x in self._per_sequence.items() if keep(name)},
-            {name: list(x) for name, x in self._objects.items() if keep(name)},
+            {name: x for name, x in self._per_token.items() if (name in names) == keep},
+            {name: x for name, x in self._per_sequence.items() if (name in names) == keep},
+            {name: list(x) for name, x in self._objects.items() if (name in names) == keep},
         )
 
     def _with(
@@ -555,7 +552,7 @@ class Batch:
             ValueError: an object would not come back as it is (a tuple, a class of your own), or Arrow does not know
                 the dtype of a column.
         """
-        return batch_io.to_table(self)
+        return batch_io.to_table(self.lengths, self.offsets, self._per_token, self._per_sequence, self._objects)
 
     @classmethod
     def from_table(cls, table: Any) -> Self:

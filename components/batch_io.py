@@ -5,36 +5,15 @@ B sequences; N all tokens of a batch end to end. pyarrow is imported only where 
 
 import contextlib
 import json
-import math
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class Columns(Protocol):
-    """What a batch holds, as a table sees it; `components.batch.Batch` does."""
-
-    @property
-    def lengths(self) -> Tensor: ...
-
-    @property
-    def offsets(self) -> Tensor: ...
-
-    @property
-    def per_token(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def per_sequence(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def objects(self) -> Mapping[str, Sequence[Any]]: ...
-
 
 _TABLE_KEY = b"troupe.batch"
 # numpy has no such numbers; their bits travel in integers of the same width.
@@ -57,27 +36,28 @@ def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
         return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
-def to_table(batch: Columns) -> Any:
+def to_table(
+    lengths: Tensor,
+    offsets: Tensor,
+    per_token: Mapping[str, Tensor],
+    per_sequence: Mapping[str, Tensor],
+    objects: Mapping[str, Sequence[Any]],
+) -> Any:
     """See `Batch.to_table`."""
     import pyarrow as pa
 
-    arrays: dict[str, Any] = {"lengths": pa.array(to_numpy(batch.lengths)[0])}
+    arrays: dict[str, Any] = {"lengths": pa.array(to_numpy(lengths)[0])}
     described: dict[str, tuple[str, str, list[int]]] = {}
-    offsets = pa.array(to_numpy(batch.offsets)[0])
-    for name, x_N in batch.per_token.items():
+    ends = pa.array(to_numpy(offsets)[0])
+    for name, x_N in per_token.items():
         values, dtype = _to_arrow(name, x_N)
         described[name] = ("per_token", dtype, [])
-        arrays[name] = pa.LargeListArray.from_arrays(offsets, values)
-    for name, x_B in batch.per_sequence.items():
+        arrays[name] = pa.LargeListArray.from_arrays(ends, values)
+    for name, x_B in per_sequence.items():
         values, dtype = _to_arrow(name, x_B.reshape(-1))
-        tail = list(x_B.shape[1:])
-        described[name] = ("per_sequence", dtype, tail)
-        arrays[name] = values
-        if tail:
-            # Arrow has no lists of size 0.
-            size = math.prod(tail)
-            arrays[name] = pa.FixedSizeListArray.from_arrays(values, size) if size else pa.nulls(len(batch.lengths))
-    for name, column in batch.objects.items():
+        described[name] = ("per_sequence", dtype, list(x_B.shape[1:]))
+        arrays[name] = values if x_B.dim() == 1 else pa.array(x_B.flatten(1).tolist())
+    for name, column in objects.items():
         arrays[name], encoding = _objects_to_arrow(name, column)
         described[name] = ("objects", encoding, [])
     return pa.table(arrays).replace_schema_metadata({_TABLE_KEY: json.dumps(described).encode()})
@@ -140,13 +120,12 @@ def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
             items = column.to_pylist()
             kinds[kind][name] = _from_json(items) if dtype == "json" else items
             continue
-        if 0 in tail:
-            kinds[kind][name] = torch.zeros(len(column), *tail, dtype=getattr(torch, dtype))
+        torch_dtype = getattr(torch, dtype)
+        if tail:
+            kinds[kind][name] = torch.tensor(column.to_pylist(), dtype=torch_dtype).reshape(len(column), *tail)
             continue
-        column = column.combine_chunks()
-        values = column.flatten() if kind == "per_token" or tail else column
-        x = _from_arrow(values).to(getattr(torch, dtype))
-        kinds[kind][name] = x.reshape(len(column), *tail) if tail else x
+        values = column.combine_chunks()
+        kinds[kind][name] = _from_arrow(values.flatten() if kind == "per_token" else values).to(torch_dtype)
     return _from_arrow(table.column("lengths").combine_chunks()), kinds
 
 
