@@ -11,7 +11,7 @@ from types import ModuleType
 from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
 from components.data.child_process import described, load_file
-from components.data.rewards import parse_file, top_level_names
+from components.data.rewards import check_defines
 
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"
@@ -26,7 +26,7 @@ def check_agent(func_path: str) -> None:
         ValueError: there is no such file or environment, it is not valid Python, defines neither `AgentExecutor` nor
             `AgentInstance`, or imports from openrlhf.
     """
-    tree = parse_file(str(agent_file(func_path)), "agent file")
+    tree = check_defines(str(agent_file(func_path)), "agent file", NAMES, "AgentExecutor or AgentInstance")
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "openrlhf":
             names = ", ".join(alias.name for alias in node.names)
@@ -34,12 +34,6 @@ def check_agent(func_path: str) -> None:
                 f"agent file {func_path!r} imports from {node.module} (line {node.lineno}); "
                 f"write `from agents import {names}` there"
             )
-    if not top_level_names(tree).intersection(NAMES):
-        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        raise ValueError(
-            f"agent file {func_path!r} defines neither AgentExecutor nor AgentInstance; "
-            f"classes found: {', '.join(classes) or 'none'}"
-        )
 
 
 def load_agent(func_path: str) -> AgentExecutorBase:

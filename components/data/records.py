@@ -87,8 +87,13 @@ def _read_file(path: Path) -> Any:
         if kind in (".json", ".jsonl"):
             with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
                 text = file.read()
-            if kind == ".json" and not _has_more_than_one_value(text):
-                return _parse_json(text, str(path))
+            if kind == ".json":
+                try:
+                    return _parse_json(text, str(path))
+                except ValueError as error:
+                    # Many are JSON lines by another name.
+                    if "Extra data" not in str(error):
+                        raise
             # Not splitlines(): a string may hold any of the other line separators.
             lines = enumerate(text.split("\n"), 1)
             return [_parse_json(line, f"{path}, line {n}") for n, line in lines if line.strip()]
@@ -105,17 +110,6 @@ def _read_file(path: Path) -> Any:
         return _read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data file {str(path)!r} cannot be read ({_reason(error)}); mend or replace it") from error
-
-
-def _has_more_than_one_value(text: str) -> bool:
-    """Whether a .json file is JSON lines by another name, as many are."""
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        return error.msg == "Extra data"
-    except RecursionError:
-        return False
-    return False
 
 
 def _read_table(path: Path) -> Any:

@@ -12,11 +12,11 @@ import math
 import numbers
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from components.data.scorers import get_scorer
@@ -109,13 +109,27 @@ class RewardSource(Protocol):
         ...
 
 
+class Closing:
+    """Closed at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what was started."""
+        raise NotImplementedError
+
+
 def check_reward(spec: str) -> None:
     """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
     for _, part in reward_parts(spec):
         if "://" in part:
             reward_urls(part)
         elif part.endswith(".py"):
-            _check_file(part)
+            check_defines(part, "reward file", [FUNCTION_NAME], f"{FUNCTION_NAME}(queries, prompts, labels, **kwargs)")
         else:
             get_scorer(part)
 
@@ -159,40 +173,41 @@ def reward_urls(spec: str) -> list[str]:
     return urls
 
 
-def _check_file(spec: str) -> None:
-    tree = parse_file(spec, "reward file")
-    if FUNCTION_NAME in top_level_names(tree):
-        return
-    found = [f"async {node.name}" for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
-    found += [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    raise ValueError(
-        f"reward file {spec!r} does not define {FUNCTION_NAME}(queries, prompts, labels, **kwargs); "
-        f"functions found: {', '.join(found) or 'none'}"
-    )
+def check_defines(
+    spec: str, what: str, names: Collection[str], usage: str, *, may_be_async: bool = False
+) -> ast.Module:
+    """Parse a user's file without running it.
 
+    Args:
+        spec: its path.
+        what: what errors call it.
+        names: of which it has to define one, as far as can be seen: a function, a class, a variable, an import.
+        usage: what errors say that it is to define.
+        may_be_async: an async function counts too.
 
-def parse_file(spec: str, what: str) -> ast.Module:
-    """Parse a user's file without running it; ValueError, in which it is called `what`, when that cannot be done."""
+    Raises:
+        ValueError: it is not there, no valid Python, or defines none of these.
+    """
     path = Path(spec).expanduser()
     if not path.is_file():
         raise ValueError(f"{what} {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} {spec!r} is not valid Python: {error}") from error
-
-
-def top_level_names(tree: ast.Module) -> set[str]:
-    """Names that a file makes, as far as can be seen without running it: functions but async ones, classes, ..."""
-    names: set[str] = set()
+    found: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
+            found.add(node.name)
+        elif isinstance(node, ast.AsyncFunctionDef):
+            found.add(node.name if may_be_async else f"async {node.name}")
         elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name for alias in node.names)
-    return names
+            found.update(alias.asname or alias.name for alias in node.names)
+    if not found.intersection(names):
+        raise ValueError(f"{what} {spec!r} does not define {usage}; found: {', '.join(sorted(found)) or 'nothing'}")
+    return tree
 
 
 def takes_responses(function: Callable[..., Any]) -> bool:

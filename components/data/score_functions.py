@@ -7,7 +7,6 @@ B answers. Nothing here imports torch.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import inspect
 import math
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from components.data.child_process import load_file
-from components.data.rewards import Columns, parse_file, read_columns, top_level_names
+from components.data.rewards import Columns, check_defines, read_columns
 from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, get_style, scorer_names
 
 ScoreFunction = Callable[..., Any]
@@ -87,15 +86,9 @@ class ScoreCode:
 
     def check(self) -> None:
         """Refuse a file that is not there or lacks the function, without running it."""
-        if self.path is None:
-            return
-        tree = parse_file(self.path, "reward file")
-        found = top_level_names(tree) | {node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
-        if self.name not in found:
-            raise ValueError(
-                f"reward file {self.path!r} does not define {self.name}(data_source, solution_str, ground_truth, "
-                f"extra_info=None); it defines {', '.join(sorted(found)) or 'nothing'}"
-            )
+        if self.path is not None:
+            usage = f"{self.name}(data_source, solution_str, ground_truth, extra_info=None)"
+            check_defines(self.path, "reward file", [self.name], usage, may_be_async=True)
 
     def knows(self, source: str) -> bool:
         """Whether there is a function for answers to prompts of this data source."""
