@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from components.data.reward_workers import WorkerReward, allowed_failures
 from components.data.rewards import (
+    Closing,
     RewardError,
     RewardOutput,
     RewardSettings,
@@ -50,7 +50,7 @@ def _open_one(spec: str, settings: RewardSettings) -> WorkerReward | RemoteRewar
     return WorkerReward(spec, settings)
 
 
-class RewardSum:
+class RewardSum(Closing):
     """Rewards every sequence by each part, at the same time, and adds up.
 
     A response that failed in one part has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
@@ -92,14 +92,6 @@ class RewardSum:
     def close(self) -> None:
         """End what the parts have started."""
         self._opened.close()
-
-    def __enter__(self) -> RewardSum:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _added(self, outputs: list[RewardOutput]) -> RewardOutput:
         import torch

@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from components.data.rewards import (
+    Closing,
     Columns,
     RewardError,
     RewardOutput,
@@ -51,7 +51,7 @@ class RefusedError(RewardError, ValueError):
     """A server answered what no new try would change; once somebody has mended it, a run can continue."""
 
 
-class RemoteReward:
+class RemoteReward(Closing):
     """Servers that all compute the same reward."""
 
     def __init__(self, urls: Sequence[str], settings: RewardSettings, *, pause_s: float = 0.5) -> None:
@@ -100,14 +100,6 @@ class RemoteReward:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def __enter__(self) -> RemoteReward:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _body(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> bytes:
         try:

@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from components.data.child_process import Child, described, load_file, run_child, serve_calls, short_line
 from components.data.rewards import (
     FUNCTION_NAME,
+    Closing,
     Columns,
     RewardError,
     RewardOutput,
@@ -57,7 +57,7 @@ def allowed_failures(count: int, share: float) -> float:
     return max(allowed, FEW_FAILURES) if share > 0 and count > FEW_FAILURES else allowed
 
 
-class RewardWorkers:
+class RewardWorkers(Closing):
     """Reward code in child processes. One call at a time uses all of them."""
 
     _takes_all = False
@@ -132,14 +132,6 @@ class RewardWorkers:
             worker.close()
         for worker in self._workers:
             worker.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _fail(
         self, place: int, columns: list[list[Any]], failures: dict[int, tuple[str, str]], reason: str, trace: str
