@@ -198,7 +198,7 @@ def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
     Returns:
         [B] float32 without gradient. 0 for a response that is alone in its group.
     """
-    return _Groups(reward_B, group_B).centred_B.float()
+    return Groups(reward_B, group_B).centred_B.float()
 
 
 def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
         and its bare reward would be an advantage without a baseline among others that have one. (verl's rloo keeps it,
         its rloo_vectorized does not.)
     """
-    groups = _Groups(reward_B, group_B)
+    groups = Groups(reward_B, group_B)
     # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1)
     return (groups.centred_B * groups.size_B / (groups.size_B - 1).clamp(min=1)).float()
 
@@ -235,7 +235,7 @@ def group_norm(reward_B: Tensor, group_B: Tensor, epsilon: float = 1e-9) -> Tens
         [B] float32 without gradient. Exactly 0 in a group whose rewards are all equal, as in a group of one. (verl
         leaves the reward of a group of one as it is.)
     """
-    groups = _Groups(reward_B, group_B)
+    groups = Groups(reward_B, group_B)
     return (groups.centred_B / (groups.std_B + epsilon)).float()
 
 
@@ -243,7 +243,7 @@ def group_std(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """[B] the unbiased standard deviation of the rewards of each response's group; exactly 0 where they are all
     equal.
     """
-    return _Groups(reward_B, group_B).std_B.float()
+    return Groups(reward_B, group_B).std_B.float()
 
 
 def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
         baseline is the plain mean.
     """
     check_sequences(reward_B, length_B=length_B)
-    groups = _Groups(reward_B, group_B)
+    groups = Groups(reward_B, group_B)
     length_B = length_B.double()
     # Around the plain mean, so that equal rewards leave exactly 0.
     shift_B = groups.sums(length_B * groups.centred_B) / groups.sums(length_B).clamp(min=1.0)
@@ -287,7 +287,7 @@ def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}; set it above 0")
-    groups = _Groups(reward_B, group_B)
+    groups = Groups(reward_B, group_B)
     telling = int((groups.std_B != 0).sum())
     return (groups.centred_B * (len(reward_B) / max(telling, 1) / scale)).float()
 
@@ -308,7 +308,7 @@ def grpo_passk(reward_B: Tensor, group_B: Tensor, divide_by_std: bool = True, ep
         [B] float32 without gradient. 0 everywhere in a group with two best responses, and in a group of one, which has
         no second best. (verl refuses groups of one.)
     """
-    groups = _Groups(reward_B, group_B)
+    groups = Groups(reward_B, group_B)
     best_B = groups.largest(groups.centred_B)
     is_best_B = groups.centred_B == best_B
     second_B = groups.largest(torch.where(is_best_B, -math.inf, groups.centred_B))
@@ -341,7 +341,7 @@ def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 
     # In float64, so that sums which are equal on paper are equal, and whitening makes nothing of their digits.
     total_B = torch.zeros(len(reward_BK), dtype=torch.float64, device=reward_BK.device)
     for reward_B, weight in zip(reward_BK.unbind(1), weight_K.tolist(), strict=True):
-        groups = _Groups(reward_B, group_B)
+        groups = Groups(reward_B, group_B)
         total_B += weight * groups.centred_B / (groups.std_B + epsilon)
     return whiten(total_B.float(), torch.ones_like(total_B, dtype=torch.bool))
 
@@ -379,7 +379,7 @@ def whiten(
     return centred_N if shift_mean else chosen(mask_N, centred_N + mean)
 
 
-class _Groups:
+class Groups:
     """Rewards beside those of their group.
 
     In float64 the sum of equal float32 numbers is exact, so that their mean is that number. In float32 it may differ
@@ -393,7 +393,8 @@ class _Groups:
         _, self.index_B, count = torch.unique(group_B, return_inverse=True, return_counts=True)
         self.size_B = count[self.index_B]
         wide_B = reward_B.detach().float().double()
-        self.centred_B = wide_B - self.sums(wide_B) / self.size_B
+        self.mean_B = self.sums(wide_B) / self.size_B
+        self.centred_B = wide_B - self.mean_B
 
     @property
     def std_B(self) -> Tensor:

@@ -7,7 +7,7 @@ count is replaced before it is used, and its gradient is 0.
 import torch
 from torch import Tensor
 
-from components.ragged import holds_integers, repeated
+from components.ragged import Layout, repeated
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are kept within +- this many nats: e^20 is far outside every clip range, and a float32 can still square
@@ -30,11 +30,7 @@ def check_columns(mask_N: Tensor, **columns: Tensor) -> None:
 
 def check_lengths(mask_N: Tensor, lengths_B: Tensor) -> None:
     """ValueError unless the sequences are as many tokens together as the mask has."""
-    if lengths_B.dim() != 1 or not holds_integers(lengths_B):
-        raise ValueError(f"lengths_B must be [B] integers, but is {lengths_B.dtype} of shape {list(lengths_B.shape)}")
-    if len(lengths_B) and int(lengths_B.min()) < 0:
-        raise ValueError(f"lengths_B[{int(lengths_B.argmin())}] is {int(lengths_B.min())}; a length is at least 0")
-    total = int(lengths_B.sum())
+    total = Layout(lengths_B).num_tokens
     if total != len(mask_N):
         raise ValueError(f"lengths_B sum to {total} tokens, but the columns have {len(mask_N)}")
 
@@ -118,24 +114,20 @@ def carried_back(x_N: Tensor, carry_N: Tensor) -> Tensor:
         _padded(v_N, pad).view(-1, max(width, 1)).t().clone(memory_format=torch.contiguous_format)
         for v_N in (x_N, carry_N)
     )
-    is_finite = bool(x_N.isfinite().all())
     for place in range(width - 1, 0, -1):
-        _add_product(y_KR[place - 1], carry_KR[place - 1], y_KR[place], is_finite)
+        _hand_on(y_KR[place], carry_KR[place - 1], y_KR[place - 1])
         carry_KR[place - 1] *= carry_KR[place]
     if y_KR.shape[1] > 1:
         # The first response of a block is linear in that of the block behind it: the same recurrence, over blocks.
         first_R = carried_back(y_KR[0], carry_KR[0])
-        _add_product(y_KR, carry_KR, torch.cat([first_R[1:], first_R.new_zeros(1)]), is_finite)
+        _hand_on(torch.cat([first_R[1:], first_R.new_zeros(1)]), carry_KR, y_KR)
     return y_KR.t().reshape(-1)[: len(x_N)]
 
 
-def _add_product(y: Tensor, carry: Tensor, behind: Tensor, is_finite: bool) -> None:
+def _hand_on(behind: Tensor, carry: Tensor, y: Tensor) -> None:
     """Add carry * behind to y in its place."""
-    if is_finite:
-        y.addcmul_(carry, behind)
-    else:
-        # 0 * NaN is NaN: what stands behind the end of a sequence must not reach into it.
-        y += torch.where(carry == 0, 0.0, carry * behind)
+    # 0 * NaN is NaN: what stands behind the end of a sequence must not reach into it.
+    y.addcmul_(carry, torch.where(carry == 0, 0.0, behind))
 
 
 def _padded(x_N: Tensor, pad: int) -> Tensor:

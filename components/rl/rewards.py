@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.ragged import Layout
+from components.rl.advantages import Groups
 from components.rl.masked import check_columns, check_sequences
 
 
@@ -150,7 +151,7 @@ class RunningMoments:
         return asdict(self)
 
 
-def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float, *, closed: bool = False) -> Tensor:
+def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float) -> Tensor:
     """Which responses belong to a group whose mean score lies between two bounds: dynamic sampling.
 
     A group whose responses are all right or all wrong has an advantage of 0 everywhere, and teaches nothing.
@@ -163,7 +164,6 @@ def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float, *, 
         group_B: [B] integers, equal for the responses to one prompt; any numbers, in any order, of groups of any size.
         low: the mean must be above it. Means and bounds are compared in float32, as scores are written.
         high: the mean must be below it.
-        closed: the bounds themselves pass too.
 
     Returns:
         [B] bool, the same for all responses of a group.
@@ -171,26 +171,15 @@ def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float, *, 
     Raises:
         ValueError: the shapes or bounds cannot be, or a score is NaN or infinite.
     """
-    if score_B.dim() != 1 or score_B.shape != group_B.shape:
-        raise ValueError(
-            f"score_B has shape {list(score_B.shape)}, group_B {list(group_B.shape)}; both must be [B], one entry per "
-            "sequence"
-        )
-    if group_B.is_floating_point() or group_B.dtype == torch.bool:
-        raise ValueError(f"group_B is {group_B.dtype}; give each sequence the integer id of its prompt")
-    if not (low <= high if closed else low < high):
-        raise ValueError(f"low={low}, high={high}; set low {'<=' if closed else '<'} high, or no group can pass")
-    score_B = score_B.detach().float()
+    if not low < high:
+        raise ValueError(f"low={low}, high={high}; set low < high, or no group can pass")
+    groups = Groups(score_B, group_B)
     finite_B = score_B.isfinite()
     if not bool(finite_B.all()):
         # Every comparison with NaN is False: the group would be dropped without a word.
         i = int((~finite_B).nonzero()[0])
         raise ValueError(f"score_B[{i}] is {score_B[i].item()}, in group {int(group_B[i])}; give it a finite score")
-    _, index_B, size_G = torch.unique(group_B, return_inverse=True, return_counts=True)
-    # In float64 the sum of equal float32 numbers is exact, so that their mean is that number.
-    sum_G = torch.zeros_like(size_G, dtype=torch.float64).index_add(0, index_B, score_B.double())
-    mean_G = (sum_G / size_G).float()
+    mean_B = groups.mean_B.float()
     # A score of 0.1 is the float32 number next to it, and so must a bound of 0.1 be.
-    least, most = torch.tensor([low, high], dtype=torch.float32, device=mean_G.device)
-    within_G = (least <= mean_G) & (mean_G <= most) if closed else (least < mean_G) & (mean_G < most)
-    return within_G[index_B]
+    least, most = torch.tensor([low, high], dtype=torch.float32, device=mean_B.device)
+    return (least < mean_B) & (mean_B < most)

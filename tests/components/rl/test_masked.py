@@ -202,9 +202,9 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
             token_mean(torch.ones(2), mask_N, total)
     with pytest.raises(ValueError, match=says("lengths_B", "3 tokens", 2)):
         check_lengths(mask_N, torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=says("lengths_B[1]", -1)):
+    with pytest.raises(ValueError, match=says("lengths[1]", -1)):
         check_lengths(mask_N, torch.tensor([3, -1]))
-    with pytest.raises(ValueError, match=says("lengths_B", "integers", "torch.float32", "[1]")):
+    with pytest.raises(ValueError, match=says("lengths", "integers", "torch.float32", "[1]")):
         check_lengths(mask_N, torch.tensor([2.0]))
     with pytest.raises(ValueError, match=says("reward_B", "[2]", "kl_B", "[2, 1]")):
         check_sequences(torch.ones(2), kl_B=torch.ones(2, 1))
@@ -225,5 +225,5 @@ def test_lengths_may_be_integers_of_any_kind(dtype: torch.dtype) -> None:
     check_lengths(torch.ones(3).bool(), lengths_B)
     assert sequence_sums(torch.tensor([1.0, 2.0, 4.0]), lengths_B).tolist() == [3.0, 0.0, 4.0]
     assert spread(torch.tensor([5.0, 6.0, 7.0]), lengths_B, 3).tolist() == [5.0, 5.0, 7.0]
-    with pytest.raises(ValueError, match=says("lengths_B", "torch.bool")):
+    with pytest.raises(ValueError, match=says("lengths", "torch.bool")):
         check_lengths(torch.ones(1).bool(), torch.tensor([True]))

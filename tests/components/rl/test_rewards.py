@@ -243,22 +243,19 @@ def test_a_reward_that_would_spoil_the_moments_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "groups", "low", "high", "open_ends", "closed_ends"),
+    ("scores", "groups", "low", "high", "within"),
     [
         # All wrong, some right, all right.
-        ([0, 0, 0, 1, 1, 1], [5, 5, -2, -2, 9, 9], 0.0, 1.0, [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]),
+        ([0, 0, 0, 1, 1, 1], [5, 5, -2, -2, 9, 9], 0.0, 1.0, [0, 0, 1, 1, 0, 0]),
         # Groups lie across each other, of sizes 3, 1, 1: means 2/3, 1/2, 1/4.
-        ([1, 0.5, 0, 0.25, 1], [7, 0, 7, 2**40, 7], 0.25, 0.6, [0, 1, 0, 0, 0], [0, 1, 0, 1, 0]),
-        ([], [], 0.0, 1.0, [], []),
-        ([-5, 5, 100], [0, 0, 1], -math.inf, math.inf, [1, 1, 1], [1, 1, 1]),
+        ([1, 0.5, 0, 0.25, 1], [7, 0, 7, 2**40, 7], 0.25, 0.6, [0, 1, 0, 0, 0]),
+        ([], [], 0.0, 1.0, []),
+        ([-5, 5, 100], [0, 0, 1], -math.inf, math.inf, [1, 1, 1]),
     ],
 )
-def test_groups_by_hand(
-    scores: list[float], groups: list[int], low: float, high: float, open_ends: list[int], closed_ends: list[int]
-) -> None:
+def test_groups_by_hand(scores: list[float], groups: list[int], low: float, high: float, within: list[int]) -> None:
     score_B, group_B = torch.tensor(scores, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
-    assert groups_within(score_B, group_B, low, high).tolist() == open_ends
-    assert groups_within(score_B, group_B, low, high, closed=True).tolist() == closed_ends
+    assert groups_within(score_B, group_B, low, high).tolist() == within
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -269,14 +266,12 @@ def test_a_group_of_equal_scores_has_that_mean(score: float, dtype: torch.dtype)
         score_B, group_B = torch.full((size,), score, dtype=dtype), torch.zeros(size, dtype=torch.int64)
         assert not groups_within(score_B, group_B, score, 9.0).any()
         assert not groups_within(score_B, group_B, -9.0, score).any()
-        assert groups_within(score_B, group_B, score, score, closed=True).all()
 
 
 def test_a_mean_that_is_the_bound_but_for_rounding_is_the_bound() -> None:
     # As float32 numbers 0.1, 0.2 and 0.3 have a mean that is 2.5e-9 above the float32 number 0.2.
     score_B, group_B = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3, dtype=torch.int64)
     assert not groups_within(score_B, group_B, 0.2, 1.0).any()
-    assert groups_within(score_B, group_B, 0.0, 0.2, closed=True).all()
 
 
 scored = st.lists(
@@ -284,22 +279,19 @@ scored = st.lists(
 )
 
 
-@given(scored, st.sampled_from([0.0, 0.1, 0.3, 0.5]), st.sampled_from([0.7, 0.75, 1.0]), st.booleans())
+@given(scored, st.sampled_from([0.0, 0.1, 0.3, 0.5]), st.sampled_from([0.7, 0.75, 1.0]))
 @settings(max_examples=100, deadline=None)
-def test_groups_agree_with_a_scalar_loop(
-    responses: list[tuple[int, float]], low: float, high: float, closed: bool
-) -> None:
+def test_groups_agree_with_a_scalar_loop(responses: list[tuple[int, float]], low: float, high: float) -> None:
     def narrow(x: float) -> float:
         return torch.tensor(x, dtype=torch.float32).item()
 
     slow = []
     for group, _ in responses:
         mean = narrow(statistics.fmean(narrow(score) for other, score in responses if other == group))
-        at_a_bound = mean in (narrow(low), narrow(high))
-        slow.append(closed if at_a_bound else low < mean < high)
+        slow.append(mean not in (narrow(low), narrow(high)) and low < mean < high)
     score_B = torch.tensor([score for _, score in responses], dtype=torch.float32)
     group_B = torch.tensor([group for group, _ in responses], dtype=torch.int64)
-    assert groups_within(score_B, group_B, low, high, closed=closed).tolist() == slow
+    assert groups_within(score_B, group_B, low, high).tolist() == slow
 
 
 def test_scores_and_bounds_that_cannot_be_are_named() -> None:
@@ -309,11 +301,9 @@ def test_scores_and_bounds_that_cannot_be_are_named() -> None:
             groups_within(torch.tensor([0.0, 1.0, bad]), group_B, 0.0, 1.0)
     with pytest.raises(ValueError, match=says("low=1.0", "high=1.0", "low < high")):
         groups_within(score_B, group_B, 1.0, 1.0)
-    with pytest.raises(ValueError, match=says("low=1.0", "high=0.5", "low <= high")):
-        groups_within(score_B, group_B, 1.0, 0.5, closed=True)
     with pytest.raises(ValueError, match="low=nan"):
         groups_within(score_B, group_B, math.nan, 0.5)
-    with pytest.raises(ValueError, match=says("score_B", "[3]", "group_B", "[2]")):
+    with pytest.raises(ValueError, match=says("[3]", "group_B", "[2]")):
         groups_within(score_B, group_B[:2], 0.0, 1.0)
     with pytest.raises(ValueError, match=says("group_B", "torch.bool", "integer")):
         groups_within(score_B, group_B == 4, 0.0, 1.0)
