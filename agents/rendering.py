@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 MARK = "what-the-policy-wrote"
 """Stands for the policy's turn in a rendering of which only what follows it is used."""
-SHORT = 500
-"""Characters of a text whose tokens are not kept."""
 
 
 def first_tokens(encoder: TextEncoder, observation: Observation, prompt: str = "") -> list[int]:
@@ -59,13 +57,13 @@ def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequenc
         ValueError: there is no chat template, it refuses the messages or leaves out turns, or a character has no token.
     """
     if isinstance(feedback, str):
-        return _encoded(encoder, feedback) if feedback else []
+        return encoder.encode(feedback) if feedback else []
     tokenizer: Any = encoder.tokenizer
     opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
     _, mark, rest = render_prompt([*opening, *feedback], tokenizer).rpartition(MARK)
     if not mark:
         raise ValueError("the chat template leaves out what an assistant has said; give feedback as text")
-    tokens = _encoded(encoder, rest)
+    tokens = encoder.encode(rest)
     # Special or not, a token that was added stands for structure, as the end of a turn does.
     marks = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     first = next((place for place, token in enumerate(tokens) if token in marks), None)
@@ -94,14 +92,3 @@ def _special(encoder: TextEncoder) -> dict[int, str]:
     tokenizer: Any = encoder.tokenizer
     added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-
-
-def _encoded(encoder: TextEncoder, text: str) -> list[int]:
-    # Long ones are seldom said again, and would fill the memory.
-    return list(_encoded_once(encoder, text)) if len(text) < SHORT else encoder.encode(text)
-
-
-@lru_cache(maxsize=4096)
-def _encoded_once(encoder: TextEncoder, text: str) -> tuple[int, ...]:
-    """Many environments have few things to say, and to encode one takes longer than the rest of a turn."""
-    return tuple(encoder.encode(text))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import agents.rendering
 from agents.rendering import feedback_tokens, first_tokens
 from components.data.text import TextEncoder
 from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
@@ -94,15 +93,6 @@ def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
     # An environment's own words are its own.
     assert first_tokens(encoder, [{"role": "user", "content": EOS}], "Higher.")
     assert first_tokens(encoder, rendered) == encoder.encode_prompt(rendered)
-
-
-def test_long_texts_are_not_kept() -> None:
-    encoder = encoder_of(TEMPLATE)
-    for length, kept in [(499, 1), (500, 0)]:
-        before = agents.rendering._encoded_once.cache_info().currsize
-        text = "x" * length
-        assert feedback_tokens(encoder, text, [7]) == encoder.encode(text)
-        assert agents.rendering._encoded_once.cache_info().currsize - before == kept
 
 
 def test_several_messages_of_other_roles_are_rendered_together() -> None:
