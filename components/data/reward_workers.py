@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,24 @@ class RewardWorkers(Closing):
     _takes_all = False
     """Whether one call gets all responses of a batch, and the time of all of them."""
 
-    def __init__(self, source: str, setup: dict[str, Any], settings: RewardSettings) -> None:
-        """Start the children; ValueError when what `setup` names, which errors call `source`, cannot be loaded."""
+    def __init__(self, source: str, load: Callable[[], Callable[..., Any]], settings: RewardSettings) -> None:
+        """Start the children.
+
+        Args:
+            source: what errors call the code.
+            load: gives the function of columns, in the child.
+            settings: how it is run.
+
+        Raises:
+            ValueError: it cannot be loaded, or cannot be sent to another process.
+        """
+        try:
+            setup = {"path": sys.path, "load": pickle.dumps(load)}
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{source} cannot be sent to another process ({short_line(str(error))}); register a function "
+                "from the top level of a module"
+            ) from error
         self.source = source
         self._settings = settings
         self._closed = False
@@ -215,8 +232,11 @@ class WorkerReward(RewardWorkers):
 
     def __init__(self, spec: str, settings: RewardSettings) -> None:
         """Start the children; ValueError when the file of `spec` cannot be loaded."""
-        source = f"{FUNCTION_NAME} in {spec!r}" if spec.endswith(".py") else f"scorer {spec!r}"
-        super().__init__(source, _setup(spec), settings)
+        if spec.endswith(".py"):
+            source, load = f"{FUNCTION_NAME} in {spec!r}", partial(_load_file, Path(spec).expanduser().resolve())
+        else:
+            source, load = f"scorer {spec!r}", partial(_load_scorer, get_scorer(spec), get_style(spec), module_of(spec))
+        super().__init__(source, load, settings)
 
     def __call__(
         self,
@@ -243,7 +263,7 @@ class ScoreWorkers(RewardWorkers):
         # One by one at first: slow responses each have a deadline of their own then, and are not asked for twice.
         self._size = 1
         source = "the reward function" if code.path is None else f"{code.name} in {code.path!r}"
-        super().__init__(source, {"path": sys.path, "code": _pickled(code, source)}, settings)
+        super().__init__(source, partial(load_scores, code), settings)
 
     def __call__(
         self,
@@ -265,25 +285,6 @@ class ScoreWorkers(RewardWorkers):
         return output
 
 
-def _setup(spec: str) -> dict[str, Any]:
-    """Say what a child has to load."""
-    setup: dict[str, Any] = {"path": sys.path}
-    if spec.endswith(".py"):
-        return {**setup, "file": str(Path(spec).expanduser().resolve())}
-    scorer = _pickled((get_scorer(spec), get_style(spec)), f"the scorer {spec!r}")
-    return {**setup, "scorer": scorer, "module": module_of(spec)}
-
-
-def _pickled(code: object, source: str) -> bytes:
-    try:
-        return pickle.dumps(code)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{source} cannot be sent to another process ({short_line(str(error))}); register a function "
-            "from the top level of a module"
-        ) from error
-
-
 def _response_of(query: str, prompt: str) -> str:
     if not query.startswith(prompt):
         raise ValueError(f"the query {query!r} does not begin with its prompt {prompt!r}; pass responses=... as well")
@@ -300,7 +301,8 @@ def _serve(channel: socket.socket) -> None:
     def reply(message: Any) -> tuple[Any, ...]:
         try:
             if not functions:
-                functions.append(_load(message))
+                sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
+                functions.append(pickle.loads(message["load"])())
                 return ("ok",)
             found = functions[0](*message)
             return "ok", found if isinstance(found, Columns) else read_columns(found, len(message[0]))
@@ -310,18 +312,8 @@ def _serve(channel: socket.socket) -> None:
     serve_calls(channel, reply)
 
 
-def _load(setup: dict[str, Any]) -> Callable[..., Any]:
-    """Make a function of the columns out of a scorer, a file or a `ScoreCode`."""
-    sys.path[:] = list(dict.fromkeys([*setup["path"], *sys.path]))
-    if "code" in setup:
-        return load_scores(pickle.loads(setup["code"]))
-    if "scorer" in setup:
-        scorer, style = pickle.loads(setup["scorer"])
-        if setup["module"] is not None:
-            # Now, and not within the time that the first responses have.
-            importlib.import_module(setup["module"])
-        return lambda _queries, _prompts, labels, responses: _scored(scorer, style, responses, labels)
-    function = getattr(load_file(Path(setup["file"])), FUNCTION_NAME)
+def _load_file(path: Path) -> Callable[..., Any]:
+    function = getattr(load_file(path), FUNCTION_NAME)
     if not callable(function):
         raise ValueError(f"{FUNCTION_NAME} is a {type(function).__name__}; make it a function")
     if takes_responses(function):
@@ -329,7 +321,15 @@ def _load(setup: dict[str, Any]) -> Callable[..., Any]:
     return lambda queries, prompts, labels, _responses: function(queries, prompts, labels)
 
 
-def _scored(scorer: Scorer, style: Style, responses: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
+def _load_scorer(scorer: Scorer, style: Style, module: str | None) -> Callable[..., Any]:
+    if module is not None:
+        # Now, and not within the time that the first responses have.
+        importlib.import_module(module)
+    return partial(_scored, scorer, style)
+
+
+def _scored(scorer: Scorer, style: Style, *columns: Sequence[Any]) -> dict[str, Any]:
+    _, _, labels, responses = columns
     pairs = [(response, str(label)) for response, label in zip(responses, labels)]
     styles = [style(*pair) for pair in pairs]
     logs = {name: [row[name] for row in styles] for name in styles[0]}
