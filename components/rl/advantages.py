@@ -346,9 +346,7 @@ def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 
     return whiten(total_B.float(), torch.ones_like(total_B, dtype=torch.bool))
 
 
-def whiten(
-    x_N: Tensor, mask_N: Tensor, *, shift_mean: bool = True, scale: bool = True, unbiased: bool = False
-) -> Tensor:
+def whiten(x_N: Tensor, mask_N: Tensor, *, scale: bool = True, unbiased: bool = False) -> Tensor:
     """Shift to mean 0 and scale to variance 1 over the masked tokens.
 
     Source: Andrychowicz et al. 2021 (arXiv 2006.05990), "per minibatch advantage normalisation", here over all
@@ -357,7 +355,6 @@ def whiten(
     Args:
         x_N: [N]; only read where the mask is True.
         mask_N: [N] bool.
-        shift_mean: False keeps the mean where it was.
         scale: False keeps the spread as it was.
         unbiased: divide by the count less 1 for the variance, as verl does; else by the count, as OpenRLHF does.
 
@@ -376,7 +373,7 @@ def whiten(
     if scale:
         variance = torch.linalg.vector_norm(centred_N, dtype=torch.float64).square() / max(count - unbiased, 1)
         centred_N *= torch.rsqrt(variance.clamp(min=1e-8)).float()
-    return centred_N if shift_mean else chosen(mask_N, centred_N + mean)
+    return centred_N
 
 
 class Groups:
