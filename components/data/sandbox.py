@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from components.data.child_process import run_program, short_line
+from components.data.child_process import run_program
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 HOME = "/sandbox"
@@ -213,14 +213,15 @@ def _interpreter() -> Iterator[str]:
 @functools.cache
 def isolation_fault() -> str:
     """Why programs cannot have machines of their own here, and what to do; "" where they can."""
+    limits = Limits(timeout_s=60.0, cpu_s=10, memory_bytes=2**30)
     # In a thread: the caller's may have a loop that runs.
     with ThreadPoolExecutor(1) as thread:
         try:
-            result = thread.submit(asyncio.run, run_now("pass", "", Limits(), isolate=True)).result()
-            reason = result.text
+            result = thread.submit(asyncio.run, run_now("pass", "", limits, isolate=True)).result()
+            reason = result.text if result.exit else ""
         except RuntimeError as error:
-            reason = str(error)
-    return f"the system does not let us make namespaces ({short_line(reason)})" if reason else ""
+            reason = str(error).strip()
+    return f"the system does not let us make namespaces ({reason.splitlines()[-1]})" if reason else ""
 
 
 def _can_isolate() -> bool:
