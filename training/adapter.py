@@ -1,27 +1,27 @@
 """Another system's names and values as the options of a schema: a table in YAML, and a function where there is
 arithmetic.
 
-    options:             # name there: name here
-      pretrain: model.path
+    names:               # option here: its names there
+      model.path: pretrain actor.model_name_or_path
+    options:             # name there: option here, where values are called otherwise, or many names are in one group
       param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: use bf16}
       optim: {in: train, names: {lr: learning_rate}}  # optim.lr: train.learning_rate
-    computed:            # name there: kind of its value; `compute` makes options of all of them together
-      max_len: int
-      float: [adam_beta1, adam_beta2]  # or a kind, and the names of that
+    computed:            # kind: names there; `compute` makes options of all of them together
+      int: [max_len, data.max_len]
     no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
-      - {why: every step is logged, kind: int, harmless: 1, names: [logging_steps]}
+      - {why: every step is logged, harmless: 1, names: [logging_steps]}
     refused:             # not taken; `why` says what to use instead
-      - {why: give one dataset, kind: text, names: [dataset_probs]}
+      - {why: give one dataset, of: data, names: [probs], switches: [mix]}  # data.probs and data.mix
 
-A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. The kind is that of the
-value on the command line: switch, int, float, text, pair, list or mapping.
+A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. A switch may be written on
+the command line without a value.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,17 @@ KINDS: Mapping[str, Any] = {
     "float": float,
     "text": str,
     "pair": tuple[float, float],
+    "numbers": list[float],
     "list": list[str],
     "mapping": dict[str, Any],
+    "any": Any,
 }
 NO_VALUE = ("null", "???", "")
 """What stands where an option is not set."""
 UNSET = (*NO_VALUE, "{}", "[]")
 """Values that ask for nothing."""
+OFF = ("false", "no", "off", "0")
+"""A switch that is off."""
 MOST_NAMES = 8
 """So many names are in a note, at most: a file may have hundreds."""
 ANY = "*"
@@ -56,17 +60,18 @@ class Refused:
     kind: Any = bool
     """The type of its value, as if it were a field: how many words belong to it follows from it."""
     harmless: str = ""
-    """The value that asks for what happens anyway, and is let through; ANY: all are. A switch that is off always is."""
+    """The value that asks for what happens anyway, and is let through; ANY: all are. Default: a switch that is off."""
 
     def lets_through(self, value: Any) -> bool:
         """Whether the value asks for nothing that is missing here."""
         if isinstance(value, Mapping) and value:
             return all(self.lets_through(each) for each in value.values())
         text = as_text(value)
-        off = text in UNSET or (self.kind is bool and text in ("false", "no", "off", "0"))
-        if self.harmless in ("", ANY):
-            return off or self.harmless == ANY
-        return off or _as_number(text) == _as_number(self.harmless.lower())
+        if text in UNSET or self.harmless == ANY:
+            return True
+        if self.harmless:
+            return _as_number(text) == _as_number(self.harmless)
+        return self.kind is bool and text in OFF
 
 
 @dataclass(frozen=True)
@@ -106,17 +111,46 @@ class Translation:
 
 @dataclass
 class Computed:
-    """What `compute` makes of the options that it is handed."""
+    """What `compute` reads, and what it makes of that."""
 
+    given: Mapping[str, Any]
+    """Values of `computed` by name there, each of its kind; None: it is written as null."""
+    known: Mapping[str, Any]
+    """Options by name here, as they are written."""
     options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Option here -> what its value was written as."""
 
+    def name(self, *names: str) -> str | None:
+        """Which of these names there has a value."""
+        return next((name for name in names if self.given.get(name) is not None), None)
 
-Compute = Callable[[Mapping[str, Any], Mapping[str, Any]], Computed]
-"""(values of `computed` by name there, options so far by name here) -> options, notes and faults."""
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these names there that has one."""
+        name = self.name(*names)
+        return default if name is None else self.given[name]
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """What an option here is by now."""
+        value = as_value(self.options.get(name, self.known.get(name)))
+        return default if value is None else value
+
+    def put(self, option: str, value: Any, name: str = "") -> None:
+        """Set an option, whose value was written as `name`."""
+        self.options[option] = value
+        if name:
+            self.written[option] = name
+
+    def idle(self, why: str, *names: str) -> None:
+        """Note which of these names is written, and has no effect."""
+        if found := [name for name in names if name in self.given]:
+            self.notes.append(f"no effect of {', '.join(found)}: {why}")
+
+
+Compute = Callable[[Computed], None]
+"""Puts options, notes and faults into what it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +177,13 @@ class Adapter:
         chosen = [table[section] for section in sections] or [table]
         parts: dict[str, dict[str, Any]] = {"options": {}, "computed": {}, "no_effect": {}, "refused": {}}
         for section in chosen:
-            parts["options"] |= _targets(section.get("options") or {})
-            for name, kind in (section.get("computed") or {}).items():
-                of_kind = dict.fromkeys(kind, KINDS[name]) if isinstance(kind, list) else {name: KINDS[kind]}
-                parts["computed"] |= of_kind
+            for option, names in section.get("names", {}).items():
+                parts["options"] |= dict.fromkeys(names.split(), Target(option))
+            parts["options"] |= _targets(section.get("options", {}))
+            for kind, names in section.get("computed", {}).items():
+                parts["computed"] |= dict.fromkeys(names, KINDS[kind])
             for part in ("no_effect", "refused"):
-                for entry in section.get(part) or ():
-                    parts[part] |= dict.fromkeys(entry["names"], _entry(entry, takes_all=part == "no_effect"))
+                parts[part] |= dict(_entries(section.get(part, ())))
         return cls(**parts, compute=compute)
 
     def kind_of(self, name: str, fields: Mapping[str, Any]) -> Any:
@@ -239,8 +273,14 @@ class Adapter:
 
     def _compute(self, raw: Mapping[str, Given], found: Translation, after: Iterable[Given]) -> None:
         assert self.compute is not None
-        values = {name: option.value for name, option in raw.items()}
-        result = self.compute(values, {option.name: option.value for option in found.options})
+        values: dict[str, Any] = {}
+        result = Computed(values, {option.name: option.value for option in found.options})
+        for name, option in raw.items():
+            try:
+                values[name] = _of_kind(option.value, self.computed[self._computed_of(name) or name])
+            except ValueError:
+                found.faults.append(f"{option}={as_text(option.value)}; set a number")
+        self.compute(result)
         found.options += [Given(name, value) for name, value in result.options.items()]
         found.options += [option for option in after if option.name in result.options]
         found.notes += [self.renamed(note, found.written | result.written) for note in result.notes]
@@ -299,10 +339,40 @@ def _target(found: str | Mapping[str, Any]) -> Target:
     return Target(found["is"], values, found.get("else", ""))
 
 
-def _entry(found: Mapping[str, Any], takes_all: bool) -> Refused:
-    harmless = as_text(found["harmless"]) if "harmless" in found else ""
-    kind = KINDS[found.get("kind", "switch" if not takes_all else "text")]
-    return Refused(found["why"], kind, harmless)
+def _entries(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
+    for entry in found:
+        group = f"{entry['of']}." if "of" in entry else ""
+        harmless = as_text(entry["harmless"]) if "harmless" in entry else ""
+        for names, kind in (("names", str), ("switches", bool)):
+            for name in entry.get(names, ()):
+                yield f"{group}{name}", Refused(entry["why"], kind, harmless)
+
+
+def as_value(text: Any) -> Any:
+    """Text as the YAML value that it is, None where it is none; whatever is no text as it is."""
+    if not isinstance(text, str):
+        return text
+    if text in NO_VALUE:
+        return None
+    try:
+        found = yaml.safe_load(text)
+        return float(found) if isinstance(found, str) else found  # 1e-6 is text to YAML
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def _of_kind(value: Any, kind: Any) -> Any:
+    """A value of a kind of KINDS, None where there is none.
+
+    Raises:
+        ValueError: it is not of that kind.
+    """
+    if as_text(value) in NO_VALUE:
+        return None
+    if kind in (KINDS["pair"], KINDS["numbers"]):
+        words = value if isinstance(value, list | tuple) else str(value).strip("[]()").replace(",", " ").split()
+        return [float(word) for word in words]
+    return kind(str(value)) if kind in (str, int, float) else as_value(value)
 
 
 def _as_number(text: str) -> float | str:

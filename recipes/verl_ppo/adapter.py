@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from training.adapter import Adapter, Computed
+from training.adapter import Adapter, Computed, as_value
 from training.rl_options import RLOptions
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -27,50 +26,9 @@ MEGATRON = (
 )
 
 
-class Keys:
-    """What a user has given of the keys that take arithmetic, and what they come to."""
-
-    def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """
-        Args:
-            values: by verl's key.
-            options: that are known already, by name here.
-        """
-        self.values = {key: _typed(value) for key, value in values.items()}
-        self.options = {name: _typed(value) for name, value in options.items()}
-        self.found = Computed()
-
-    def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is set."""
-        return next((self.values[key] for key in keys if self.values.get(key) not in (None, "???")), default)
-
-    def put(self, option: str, value: Any, key: str = "") -> None:
-        """Set an option, whose value was written as `key`."""
-        self.found.options[option] = value
-        if key:
-            self.found.written[option] = key
-
-    def pass_on(self, key: str, option: str) -> None:
-        """Set an option to the value of a key, where that is set."""
-        if (value := self.get(key)) is not None:
-            self.put(option, value, key)
-
-    def within(self, *groups: str) -> dict[str, Any]:
-        """Everything in these mappings, by its name there."""
-        found: dict[str, Any] = {}
-        for group in groups:
-            for key, value in self.values.items():
-                if key == group:
-                    found |= _flat(value or {})
-                elif key.startswith(f"{group}."):
-                    found |= _flat({key.removeprefix(f"{group}."): value})
-        return found
-
-
-def compute(values: Mapping[str, Any], options: Mapping[str, Any]) -> Computed:
+def compute(keys: Computed) -> None:
     """See `training.adapter.Compute`."""
-    keys = Keys(values, options)
-    keys.found.faults += elsewhere(keys)
+    keys.faults += elsewhere(keys)
     for part in (
         read_data,
         read_batches,
@@ -82,10 +40,9 @@ def compute(values: Mapping[str, Any], options: Mapping[str, Any]) -> Computed:
         read_pools,
     ):
         part(keys)
-    return keys.found
 
 
-def elsewhere(keys: Keys) -> Iterator[str]:
+def elsewhere(keys: Computed) -> Iterator[str]:
     """What is of another way to train, to sample or to act than those that are here."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
@@ -97,7 +54,7 @@ def elsewhere(keys: Keys) -> Iterator[str]:
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
         yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
-    tools = [key for key in keys.values if key.endswith("_path") and ("tool" in key or "_config_path" in key)]
+    tools = [key for key in keys.given if key.endswith("_path") and ("tool" in key or "_config_path" in key)]
     if (
         keys.get(f"{ROLLOUT}.multi_turn.enable")
         or keys.get(*tools)
@@ -108,39 +65,39 @@ def elsewhere(keys: Keys) -> Iterator[str]:
         yield f"--config-name={name}: only verl's own ppo_trainer is known by name; give the file with --config FILE"
 
 
-def read_data(keys: Keys) -> None:
+def read_data(keys: Computed) -> None:
     """Files, what becomes of long prompts, and how validation samples."""
     for key, option in (("data.train_files", "data.path"), ("data.val_files", "evaluation.path")):
-        if key in keys.values:
-            files = keys.values[key] or []
+        if key in keys.given:
+            files = keys.given[key] or []
             keys.put(option, ",".join(files if isinstance(files, list) else [str(files)]) or None, key)
     if keys.get("data.filter_overlong_prompts"):
         keys.put("data.overlong", "leave_out", "data.filter_overlong_prompts")
     samples, temperature = f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"
     if keys.get(samples) and keys.get(temperature, default=0.0):
         keys.put("evaluation.temperature", keys.get(temperature), temperature)
-    elif samples in keys.values and keys.options.get("evaluation.samples_per_prompt", 1) > 1:
+    elif samples in keys.given and keys.option("evaluation.samples_per_prompt", 1) > 1:
         keys.put("evaluation.samples_per_prompt", 1, f"{ROLLOUT}.val_kwargs.n")
-        keys.found.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
-    longest = keys.options.get("data.max_prompt_tokens", 512) + keys.options.get("rollout.max_new_tokens", 512)
+        keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
+    longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
     room = keys.get(f"{ROLLOUT}.max_model_len")
     if room is not None and room < longest:
-        keys.found.faults.append(
+        keys.faults.append(
             f"{ROLLOUT}.max_model_len={room} would cut responses: prompt and response may have {longest} tokens; raise "
             "it, or lower data.max_prompt_length or data.max_response_length"
         )
 
 
-def read_batches(keys: Keys) -> None:
+def read_batches(keys: Computed) -> None:
     """Mini-batches, which count prompts there and responses here, and what limits a pass of a process."""
-    samples, prompts = keys.options.get("samples_per_prompt", 1), keys.options.get("prompts_per_step", 1024)
+    samples, prompts = keys.option("samples_per_prompt", 1), keys.option("prompts_per_step", 1024)
     for prefix, group in ((ACTOR, "train"), ("critic", "critic")):
         key = f"{prefix}.ppo_mini_batch_size"
         # verl's own size, where nothing else is known of it.
-        usual = min(256, prompts) if group == "train" and "train.mini_batch_size" not in keys.options else None
+        usual = min(256, prompts) if group == "train" and keys.option("train.mini_batch_size") is None else None
         if (size := keys.get(key, default=usual)) is not None:
             if prompts % size:
-                keys.found.faults.append(f"{key}={size} does not divide data.train_batch_size={prompts}; set a divisor")
+                keys.faults.append(f"{key}={size} does not divide data.train_batch_size={prompts}; set a divisor")
             keys.put(f"{group}.mini_batch_size", size * samples, f"{key} x {ROLLOUT}.n")
     dynamic = keys.get(f"{ACTOR}.use_dynamic_bsz", default=False)
     critics = keys.get("critic.use_dynamic_bsz", default=dynamic)
@@ -160,9 +117,9 @@ def read_batches(keys: Keys) -> None:
         _limit_passes(keys, options, limits)
 
 
-def _limit_passes(keys: Keys, options: tuple[str, str], limits: Sequence[tuple[bool, str, str]]) -> None:
+def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tuple[bool, str, str]]) -> None:
     """By tokens, or by responses, of the longest of which there is room for all; the least of several limits."""
-    prompt, response = keys.options.get("data.max_prompt_tokens", 512), keys.options.get("rollout.max_new_tokens", 512)
+    prompt, response = keys.option("data.max_prompt_tokens", 512), keys.option("rollout.max_new_tokens", 512)
     tokens, counts = list[int](), list[int]()
     for is_dynamic, prefix, other in limits:
         key = f"{prefix}max_token_len_per_gpu" if is_dynamic else f"{other or prefix}micro_batch_size_per_gpu"
@@ -175,7 +132,7 @@ def _limit_passes(keys: Keys, options: tuple[str, str], limits: Sequence[tuple[b
         keys.put(options[1], min(counts))
 
 
-def read_models(keys: Keys) -> None:
+def read_models(keys: Computed) -> None:
     """Precision, offloading and adapters."""
     for group, prefixes in (
         ("train", (f"{ACTOR}.fsdp_config",)),
@@ -187,9 +144,7 @@ def read_models(keys: Keys) -> None:
         )
         weights, products = SHORT.get(weights, weights), SHORT.get(products, products or "bf16")
         if "fp16" in (weights, products) or (weights, products) == ("bf16", "fp32"):
-            keys.found.faults.append(
-                f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16"
-            )
+            keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
             precision = "bf16" if weights == "bf16" else "fp32" if products == "fp32" else "bf16_autocast"
             keys.put(f"{group}.precision", precision, f"{prefixes[0]}.model_dtype")
@@ -197,23 +152,25 @@ def read_models(keys: Keys) -> None:
         offloads = [keys.get(f"{prefix}.{switch}") for prefix in prefixes for switch in switches]
         if any(offload is not None for offload in offloads):
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
-    if keys.get("actor_rollout_ref.model.lora.rank"):
-        keys.pass_on("actor_rollout_ref.model.lora.rank", "train.lora_rank")
+    if rank := keys.get("actor_rollout_ref.model.lora.rank"):
+        keys.put("train.lora_rank", rank, "actor_rollout_ref.model.lora.rank")
     if modules := keys.get("actor_rollout_ref.model.target_modules"):
         names = modules if isinstance(modules, list) else [modules]
         keys.put("train.lora_target_modules", ",".join(names), "actor_rollout_ref.model.target_modules")
 
 
-def read_algorithm(keys: Keys) -> None:
+def read_algorithm(keys: Computed) -> None:
     """The clip range, and the KL to the reference: off the reward, in the loss, or both."""
     for side in ("low", "high"):
         both, own = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"
         if (size := keys.get(own, both)) is not None:
             # Where a ratio is clipped, which is never below 0, all lower bounds below 0 are the same.
-            is_ratio = keys.options.get("algorithm.policy_loss") not in ("geo_mean", "dppo_tv", "dppo_kl")
+            is_ratio = keys.option("algorithm.policy_loss") not in ("geo_mean", "dppo_tv", "dppo_kl")
             size = min(size, 1.0) if side == "low" and is_ratio else size
             keys.put(f"algorithm.clip_{side}", size, own if keys.get(own) is not None else both)
-    control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000} | keys.within("algorithm.kl_ctrl")
+    control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000} | within(
+        keys, "algorithm.kl_ctrl"
+    )
     coef = keys.get(f"{ACTOR}.kl_loss_coef", default=0.001) if keys.get(f"{ACTOR}.use_kl_loss") else 0.0
     estimator = _estimator(keys, f"{ACTOR}.kl_loss_type", "low_var_kl")
     if keys.get("algorithm.use_kl_in_reward"):
@@ -226,24 +183,24 @@ def read_algorithm(keys: Keys) -> None:
         if coef:
             keys.put("algorithm.kl_loss_coef", coef, f"{ACTOR}.kl_loss_coef")
             keys.put("algorithm.kl_loss_estimator", estimator, f"{ACTOR}.kl_loss_type")
-            keys.found.notes.append("the KL is both taken off the reward and added to the loss")
+            keys.notes.append("the KL is both taken off the reward and added to the loss")
     elif keys.get(f"{ACTOR}.use_kl_loss"):
         keys.put("algorithm.kl_coef", coef, f"{ACTOR}.kl_loss_coef")
         keys.put("algorithm.kl_estimator", estimator, f"{ACTOR}.kl_loss_type")
 
 
-def _estimator(keys: Keys, key: str, usual: str) -> str:
+def _estimator(keys: Computed, key: str, usual: str) -> str:
     name = str(keys.get(key, default=usual))
     plain = name.removesuffix("+")
     if plain not in (*ESTIMATORS, "k1", "k2", "k3", "abs"):
-        keys.found.faults.append(f"{key}={name}; use kl (k1), abs, mse (k2) or low_var_kl (k3), maybe with + behind it")
+        keys.faults.append(f"{key}={name}; use kl (k1), abs, mse (k2) or low_var_kl (k3), maybe with + behind it")
     return ESTIMATORS.get(plain, plain) + "+" * name.endswith("+")
 
 
-def read_correction(keys: Keys) -> None:
+def read_correction(keys: Computed) -> None:
     """Weights for what the engine computed otherwise, under their names of three releases."""
     group = "algorithm.rollout_correction"
-    if keys.get(f"{group}.loss_type") == "reinforce" and keys.options.get("algorithm.bypass"):
+    if keys.get(f"{group}.loss_type") == "reinforce" and keys.option("algorithm.bypass"):
         keys.put("algorithm.policy_loss", "reinforce", f"{group}.loss_type")
     level = keys.get(f"{group}.rollout_is")
     bound = keys.get(f"{group}.rollout_is_threshold", default=2.0)
@@ -261,7 +218,7 @@ def read_correction(keys: Keys) -> None:
     except ValueError:
         low, high = math.nan, math.nan
     if not 0 <= low < high or level not in ("token", "sequence", "geometric"):
-        keys.found.faults.append(
+        keys.faults.append(
             f"{group}.rollout_is={level} with rollout_is_threshold={bound}; set token or sequence, and a number above "
             "0, or low_high, as 0.5_2.0"
         )
@@ -271,48 +228,48 @@ def read_correction(keys: Keys) -> None:
     keys.put("algorithm.correction_level", level, f"{group}.rollout_is")
 
 
-def read_reward(keys: Keys) -> None:
+def read_reward(keys: Computed) -> None:
     """The reward model, the manager, and dapo's penalty on length."""
     if keys.get("reward_model.enable", "reward.reward_model.enable"):
         model = keys.get("reward_model.model.path", "reward.reward_model.model_path")
         keys.put("reward.model_path", model or "", "reward_model.model.path")
         if not model:
-            keys.found.faults.append("reward_model.enable=true without reward_model.model.path; set that too")
+            keys.faults.append("reward_model.enable=true without reward_model.model.path; set that too")
     name = "reward_model.reward_manager"
     manager = keys.get(name, "reward.reward_manager.name", "reward_manager.name", default="naive")
     if manager not in MANAGERS:
-        keys.found.faults.append(f"{name}={manager}; use naive, batch or dapo")
+        keys.faults.append(f"{name}={manager}; use naive, batch or dapo")
     if manager == "batch":
         keys.put("reward.whole_batches", True, name)
     elif manager not in ("naive", "dapo"):
-        keys.found.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
-    given = keys.within("reward_model.reward_kwargs", "reward.reward_kwargs")
-    longest, response = given.pop("max_resp_len", None), keys.options.get("rollout.max_new_tokens", 512)
+        keys.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
+    given = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs")
+    longest, response = given.pop("max_resp_len", None), keys.option("rollout.max_new_tokens", 512)
     buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in given.items()}
-    buffer |= keys.within("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
+    buffer |= within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
     if unknown := sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"}):
-        keys.found.faults.append(
+        keys.faults.append(
             f"reward_model.reward_kwargs has {', '.join(unknown)}; there are overlong_buffer_cfg.enable, .len, "
             ".penalty_factor and .log, and max_resp_len; the function's own are custom_reward_function.reward_kwargs"
         )
     if buffer.get("enable") and longest not in (None, response):
-        keys.found.faults.append(f"reward_kwargs.max_resp_len={longest}; set it to data.max_response_length={response}")
+        keys.faults.append(f"reward_kwargs.max_resp_len={longest}; set it to data.max_response_length={response}")
     if buffer.get("enable") and manager == "dapo":
         keys.put("algorithm.overlong_buffer", buffer.get("len", 0), "overlong_buffer_cfg.len")
         keys.put("algorithm.overlong_penalty", buffer.get("penalty_factor", 1.0), "overlong_buffer_cfg.penalty_factor")
     elif buffer.get("enable"):
-        keys.found.notes.append("no effect of overlong_buffer: reward_model.reward_manager is not dapo")
+        keys.notes.append("no effect of overlong_buffer: reward_model.reward_manager is not dapo")
 
 
-def read_run(keys: Keys) -> None:
+def read_run(keys: Computed) -> None:
     """Who generates, where it continues, and who reads along."""
     engine = keys.get(f"{ROLLOUT}.name")
     if engine not in (None, "sglang", "trtllm"):
         keys.put("rollout.engine", engine, f"{ROLLOUT}.name")
     mode, path = keys.get("trainer.resume_mode", default="auto"), keys.get("trainer.resume_from_path")
     if mode == "resume_path" and not path:
-        keys.found.faults.append("trainer.resume_mode=resume_path without trainer.resume_from_path; set that too")
-    elif mode != "auto" and "resume" not in keys.options:
+        keys.faults.append("trainer.resume_mode=resume_path without trainer.resume_from_path; set that too")
+    elif mode != "auto" and keys.option("resume") is None:
         keys.put("resume", "none" if mode == "disable" else path, "trainer.resume_mode")
     loggers = keys.get("trainer.logger", default=[])
     loggers = loggers if isinstance(loggers, list) else [loggers]
@@ -320,12 +277,12 @@ def read_run(keys: Keys) -> None:
         if logger in loggers:
             keys.put(f"log.{logger}", True, "trainer.logger")
     if others := [name for name in loggers if name not in ("console", "file", "wandb", "tensorboard")]:
-        keys.found.notes.append(f"no effect of {', '.join(others)} in trainer.logger: the files of run_dir have it all")
+        keys.notes.append(f"no effect of {', '.join(others)} in trainer.logger: the files of run_dir have it all")
 
 
-def read_pools(keys: Keys) -> None:
+def read_pools(keys: Computed) -> None:
     """Devices of what trains, of engines that have their own, and of a reward model; generation ahead of training."""
-    nodes, devices = keys.options.get("placement.nodes", 1), keys.options.get("placement.devices_per_node", 8)
+    nodes, devices = keys.option("placement.nodes", 1), keys.option("placement.devices_per_node", 8)
     sampling = keys.get("rollout.nnodes", f"{ROLLOUT}.nnodes", default=0)
     pools, roles = dict[str, list[int]](), dict[str, str]()
     if sampling:
@@ -340,24 +297,25 @@ def read_pools(keys: Keys) -> None:
         per_node = keys.get("reward_model.n_gpus_per_node", "reward.reward_model.n_gpus_per_node", default=devices)
         pools = (pools or {"global_pool": [devices] * nodes}) | {"reward": [per_node] * judges}
         roles |= {"rm": "reward"}
-    if pools and "placement.pools" not in keys.options:
+    if pools and keys.option("placement.pools") is None:
         keys.put("placement.pools", pools)
         keys.put("placement.role_pools", roles)
         keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
     engine, tensor_parallel = keys.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.tensor_model_parallel_size"
-    if engine != "hf":
-        keys.pass_on(tensor_parallel, "rollout.tensor_parallel")
-    elif keys.get(tensor_parallel, default=1) > 1:
-        keys.found.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")
+    devices_each = keys.get(tensor_parallel)
+    if engine != "hf" and devices_each is not None:
+        keys.put("rollout.tensor_parallel", devices_each, tensor_parallel)
+    elif (devices_each or 1) > 1:
+        keys.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")
     _read_fully_async(keys)
 
 
-def _read_fully_async(keys: Keys) -> None:
+def _read_fully_async(keys: Computed) -> None:
     """The keys of fully_async_policy, whose steps are so many mini-batches long."""
     stale = keys.get("async_training.staleness_threshold")
     if stale is None:
         return
-    size, samples = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256), keys.options.get("samples_per_prompt", 1)
+    size, samples = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256), keys.option("samples_per_prompt", 1)
     batches = keys.get("async_training.require_batches", default=1)
     prompts = size * batches * keys.get("async_training.trigger_parameter_sync_step", default=1)
     keys.put("prompts_per_step", prompts, "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step")
@@ -385,29 +343,25 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     return plain
 
 
-def _typed(value: Any) -> Any:
-    """Text as the YAML value that it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = yaml.safe_load(value)
-        return float(found) if isinstance(found, str) else found  # 1e-6 is text to YAML
-    except (yaml.YAMLError, ValueError):
-        return value
+def within(keys: Computed, *groups: str) -> dict[str, Any]:
+    """Everything in these mappings, by its name there."""
+    found: dict[str, Any] = {}
+    for group in groups:
+        for key, value in keys.given.items():
+            if key == group:
+                found |= _flat(value or {})
+            elif key.startswith(f"{group}."):
+                found |= _flat({key.removeprefix(f"{group}."): value})
+    return found
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": _typed(value)}
+        whole = f"{prefix}{name}"
+        found |= _flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: as_value(value)}
     return found
 
 
 _TABLE = Adapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
-VERL = Adapter(
-    options={**RLOptions.ADAPTER.options, **_TABLE.options},
-    computed=_TABLE.computed,
-    no_effect=_TABLE.no_effect,
-    refused=_TABLE.refused,
-    compute=compute,
-)
+VERL = replace(_TABLE, options={**RLOptions.ADAPTER.options, **_TABLE.options})

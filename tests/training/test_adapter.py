@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,33 +15,33 @@ from training.schema import ConfigError, Options
 
 TABLE = """
 shared:
+  names:
+    model.path: pretrain actor.model_name_or_path
+    data.max_samples: max_samples
   options:
-    pretrain: model.path
-    actor.model_name_or_path: model.path
-    max_samples: data.max_samples
     param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: fp16 needs a loss scale; use bf16}
     override: model.overrides
     no_shuffle: {is: data.shuffle, values: {true: false, false: true}}
   no_effect:
-    - {why: every step is logged, kind: int, harmless: 1, names: [logging_steps]}
+    - {why: every step is logged, harmless: 1, names: [logging_steps]}
     - {why: fsdp trains here, names: ["*.megatron.*"]}
   refused:
-    - {why: a sequence is on one rank, kind: int, harmless: 1, names: [ring_attn_size]}
-    - {why: give one dataset, kind: text, harmless: null, names: [dataset_probs]}
+    - {why: a sequence is on one rank, harmless: 1, names: [ring_attn_size]}
+    - {why: give one dataset, of: data, names: [probs]}
+    - {why: give one dataset, names: [dataset_probs], switches: [mix]}
 ppo:
-  computed: {max_len: int, generate_max_len: int}
+  computed: {int: [max_len, generate_max_len]}
 """
 
 
-def compute(given: Mapping[str, Any], options: Mapping[str, Any]) -> Computed:
+def compute(found: Computed) -> None:
     """The prompt has what the response leaves of the length."""
-    found = Computed()
-    found.options["data.max_prompt_tokens"] = int(given["max_len"]) - int(given.get("generate_max_len", 0))
-    if options.get("data.max_samples") is not None:
+    most = found.get("max_len", default=1024)
+    found.put("data.max_prompt_tokens", most - found.get("generate_max_len", default=0))
+    if found.option("data.max_samples") is not None:
         found.notes.append("max_samples is known here")
-    if found.options["data.max_prompt_tokens"] < 1:
-        found.faults.append(f"max_len={given['max_len']} leaves no prompt")
-    return found
+    if most < 1:
+        found.faults.append(f"max_len={most} leaves no prompt")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,6 +158,20 @@ def test_all_that_is_wrong_is_said_at_once_in_the_names_that_were_written(tmp_pa
         ("seed=-1", "0 or more"),
     ):
         assert any(all(fact in line for fact in facts) for line in lines), (facts, lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--max_len", "many"], ("max_len=many", "number")),
+        (["data.probs=0.5"], ("data.probs", "give one dataset")),
+        (["--mix", "--seed", "2"], ("mix", "give one dataset")),
+    ],
+)
+def test_a_value_of_another_kind_and_a_name_of_a_group_are_refused(words: list[str], facts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
+        load_config(Schema, words)
+    assert load_config(Schema, ["--mix", "false", "data.probs=null"]) == Schema()
 
 
 def test_a_sentence_is_said_in_the_names_of_the_user() -> None:
