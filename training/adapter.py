@@ -11,7 +11,7 @@ arithmetic.
     no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
       - {why: every step is logged, harmless: 1, names: [logging_steps]}
     refused:             # not taken; `why` says what to use instead
-      - {why: give one dataset, of: data, names: [probs], switches: [mix]}  # data.probs and data.mix
+      - {why: give one dataset, names: [dataset_probs], switches: [mix_datasets]}
 
 A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. A switch may be written on
 the command line without a value.
@@ -341,11 +341,10 @@ def _target(found: str | Mapping[str, Any]) -> Target:
 
 def _entries(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
     for entry in found:
-        group = f"{entry['of']}." if "of" in entry else ""
         harmless = as_text(entry["harmless"]) if "harmless" in entry else ""
         for names, kind in (("names", str), ("switches", bool)):
             for name in entry.get(names, ()):
-                yield f"{group}{name}", Refused(entry["why"], kind, harmless)
+                yield name, Refused(entry["why"], kind, harmless)
 
 
 def as_value(text: Any) -> Any:

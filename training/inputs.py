@@ -60,6 +60,31 @@ def check_model(path: str, option: str = "model.path") -> None:
         raise ValueError(f"{option}={path}: {error}") from error
 
 
+def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
+    """See that the reward model that an option names can be there, has one label, and reads the policy's tokens.
+
+    Raises:
+        ValueError: it cannot, or does not; the message says what to set.
+    """
+    from components.data.text import load_tokenizer, same_vocabulary
+    from components.hub import find_model
+    from training.warm_start import WARM_START_PREFIX
+
+    check_model(path, option)
+    if path.startswith(WARM_START_PREFIX):
+        return
+    labels = find_model(path).num_labels
+    if labels != 1:
+        raise ValueError(f"{option}={path}: it has {labels} labels; a reward model has one (num_labels=1)")
+    if policy.path.startswith(WARM_START_PREFIX):
+        return
+    if not same_vocabulary(policy.tokenizer(), load_tokenizer(path, pad_token=policy.pad_token, pad_with_end=True)):
+        raise ValueError(
+            f"{option}={path} has another vocabulary than model.path={policy.path}, so it would read other words; use "
+            "one of the same family, or serve it, and give its URL as reward.source"
+        )
+
+
 def check_prompts(
     model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
 ) -> int:

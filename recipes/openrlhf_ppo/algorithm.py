@@ -4,29 +4,26 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column is about token t.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
-from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
-from components.rl.kl import adapted_kl_coef, kl_estimate
+from components.rl.aggregation import LossOutput, Totals, reduce_loss
+from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
+from training import ppo_loss
+from training.ppo_loss import surrogate
 
 from .config import PPOConfig
 
 COMPARISONS = {
     "reinforce_baseline": advantages.group_mean_baseline,
     "rloo": advantages.rloo,
-    "group_norm": advantages.group_norm,
+    "grpo": advantages.group_norm,
     "dr_grpo": advantages.group_mean_baseline,
     "gpg": advantages.gpg,
     "grpo_passk": advantages.grpo_passk,
@@ -35,13 +32,6 @@ COMPARISONS = {
 
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are whitened over the whole step."""
-
-COVARIANCE_SHARE = 2e-4
-"""Of the tokens, how many clip_cov drops and kl_cov holds back."""
-CLIP_COV = {"share": COVARIANCE_SHARE, "low": 1.0, "high": 5.0}
-"""Between which covariances clip_cov looks for them."""
-KL_COV_COEF = 1.0
-"""Loss per nat that a token which kl_cov holds back moves."""
 
 
 def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batch:
@@ -112,49 +102,6 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
     return LossOutput(loss=loss, metrics=metrics)
 
 
-def surrogate(logprob_N: Tensor, micro: Batch, config: PPOConfig) -> TokenLoss:
-    """What each token costs, as `algorithm.policy_loss` says."""
-    own = config.algorithm
-    clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
-    columns = (logprob_N, micro[config.old_policy], micro["advantage"], micro["action_mask"])
-    match own.policy_loss:
-        case "ppo":
-            return policy_losses.ppo_loss(*columns, **clip, dual_clip=own.dual_clip)
-        case "gspo":
-            return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
-        case "geo_mean":
-            return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
-        case "cispo":
-            return policy_losses.cispo_loss(*columns, **clip)
-        case "sapo":
-            return policy_losses.sapo_loss(*columns)
-        case "dppo_tv" | "dppo_kl" as kind:
-            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip)
-        case "clip_cov":
-            return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
-        case "kl_cov":
-            return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=KL_COV_COEF)
-        case "reinforce":
-            return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
-
-
-def mark_tokens(minibatch: Batch, index: int, config: PPOConfig, step: int) -> Batch:
-    """Add what a loss has to know of the whole optimizer step: clip_cov and kl_cov, the tokens that they treat apart.
-
-    `index` counts the optimizer steps of the rollout step `step`.
-    """
-    if config.algorithm.policy_loss not in ("clip_cov", "kl_cov"):
-        return minibatch
-    mask_N = minibatch["action_mask"]
-    covariance_N = policy_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
-    if config.algorithm.policy_loss == "kl_cov":
-        marked_N = policy_losses.kl_cov_tokens(covariance_N, mask_N, share=COVARIANCE_SHARE)
-    else:
-        uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
-        marked_N = policy_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **CLIP_COV)
-    return minibatch.with_tokens(marked=marked_N)
-
-
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig) -> LossOutput:
     """Squared error to the returns, clipped around the values of the step's start."""
     value_N, mask_N = token_values(model, micro), micro["action_mask"]
@@ -162,27 +109,11 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig
     return reduce_loss(tokens, mask_N, micro.lengths, totals)
 
 
-class AdaptedKL:
-    """The weight of the KL. Where it has a target, each step beyond it weighs the KL more, and each within less."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        self._own = config.algorithm
-        self.coef = config.algorithm.kl_coef
+class AdaptedKL(ppo_loss.AdaptedKL):
+    """The weight of the KL."""
 
     def adapt(self, experience: Batch) -> None:
         """Adapt it to the responses that a step was trained on."""
-        own = self._own
-        if own.kl_target is not None:
+        if self.config.algorithm.kl_target is not None:
             kl_N = experience["logprob"] - experience["reference_logprob"]
-            kl = float(kl_N[experience["action_mask"]].mean())
-            count = len(experience)
-            self.coef = adapted_kl_coef(self.coef, kl, target=own.kl_target, horizon=own.kl_horizon, samples=count)
-
-    def state_dict(self) -> dict[str, float]:
-        """Give what `load_state_dict` needs."""
-        return {"coef": self.coef, "kl_coef": self._own.kl_coef}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
-        if self._own.kl_target is not None and state["kl_coef"] == self._own.kl_coef:
-            self.coef = state["coef"]
+            self.follow(float(kl_N[experience["action_mask"]].mean()), len(experience))

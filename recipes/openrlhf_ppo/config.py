@@ -4,7 +4,6 @@
 training/adapters/openrlhf.yaml says which option each of them is. Defaults are OpenRLHF's where it has any.
 """
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
@@ -12,26 +11,15 @@ from typing import Any, ClassVar, Literal
 from components.engines.config import FrozenConfig, TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
-from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions
+from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.rl_options import PolicyTrainOptions
 from training.schema import Options, at_home, idle_options, where
 
-Estimator = Literal[
-    "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk"
-]
-GROUPED = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "gpg", "grpo_passk")
+Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
+GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
 """Estimators that compare the responses to one prompt with each other."""
-PolicyLoss = Literal[
-    "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"
-]
-BY_RESPONSE = ("gspo", "sapo", "geo_mean")
-"""Policy losses that are means over responses; the others are means over tokens."""
 UNCLIPPED = ("sapo", "kl_cov", "reinforce")
 """Policy losses without a clip range."""
-NOT_OF_RATIOS = ("geo_mean", "dppo_tv", "dppo_kl")
-"""Policy losses whose clip range is not around a ratio of 1."""
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-
-
 SPREAD = ("actor", "critic", "reference", "reward")
 """Roles that may be spread over machines of their own."""
 COUNTS = {role: f"{role}_ranks" for role in SPREAD[:2]} | {role: f"{role}s" for role in SPREAD[2:]}
@@ -40,13 +28,13 @@ COUNTS["rollout"] = "rollout_engines"
 
 
 @dataclass(kw_only=True)
-class AlgorithmOptions(PolicyOptions):
+class AlgorithmOptions(PPOOptions):
     """Who gets the credit for a reward, and how far one step may move the policy."""
 
     estimator: Estimator = "gae"
     """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
     each prompt's responses, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others),
-    `group_norm` (GRPO), `dr_grpo` (less their mean; the loss is divided by rollout.max_new_tokens, not by the tokens),
+    `grpo`, `dr_grpo` (less their mean; the loss is divided by rollout.max_new_tokens, not by the tokens),
     `opo` (less their mean by length), `gpg` and `grpo_passk` (the best one's lead); docs/algorithms.md has the
     formulas."""
     gamma: float = 1.0
@@ -55,28 +43,13 @@ class AlgorithmOptions(PolicyOptions):
     """GAE's lambda: 1 is the return minus the value, 0 the one-step error."""
     std_norm: bool = where(True, estimator=("gae", "reinforce", "reinforce_baseline"))
     """Whitening scales the advantages of a step to a standard deviation of 1. Otherwise it only centres them."""
-    policy_loss: PolicyLoss = "ppo"
-    """What is clipped: `ppo` the ratio of each token, `gspo` that of the response; docs/algorithms.md has the rest."""
     loss_aggregation: Aggregation | None = None
     """How tokens are weighed. Default: with dr_grpo seq-mean-token-sum-norm, which divides by rollout.max_new_tokens;
     else with gspo, sapo and geo_mean seq-mean-token-mean; else token-mean."""
-    clip_low: float = 0.2
-    """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
-    with dppo_tv and dppo_kl it bounds the divergence."""
-    dual_clip: float | None = None
-    """A token with a negative advantage costs at most this many times it, above 1. Default: any."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
     kl_coef: float = 0.01
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k1"
-    """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
+    kl_estimator: KLEstimator = "k1"
     kl_in_reward: bool = where(True, kl_coef=True)
-    """The KL is taken off the reward of each token. Otherwise it is a part of the loss."""
-    kl_target: float | None = None
-    """Mean KL per token, in nats, that the weight is adapted to after each step. Default: the weight stays."""
-    kl_horizon: int = where(10000, kl_target=True)
-    """Responses over which the weight may change by a fifth."""
     correction: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
     correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
@@ -86,33 +59,21 @@ class AlgorithmOptions(PolicyOptions):
     until the step is full or the data at its end. Default: every prompt is trained on."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards, after the comparison within groups, are cut to this range."""
-    overlong_buffer: int | None = None
-    """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
-    overlong_penalty: float = where(1.0, overlong_buffer=True)
-    """How much a response of full length loses."""
     truncated_factor: float | None = None
     """Responses that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
-
-    @property
-    def most_clip_low(self) -> float:
-        """See `PolicyOptions.most_clip_low`."""
-        return math.inf if self.policy_loss in NOT_OF_RATIOS else super().most_clip_low
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        for name in ("entropy_coef", "overlong_penalty"):
-            if getattr(self, name) < 0:
-                yield f"algorithm.{name}={getattr(self, name)}; set it to 0 or more"
-        if self.dual_clip is not None and (self.dual_clip <= 1 or self.policy_loss != "ppo"):
-            yield f"algorithm.dual_clip={self.dual_clip}; set it above 1, with algorithm.policy_loss=ppo"
+        if self.entropy_coef < 0:
+            yield f"algorithm.entropy_coef={self.entropy_coef}; set it to 0 or more"
         if self.estimator in GROUPED and self.gamma != 1.0:
             yield f"algorithm.gamma={self.gamma}, and algorithm.estimator={self.estimator} has no discount; set gamma=1"
         for name in ("filter_range", "reward_range"):
             given = getattr(self, name)
             if given is not None and not given[0] < given[1]:
                 yield f"algorithm.{name}={given[0]} {given[1]}; set the lower bound first"
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
+        if self.kl_target is not None and not self.kl_coef > 0:
             yield f"algorithm.kl_target={self.kl_target} with algorithm.kl_coef={self.kl_coef}; set both above 0"
         if self.truncated_factor is not None and self.truncated_factor > 1:
             yield f"algorithm.truncated_factor={self.truncated_factor}; set it to at most 1"
@@ -240,7 +201,7 @@ class PPOPlacementOptions(PlacementOptions):
 
 
 @dataclass(kw_only=True)
-class PPOConfig(RLOptions):
+class PPOConfig(PPORunOptions):
     """PPO, REINFORCE++, RLOO and GRPO, in OpenRLHF's shape."""
 
     ADAPTER: ClassVar = PPO
@@ -252,7 +213,9 @@ class PPOConfig(RLOptions):
     model: ModelOptions = field(default_factory=lambda: ModelOptions(attn_implementation="auto"))
     reward: PPORewardOptions = field(default_factory=PPORewardOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
     reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
-    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    algorithm: AlgorithmOptions = field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=AlgorithmOptions
+    )
     critic: CriticOptions = field(default_factory=CriticOptions)
     train: PolicyTrainOptions = field(
         default_factory=lambda: PolicyTrainOptions(
@@ -282,12 +245,7 @@ class PPOConfig(RLOptions):
                 f"algorithm.estimator={own.estimator} with algorithm.filter_range={own.filter_range} compares the "
                 f"responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
-        if own.kl_target is not None and own.kl_horizon <= self.step_size / 5:
-            yield f"algorithm.kl_horizon={own.kl_horizon}; set more than a fifth of a step's {self.step_size} responses"
-        buffer, longest = own.overlong_buffer, self.rollout.max_new_tokens
-        if buffer is not None and not 0 < buffer <= longest:
-            yield f"algorithm.overlong_buffer={buffer}; set 1 to rollout.max_new_tokens={longest}"
-        if buffer is not None and self.agent.func_path:
+        if own.overlong_buffer is not None and self.agent.func_path:
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
 
     def _faults_of_reward(self) -> Iterator[str]:
@@ -332,7 +290,7 @@ class PPOConfig(RLOptions):
         return self.algorithm.correction != "none" and self.algorithm.policy_loss != "gspo"
 
     @property
-    def old_policy(self) -> Literal["logprob", "rollout_logprob"]:
+    def old_policy(self) -> str:
         """Whose log-probabilities the ratio starts from: the trainer's, or the engine's in a corrected gspo."""
         corrected = self.algorithm.correction != "none" and not self.corrects_loss
         return "rollout_logprob" if corrected else "logprob"

@@ -4,9 +4,8 @@ of the user's own has to be looked at.
 
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
-from components.data.text import load_tokenizer, same_vocabulary
 from components.hub import find_model
-from training.schema import ConfigError
+from training.inputs import check_model, check_reward_model
 from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig
@@ -18,41 +17,24 @@ def check_models(config: PPOConfig) -> None:
     Raises:
         ValueError: one of them cannot; the message says what to set.
     """
-    normalize, heldout_source = config.reward_model.normalize, config.reward.heldout_source
-    for path in config.reward_model.paths:
-        _check_model("reward_model.path", path, normalize)
+    own, heldout_source = config.reward_model, config.reward.heldout_source
+    for path in own.paths:
+        check_reward_model(path, "reward_model.path", config.model)
+        if own.normalize and not path.startswith(WARM_START_PREFIX):
+            _check_statistics(path)
     if config.needs_critic and config.critic.path:
-        _check_model("critic.path", config.critic.path, normalize)
+        check_model(config.critic.path, "critic.path")
     if heldout_source is not None:
         check_reward(heldout_source)
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
         get_scorer(heldout_source)("", str(label))  # one that it cannot read is a wrong label_key
-    _check_vocabulary(config)
 
 
-def _check_model(option: str, path: str, normalize: bool) -> None:
-    if path.startswith(WARM_START_PREFIX):
-        return
+def _check_statistics(path: str) -> None:
+    from components.engines.causal import score_statistics
+
     try:
-        found = find_model(path)
-        if option == "reward_model.path" and found.num_labels != 1:
-            raise ValueError(f"it has {found.num_labels} labels; a reward model has one (num_labels=1)")
-        if option == "reward_model.path" and normalize:
-            from components.engines.causal import score_statistics
-
-            score_statistics(found, path)
+        score_statistics(find_model(path), path)
     except ValueError as error:
-        raise ConfigError(f"{option}={path}: {error}") from error
-
-
-def _check_vocabulary(config: PPOConfig) -> None:
-    policy = config.model
-    if policy.path.startswith(WARM_START_PREFIX):
-        return
-    for path in config.reward_model.paths:
-        if not same_vocabulary(policy.tokenizer(), load_tokenizer(path, pad_token=policy.pad_token)):
-            raise ConfigError(
-                f"reward_model.path={path} has another vocabulary than model.path={policy.path}, so it would read "
-                "other words; serve it, and give its URL as reward.source"
-            )
+        raise ValueError(f"reward_model.path={path}: {error}") from error

@@ -4,11 +4,9 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column is about token t.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +15,12 @@ from components.data.samples import compare_samples, main_branches, shuffled_min
 from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
-from components.rl.kl import adapted_kl_coef, kl_estimate
+from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
 from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
+from training import ppo_loss
+from training.ppo_loss import surrogate
 
 from .config import VerlPPOConfig
 
@@ -98,7 +98,7 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
 
 def kl_of(experience: Batch, config: VerlPPOConfig) -> Tensor:
     """[N] estimates of the KL to the reference, as they come off the reward."""
-    columns = (experience[old_logprob(config)], experience["reference_logprob"], sampled(experience))
+    columns = (experience[config.old_policy], experience["reference_logprob"], sampled(experience))
     return kl_estimate(*columns, config.algorithm.kl_estimator)
 
 
@@ -165,57 +165,6 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
     return LossOutput(loss=loss, metrics=metrics)
 
 
-def surrogate(logprob_N: Tensor, micro: Batch, config: VerlPPOConfig) -> TokenLoss:
-    """What each token costs, as `algorithm.policy_loss` says."""
-    own = config.algorithm
-    clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
-    columns = (logprob_N, micro[old_logprob(config)], micro["advantage"], micro["action_mask"])
-    match own.policy_loss:
-        case "ppo":
-            return policy_losses.ppo_loss(*columns, **clip, dual_clip=own.dual_clip)
-        case "gspo":
-            return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
-        case "geo_mean":
-            return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
-        case "cispo":
-            return policy_losses.cispo_loss(*columns, **clip)
-        case "sapo":
-            taus = {"tau_positive": own.tau_positive, "tau_negative": own.tau_negative}
-            return policy_losses.sapo_loss(*columns, **taus)
-        case "dppo_tv" | "dppo_kl" as kind:
-            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip)
-        case "clip_cov":
-            return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
-        case "kl_cov":
-            return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=own.kl_cov_coef)
-        case "reinforce":
-            return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
-
-
-def old_logprob(config: VerlPPOConfig) -> str:
-    """The column with the log-probabilities that the ratio is taken to: of the policy before the step, or, with
-    `bypass`, of the engine that sampled.
-    """
-    return "rollout_logprob" if config.algorithm.bypass else "logprob"
-
-
-def mark_tokens(minibatch: Batch, index: int, config: VerlPPOConfig, step: int) -> Batch:
-    """Add what a loss has to know of the whole optimizer step: clip_cov and kl_cov, the tokens that they treat apart.
-
-    `index` counts the optimizer steps of the rollout step `step`.
-    """
-    own = config.algorithm
-    if own.policy_loss not in ("clip_cov", "kl_cov"):
-        return minibatch
-    mask_N = minibatch["action_mask"]
-    covariance_N = policy_losses.covariances(minibatch[old_logprob(config)], minibatch["advantage"], mask_N)
-    if own.policy_loss == "kl_cov":
-        return minibatch.with_tokens(marked=policy_losses.kl_cov_tokens(covariance_N, mask_N, share=own.cov_share))
-    uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
-    bounds = {"share": own.cov_share, "low": own.cov_low, "high": own.cov_high}
-    return minibatch.with_tokens(marked=policy_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **bounds))
-
-
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
     """Squared error to the returns, clipped around the values of the step's start."""
     own, mask_N = config.critic, micro["action_mask"]
@@ -226,37 +175,20 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOCo
     return reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest)
 
 
-class AdaptedKL:
-    """The weight of the KL in the reward. Where it has a target, each step beyond it weighs the KL more, and each
-    within less.
-    """
+class AdaptedKL(ppo_loss.AdaptedKL):
+    """The weight of the KL in the reward."""
 
-    def __init__(self, config: VerlPPOConfig) -> None:
-        self._config = config
-        self.coef = config.algorithm.kl_coef
+    config: VerlPPOConfig
 
     def adapt(self, experience: Batch) -> dict[str, float]:
         """Adapt the weight to the KL of a step; returns metrics."""
-        own = self._config.algorithm
-        if not own.kl_in_reward or not self._config.needs_reference:
+        if not self.config.algorithm.kl_in_reward or not self.config.needs_reference:
             return {}
-        kl_N = kl_of(experience, self._config)
+        kl_N = kl_of(experience, self.config)
         kl = float(sequence_means(kl_N, sampled(experience), experience.lengths).mean())
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": self.coef}
-        if own.kl_target is not None:
-            samples = len(experience)
-            self.coef = adapted_kl_coef(self.coef, kl, target=own.kl_target, horizon=own.kl_horizon, samples=samples)
+        self.follow(kl, len(experience))
         return metrics
-
-    def state_dict(self) -> dict[str, float]:
-        """Give what `load_state_dict` needs."""
-        return {"coef": self.coef, "kl_coef": self._config.algorithm.kl_coef}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with it; one that is not adapted, or is to start elsewhere than before, is what the options say."""
-        own = self._config.algorithm
-        if own.kl_target is not None and state["kl_coef"] == own.kl_coef:
-            self.coef = state["coef"]
 
 
 def minibatches(experience: Batch, config: VerlPPOConfig, part: str, step: int) -> list[Tensor]:

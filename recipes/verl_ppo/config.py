@@ -13,26 +13,22 @@ from agents.loading import check_agent
 from components.data.verl_rows import load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
-from training.rl_options import PolicyOptions, PolicyTrainOptions, RLOptions, without_effect
+from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.rl_options import PolicyTrainOptions, without_effect
 from training.schema import idle_options, where
 
 from .adapter import VERL
 from .resource_pool import PoolOptions
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
 """Estimators that compare the responses to one prompt with each other."""
 Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax"]
-Clipped = Literal["ppo", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"]
-"""Policy losses with a clip range."""
-PolicyLoss = Literal[Clipped, "sapo", "kl_cov", "reinforce"]
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 """Over what `rejection` measures."""
 
 
 @dataclass(kw_only=True)
-class AlgorithmOptions(PolicyOptions):
+class AlgorithmOptions(PPOOptions):
     """What makes a response good, and how far one step may go; docs/algorithms.md has the formulas."""
 
     estimator: Estimator = "gae"
@@ -50,38 +46,14 @@ class AlgorithmOptions(PolicyOptions):
     """gdpo: numbers that the reward function returns, which are normalised each for itself."""
     gdpo_weights: list[float] | None = None
     """gdpo: their weights. Default: 1 each."""
-    policy_loss: PolicyLoss = "ppo"
-    """Which surrogate is minimised: ppo, gspo, geo_mean, cispo, sapo, dppo_tv, dppo_kl, clip_cov or kl_cov; reinforce
-    has no ratio."""
-    dual_clip: float = where(3.0, policy_loss=("ppo",))
-    """A token with a negative advantage costs at most this many times it."""
-    tau_positive: float = where(1.0, policy_loss=("sapo",))
-    """sapo: how fast its gate closes for tokens with a positive advantage."""
-    tau_negative: float = where(1.05, policy_loss=("sapo",))
-    """sapo: the same for the others."""
-    cov_share: float = where(2e-4, policy_loss=("clip_cov", "kl_cov"))
-    """Share of the tokens that clip_cov drops, and kl_cov holds back."""
-    cov_low: float = where(1.0, policy_loss=("clip_cov",))
-    """clip_cov: least covariance of these."""
-    cov_high: float = where(5.0, policy_loss=("clip_cov",))
-    """clip_cov: largest covariance of these."""
+    dual_clip: float | None = where(3.0, policy_loss=("ppo",))
     kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
-    """kl_cov: loss per nat that these move."""
     loss_aggregation: Aggregation = "token-mean"
     """How tokens are weighed: each the same (token-mean), each response the same (seq-mean-token-mean), or each
     response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
     loss_length: int | None = None
     """See loss_aggregation. Default: rollout.max_new_tokens."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy that the loss rewards. It is logged in any case."""
-    kl_estimator: KLEstimator = where("k3", kl_coef=True)  # noqa: RUF009
-    """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
-    kl_in_reward: bool = where(False, kl_coef=True)
-    """Take the KL off the reward of each token, in place of adding it to the loss."""
     kl_target: float | None = where(None, kl_in_reward=True)
-    """Mean KL per token, in nats, that kl_coef follows. Default: it stays as it is."""
-    kl_horizon: int = where(10000, kl_target=True)
-    """Responses over which kl_coef may change by a fifth."""
     kl_loss_coef: float = where(0.0, kl_in_reward=True)
     """Weight of a KL in the loss, besides the one in the reward."""
     kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)  # noqa: RUF009
@@ -104,23 +76,15 @@ class AlgorithmOptions(PolicyOptions):
     dynamic_sampling: bool = False
     """Dynamic sampling (DAPO): prompts whose responses all have the same score are replaced, until the step is full or
     the data at its end."""
-    overlong_buffer: int | None = None
-    """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
-    overlong_penalty: float = where(1.0, overlong_buffer=True)
-    """How much a response of full length loses."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        if self.dual_clip <= 1:
-            yield f"algorithm.dual_clip={self.dual_clip}; set it above 1"
         if self.estimator == "gdpo" and len(self.gdpo_weights or self.gdpo_rewards) != max(len(self.gdpo_rewards), 1):
             yield (
                 "algorithm.estimator=gdpo: name numbers that the reward function returns in algorithm.gdpo_rewards, "
                 "and as many in gdpo_weights, or none"
             )
-        if not self.overlong_penalty >= 0:
-            yield f"algorithm.overlong_penalty={self.overlong_penalty}; set it to 0 or more"
         try:
             _ = self.rejections
         except ValueError as error:
@@ -244,7 +208,7 @@ class FunctionOptions(RewardOptions):
 
 
 @dataclass(kw_only=True)
-class VerlPPOConfig(RLOptions):
+class VerlPPOConfig(PPORunOptions):
     """PPO, GRPO and their relatives, as verl has them."""
 
     ADAPTER: ClassVar = VERL
@@ -260,7 +224,9 @@ class VerlPPOConfig(RLOptions):
         default_factory=FunctionOptions
     )
     rollout: RolloutOptions = field(default_factory=lambda: RolloutOptions(max_new_tokens=512, max_num_seqs=256))
-    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    algorithm: AlgorithmOptions = field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=AlgorithmOptions
+    )
     train: LearnerOptions = field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=LearnerOptions
     )
@@ -287,14 +253,6 @@ class VerlPPOConfig(RLOptions):
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
         if not self.critic.value_clip > 0:
             yield f"critic.value_clip={self.critic.value_clip}, so that no value could move; set it above 0"
-        if own.kl_target is not None and not (own.kl_target > 0 and own.kl_horizon > size / 5):
-            yield (
-                f"algorithm.kl_target={own.kl_target} and kl_horizon={own.kl_horizon}; set the first above 0, and the "
-                f"second above a fifth of a step's {size} responses"
-            )
-        if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= self.rollout.max_new_tokens:
-            longest = self.rollout.max_new_tokens
-            yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
         if self.asynchronous.partial_rollout and (own.dynamic_sampling or own.estimator == "remax"):
             yield (
                 "asynchronous.partial_rollout carries prompts to the next step, which algorithm.dynamic_sampling and "
@@ -349,6 +307,11 @@ class VerlPPOConfig(RLOptions):
         """Weight of the KL in the loss, and its estimator."""
         own = self.algorithm
         return (own.kl_loss_coef, own.kl_loss_estimator) if own.kl_in_reward else (own.kl_coef, own.kl_estimator)
+
+    @property
+    def old_policy(self) -> str:
+        """See `PPORunOptions.old_policy`; with `bypass` it is the engine's."""
+        return "rollout_logprob" if self.algorithm.bypass else "logprob"
 
     @property
     def filter_range(self) -> tuple[None, None] | None:
@@ -423,7 +386,7 @@ class VerlPPOConfig(RLOptions):
         """What a user who has named the options `given` should know of before the run starts."""
         own = self.algorithm
         found = list[str]()
-        if own.policy_loss in ("gspo", "sapo", "geo_mean") and own.loss_aggregation == "token-mean":
+        if own.policy_loss in BY_RESPONSE and own.loss_aggregation == "token-mean":
             found.append(
                 f"{own.policy_loss} is a mean over responses in its paper; that is algorithm.loss_aggregation="
                 "seq-mean-token-mean"

@@ -2,12 +2,8 @@
 looked at.
 """
 
-from agents.loading import check_agent
-from components.data.text import load_tokenizer, same_vocabulary
-from components.hub import find_model
-from training.inputs import check_model, check_template
+from training.inputs import check_model, check_reward_model, check_template
 from training.schema import ConfigError
-from training.warm_start import WARM_START_PREFIX
 
 from .config import VerlPPOConfig
 from .reward import check_rewards
@@ -25,27 +21,10 @@ def check_inputs(config: VerlPPOConfig) -> int:
         if config.needs_critic and config.critic.path:
             check_model(config.critic.path, "critic.path")
         if config.reward.model_path:
-            _check_reward_model(config)
-        if config.agent.func_path is not None:
-            check_agent(config.agent.func_path)
+            check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows()
         check_rewards(config, rows, config.rows(heldout=True))
         check_template(config.model, config.data, rows, config.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows)
-
-
-def _check_reward_model(config: VerlPPOConfig) -> None:
-    policy, path = config.model.path, config.reward.model_path
-    check_model(path, "reward.model_path")
-    labels = find_model(path).num_labels
-    if labels != 1:
-        raise ConfigError(f"reward.model_path={path} has {labels} labels; a reward model has one (num_labels=1)")
-    if policy.startswith(WARM_START_PREFIX):
-        return
-    if not same_vocabulary(config.model.tokenizer(), load_tokenizer(path, pad_with_end=True)):
-        raise ConfigError(
-            f"reward.model_path={path} has another vocabulary than the policy, {policy}, so it would read other words; "
-            "use one of the same family, or a function that asks a server (reward.source)"
-        )

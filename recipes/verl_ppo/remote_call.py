@@ -84,15 +84,16 @@ class VerlCalls(PolicyCalls):
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from into the folder of a step's checkpoint."""
         for group in self.learners:
-            group.save_checkpoint(str(folder / "state"))
+            group.call("save_state", str(folder / "state")).result()
 
     def load_state(self, folder: Path) -> list[str]:
         """Resume from it; what cannot be exact is returned in words."""
-        return [line for group in self.learners for line in group.load_checkpoint(str(folder / "state"))[0]]
+        loading = [group.call("load_state", str(folder / "state")) for group in self.learners]
+        return [line for future in loading for line in future.result()[0]]
 
     def save(self, folder: Path) -> None:
         """Write the policy as a folder that `from_pretrained` loads."""
-        self.actor.save_model(str(folder))
+        self.actor.call("save", str(folder)).result()
 
     def end(self) -> None:
         """Tell all workers that no call will follow."""

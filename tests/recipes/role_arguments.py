@@ -147,7 +147,7 @@ def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
 def verl_calls(model: str, folder: Path) -> Calls:
     """Of verl_ppo, by the roles' names there; the policy is all that it can be, in one process."""
     tokens, sampling = experience().only("tokens"), SamplingConfig(max_new_tokens=4)
-    kept = [("save_checkpoint", (str(folder / "state"),)), ("load_checkpoint", (str(folder / "state"),))]
+    kept = [("save_state", (str(folder / "state"),)), ("load_state", (str(folder / "state"),))]
     return {
         "actor_rollout_ref": [
             ("init_rollout", (model,)),
@@ -161,7 +161,7 @@ def verl_calls(model: str, folder: Path) -> Calls:
             ("publish_weights", (1,)),
             ("receive_weights", ("handle",)),
             *kept,
-            ("save_model", (str(folder / "saved"),)),
+            ("save", (str(folder / "saved"),)),
         ],
         "critic": [
             ("init_model", (model, 1)),

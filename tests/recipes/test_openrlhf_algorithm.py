@@ -8,9 +8,11 @@ import torch
 
 from components.batch import Batch
 from components.rl.aggregation import Totals
-from recipes.openrlhf_ppo.algorithm import add_advantages, mark_tokens, policy_loss, shaped_rewards
-from recipes.openrlhf_ppo.config import AlgorithmOptions, PolicyLoss, PPOConfig
+from recipes.openrlhf_ppo.algorithm import add_advantages, policy_loss, shaped_rewards
+from recipes.openrlhf_ppo.config import AlgorithmOptions, PPOConfig
 from training.options import DataOptions, ModelOptions, RolloutOptions
+from training.ppo_loss import mark_tokens
+from training.ppo_options import PolicyLoss
 from training.rl_options import PolicyTrainOptions
 
 
@@ -52,7 +54,7 @@ def responses() -> Batch:
         # less the other one
         ("rloo", [-2.0, 2.0, 2.0, -2.0]),
         # both standard deviations are the square root of 2
-        ("group_norm", [-(2**-0.5), 2**-0.5, 2**-0.5, -(2**-0.5)]),
+        ("grpo", [-(2**-0.5), 2**-0.5, 2**-0.5, -(2**-0.5)]),
         ("gae", [1.0, 4.0, 3.0, 2.0]),
         # less the mean by length: (1 * 1 + 2 * 3) / 3 and (2 * 4 + 3 * 2) / 5
         ("opo", [1 - 7 / 3, 1.2, 3 - 7 / 3, -0.8]),
@@ -67,7 +69,7 @@ def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, s
     assert found.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo"])
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo"])
 def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator: str) -> None:
     settings = config(estimator=estimator)
     experience = add_advantages(responses(), settings, 0.0)
@@ -112,7 +114,7 @@ def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
 
 def test_a_prompt_with_equal_rewards_teaches_nothing() -> None:
     equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
-    experience = add_advantages(equal, config(estimator="group_norm"), 0.0)
+    experience = add_advantages(equal, config(estimator="grpo"), 0.0)
     assert experience["advantage"][:2].tolist() == [0.0, 0.0]
     assert experience["advantage"][5:8].tolist() == [0.0, 0.0, 0.0]
 

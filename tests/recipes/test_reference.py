@@ -30,7 +30,7 @@ ADAPTERS = "train.lora_rank=4"
 CASES = {
     "grpo_offloaded": "train.precision=bf16_autocast placement.frozen_models=offloaded",
     "grpo_adapters": f"train.precision=bf16_autocast {ADAPTERS}",
-    "openrlhf_ppo_adapters": f"algorithm.estimator=group_norm train.precision=bf16 {ADAPTERS}",
+    "openrlhf_ppo_adapters": f"algorithm.estimator=grpo train.precision=bf16 {ADAPTERS}",
     "verl_ppo_adapters": f"algorithm.estimator=grpo {ADAPTERS}",
 }
 

@@ -27,7 +27,6 @@ shared:
     - {why: fsdp trains here, names: ["*.megatron.*"]}
   refused:
     - {why: a sequence is on one rank, harmless: 1, names: [ring_attn_size]}
-    - {why: give one dataset, of: data, names: [probs]}
     - {why: give one dataset, names: [dataset_probs], switches: [mix]}
 ppo:
   computed: {int: [max_len, generate_max_len]}
@@ -164,14 +163,13 @@ def test_all_that_is_wrong_is_said_at_once_in_the_names_that_were_written(tmp_pa
     ("words", "facts"),
     [
         (["--max_len", "many"], ("max_len=many", "number")),
-        (["data.probs=0.5"], ("data.probs", "give one dataset")),
         (["--mix", "--seed", "2"], ("mix", "give one dataset")),
     ],
 )
-def test_a_value_of_another_kind_and_a_name_of_a_group_are_refused(words: list[str], facts: tuple[str, ...]) -> None:
+def test_a_value_of_another_kind_and_a_switch_that_is_on_are_refused(words: list[str], facts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Schema, words)
-    assert load_config(Schema, ["--mix", "false", "data.probs=null"]) == Schema()
+    assert load_config(Schema, ["--mix", "false", "dataset_probs=null"]) == Schema()
 
 
 def test_a_sentence_is_said_in_the_names_of_the_user() -> None:

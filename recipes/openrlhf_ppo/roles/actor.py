@@ -4,10 +4,11 @@ from functools import partial
 
 from components.batch import Batch
 from core import rpc
+from training.ppo_loss import mark_tokens
 from training.roles.policy import PolicyWorker
 
 from .. import remote_call
-from ..algorithm import mark_tokens, policy_loss
+from ..algorithm import policy_loss
 from ..config import PPOConfig
 from .learner import Learner
 

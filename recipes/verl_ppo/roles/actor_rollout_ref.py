@@ -11,10 +11,11 @@ from components.engines.frozen_engine import open_frozen_policy
 from components.engines.opening import open_engine
 from components.engines.weight_sync import WeightHandle
 from core import Dispatch, register
+from training.ppo_loss import mark_tokens
 from training.roles.rollout import SamplingWorker
 from training.roles.trained_model import policy_to_train
 
-from ..algorithm import mark_tokens, minibatches, policy_loss
+from ..algorithm import minibatches, policy_loss
 from .learner import Learner
 
 
@@ -115,11 +116,6 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
     def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on."""
         self.take_weights(handle)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_model(self, path: str) -> None:
-        """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
-        self.save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
     def end_job(self) -> None:
