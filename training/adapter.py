@@ -5,7 +5,7 @@ arithmetic.
       model.path: pretrain actor.model_name_or_path
     options:             # name there: option here, where values are called otherwise, or many names are in one group
       param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: use bf16}
-      optim: {in: train, names: {lr: learning_rate}}  # optim.lr: train.learning_rate
+      optim: {in: train, lr: learning_rate}  # optim.lr: train.learning_rate
     computed:            # kind: names there; `compute` makes options of all of them together
       int: [max_len, data.max_len]
     no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
@@ -320,12 +320,12 @@ def as_text(value: Any) -> str:
 
 
 def _targets(found: Mapping[str, Any], there: str = "", here: str = "") -> dict[str, Target]:
-    """Of every name, those within groups too."""
+    """Of every name, those within groups too: a mapping is one, unless it says which option a name `is`."""
     targets: dict[str, Target] = {}
     for name, target in found.items():
-        if isinstance(target, Mapping) and "names" in target:
-            group = f"{target['in']}." if "in" in target else ""
-            targets |= _targets(target["names"], f"{there}{name}.", group)
+        if isinstance(target, Mapping) and "is" not in target:
+            names = {own: option for own, option in target.items() if own != "in"}
+            targets |= _targets(names, f"{there}{name}.", f"{target['in']}." if "in" in target else "")
         else:
             own = _target(target)
             targets[f"{there}{name}"] = Target(f"{here}{own.name}", own.values, own.otherwise)
