@@ -37,7 +37,7 @@ from recipes.openrlhf_ppo.data import check_models  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
 from recipes.openrlhf_ppo.main import build_job, read_config  # noqa: E402
 from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
-from training.config import given_options  # noqa: E402
+from training.config import CommandLine  # noqa: E402
 from training.schema import ConfigError  # noqa: E402
 from training.tracking import EventLog, Tracker  # noqa: E402
 
@@ -206,7 +206,7 @@ def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
     Raises:
         ConfigError: an option is one that the measurement sets itself.
     """
-    taken = [name for name in OURS if name in given_options(PPOConfig, options)]
+    taken = [name for name in OURS if name in CommandLine(PPOConfig, options).named]
     if taken:
         raise ConfigError(f"{', '.join(taken)}: set by the measurement; leave it out")
     config = resolved(read_config(options))

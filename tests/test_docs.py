@@ -130,7 +130,7 @@ def check_recipe(recipe: str, options: list[str], command: Command) -> None:
     if "--help" in options or any("<" in option for option in options):
         return
     main = importlib.import_module(f"recipes.{recipe}.main")
-    main.COMMAND.read(main.COMMAND.words(options))
+    main.COMMAND.read(options)
 
 
 def check_python(words: list[str], command: Command) -> None:

@@ -10,13 +10,14 @@ once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -31,61 +32,105 @@ T = TypeVar("T")
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
-def load_config(schema: type[T], arguments: Sequence[str], files: Sequence[Path] = ()) -> T:
-    """The configuration: the schema's defaults, then `files`, then each `--config FILE`, then the other arguments.
+def load_config(schema: type[T], arguments: Sequence[str]) -> T:
+    """The configuration: the schema's defaults, then each `--config FILE`, then the other arguments.
 
     Raises:
-        ConfigError: unknown keys (each with the nearest one), options that are refused, values of the wrong kind, and
-            whatever the schema itself refuses, all at once; or a file that is not there.
+        ConfigError: see `CommandLine.config`.
     """
-    found = read_options(schema, arguments, files)
-    merged, faults = _merged(schema, found)
-    odd = [
-        f"{name}={value}; set a finite number" for name, value in _numbers(_plain(merged)) if not math.isfinite(value)
-    ]
-    faults = [*found.faults, *faults, *odd]
-    config: Any = None
-    try:
-        config = None if odd else OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, ValueError) as error:
-        faults += _faults_of(merged) or [_first_line(error)]
-    if faults:
-        raise ConfigError(_listed([adapter_of(schema).renamed(fault, found.written) for fault in faults]))
-    return typing.cast(T, config)
+    return CommandLine(schema, arguments).config()
 
 
-def changed_options(schema: type, arguments: Sequence[str], files: Sequence[Path] = ()) -> dict[str, Any]:
-    """What `load_config` would set to something else than the schema's default, by dotted name: as it is written,
-    before the schema makes anything of it.
-    """
-    found, _ = _merged(schema, read_options(schema, arguments, files))
-    usual = OmegaConf.structured(schema)
-    values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in fields_of(schema)}
-    return {key: _plain(value) for key, (value, default) in values.items() if value != default}
+class CommandLine(Generic[T]):
+    """What a user has written, read once: a command line, and before it the `--config FILE`s that it names."""
 
+    def __init__(self, schema: type[T], arguments: Sequence[str]) -> None:
+        """
+        Args:
+            schema: the options.
+            arguments: the command line. What is wrong with it, `config` says.
+        """
+        self.schema = schema
+        self._adapter = adapter_of(schema)
+        words, self._faults = _read_arguments(schema, arguments)
+        self.files = [Path(option.value) for option in words if option.name == "config"]
+        """Those that are named."""
+        self._given: list[Given] = []
+        for path in self.files:
+            try:
+                self._given += read_file(schema, path)
+            except ConfigError as error:
+                self._faults.append(str(error))
+        self._given += [option for option in words if option.name != "config"]
+        self._found = self._translated([])
+        self.written = self._found.written
+        """Option of the schema -> the name by which it was written."""
+        self.named = {option.name for option in self._found.options}
+        """The options that the user has named."""
+        self.notes = self._found.notes
+        """What is to be said of options that are named and have no effect here."""
 
-def given_options(schema: type, arguments: Sequence[str]) -> set[str]:
-    """The options that a user has named: on the command line, or in a `--config FILE`."""
-    return {option.name for option in read_options(schema, arguments).options}
+    def start_from(self, options: Sequence[Given]) -> None:
+        """Put other values than the schema's in places that the user does not name."""
+        self._found = self._translated(options)
 
+    def value(self, name: str) -> Any:
+        """What is written of an option, as it is written; None: nothing."""
+        return next((option.value for option in reversed(self._found.options) if option.name == name), None)
 
-def config_files(schema: type, arguments: Sequence[str]) -> list[Path]:
-    """Each `--config FILE` that a user has named."""
-    return [Path(option.value) for option in _read_arguments(schema, arguments)[0] if option.name == "config"]
+    def config(self) -> T:
+        """The configuration.
 
+        Raises:
+            ConfigError: unknown keys (each with the nearest one), options that are refused, values of the wrong kind,
+                files that are not there, and whatever the schema itself refuses, all at once.
+        """
+        merged, faults = self._merged
+        numbers = _numbers(_plain(merged))
+        odd = [f"{name}={value}; set a finite number" for name, value in numbers if not math.isfinite(value)]
+        faults = [*self._found.faults, *faults, *odd]
+        config: Any = None
+        try:
+            config = None if odd else OmegaConf.to_object(merged)
+        except (OmegaConfBaseException, ValueError) as error:
+            faults += _faults_of(merged) or [_first_line(error)]
+        if faults:
+            raise ConfigError(_listed([self._adapter.renamed(fault, self._found.written) for fault in faults]))
+        return typing.cast(T, config)
 
-def adapter_notes(schema: type, arguments: Sequence[str]) -> list[str]:
-    """What is to be said of options that a user has named and that have no effect here."""
-    return read_options(schema, arguments).notes
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at the schema's defaults, by dotted name: as they are written."""
+        usual, found = OmegaConf.structured(self.schema), self._merged[0]
+        values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
+        return {key: _plain(value) for key, (value, default) in values.items() if value != default}
 
+    def renamed(self, text: str) -> str:
+        """A sentence about options, in the names that the user writes."""
+        return self._adapter.renamed(text, self.written)
 
-def renamed(schema: type, arguments: Sequence[str], text: str) -> str:
-    """A sentence about options, in the names that the user of this command line writes."""
-    try:
-        written = read_options(schema, arguments).written
-    except ConfigError:  # the sentence is about a file that cannot be read
-        return text
-    return adapter_of(schema).renamed(text, written)
+    def _translated(self, before: Sequence[Given]) -> Translation:
+        found = translated(self.schema, [*before, *self._given])
+        found.faults += self._faults
+        return found
+
+    @functools.cached_property
+    def _merged(self) -> tuple[Any, list[str]]:
+        """The schema with all values put in, and what is wrong with those that cannot be."""
+        merged = OmegaConf.structured(self.schema)
+        faults = [f"{option}=??? is no value; set one" for option in self._found.options if option.value == "???"]
+        options = [option for option in self._found.options if option.value != "???"]
+        try:
+            return _with_values(self.schema, merged, options), faults
+        except (yaml.YAMLError, OmegaConfBaseException):
+            pass  # one by one, to see which
+        for option in options:
+            try:
+                merged = _with_values(self.schema, merged, [option])
+            except yaml.YAMLError as error:
+                faults.append(f"{option}={option.value} is no YAML: {_first_line(error)}")
+            except OmegaConfBaseException as error:
+                faults.append(f"{option}: {_first_line(error)}")
+        return merged, faults
 
 
 def adapter_of(schema: Any) -> Adapter:
@@ -93,17 +138,10 @@ def adapter_of(schema: Any) -> Adapter:
     return getattr(schema, "ADAPTER", None) or Adapter()
 
 
-def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = ()) -> Translation:
-    """What files and command line say, in the names of the schema, in this order; `--config FILE` before the rest.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    words, faults = _read_arguments(schema, arguments)
-    paths = [*files, *(Path(option.value) for option in words if option.name == "config")]
-    given = [option for path in paths for option in _read_file(schema, path)]
-    given, unresolved = _resolved(schema, [*given, *(option for option in words if option.name != "config")])
-    found = adapter_of(schema).translate(given)
+def translated(schema: Any, given: Sequence[Given]) -> Translation:
+    """What is written in the names of the schema, and all that is wrong with it."""
+    resolved, unresolved = _resolved(schema, given)
+    found = adapter_of(schema).translate(resolved)
     fields = fields_of(schema)
     unknown = [option for option in found.options if not _is_known(option, fields)]
     found.options = [option for option in found.options if option not in unknown]
@@ -111,8 +149,9 @@ def read_options(schema: Any, arguments: Sequence[str], files: Sequence[Path] = 
         meanings = {option.name: option.meaning for option in options_of(schema)}
         for option in unknown:
             told = answer(option.name, meanings, recipe_of(schema), adapter_of(schema).names())
-            faults.append(f"{_of_source(option)}unknown option {option.name!r}{told}")
-    found.faults = [*found.faults, *faults, *unresolved]
+            source = f"{option.source}: " if option.source else ""
+            found.faults.append(f"{source}unknown option {option.name!r}{told}")
+    found.faults += unresolved
     return found
 
 
@@ -170,8 +209,12 @@ def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
     return values if get_origin(kind) is tuple else values[0]
 
 
-def _read_file(schema: Any, path: Path) -> list[Given]:
-    """Everything in a configuration file."""
+def read_file(schema: Any, path: Path) -> list[Given]:
+    """Everything in a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if not path.is_file():
         raise ConfigError(f"there is no configuration file {path}")
     try:
@@ -211,38 +254,14 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
             continue
         try:
             value = OmegaConf.select(whole, option.name)
-            found.append(
-                Given(
-                    option.name,
-                    OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value,
-                    option.source,
-                )
-            )
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            found.append(Given(option.name, plain, option.source))
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {_first_line(error)}")
     return found, faults
 
 
 # --- values, and what the schema makes of them
-
-
-def _merged(schema: type, found: Translation) -> tuple[Any, list[str]]:
-    """The schema with all values put in, and what is wrong with those that cannot be."""
-    merged = OmegaConf.structured(schema)
-    faults = [f"{option}=??? is no value; set one" for option in found.options if option.value == "???"]
-    options = [option for option in found.options if option.value != "???"]
-    try:
-        return _with_values(schema, merged, options), faults
-    except (yaml.YAMLError, OmegaConfBaseException):
-        pass  # one by one, to see which
-    for option in options:
-        try:
-            merged = _with_values(schema, merged, [option])
-        except yaml.YAMLError as error:
-            faults.append(f"{option}={option.value} is no YAML: {_first_line(error)}")
-        except OmegaConfBaseException as error:
-            faults.append(f"{option}: {_first_line(error)}")
-    return merged, faults
 
 
 def _with_values(schema: type, merged: Any, options: Iterable[Given]) -> Any:
@@ -341,10 +360,6 @@ def _is_known(given: Given, fields: Mapping[str, Any]) -> bool:
         return True
     mappings = (name for name, kind in fields.items() if get_origin(without_none(kind)) is dict)
     return any(key.startswith(f"{name}.") for name in mappings)
-
-
-def _of_source(option: Given) -> str:
-    return f"{option.source}: " if option.source else ""
 
 
 def _listed(faults: Iterable[str]) -> str:

@@ -96,7 +96,6 @@ def run_job(
     seed: int,
     backend: BackendName,
     began: float,
-    job_name: str = "",
     lines: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None,
 ) -> int:
@@ -109,7 +108,6 @@ def run_job(
         seed: for the summary.
         backend: "ray" or "local".
         began: seconds since the epoch at which the user started it.
-        job_name: its name in messages. Default: the recipe.
         lines: what a person should read before it starts.
         seconds: what took time before it starts, as summary.json names it.
 
@@ -122,9 +120,8 @@ def run_job(
             for line in (f"run folder {run_dir}", *lines):
                 terminal.info(f"{recipe}: {line}")
             observers = [events, terminal, alarm_observer(events, terminal)]
-            result = job.submit(
-                job_name or recipe, backend=backend, log_dir=run_dir / "logs", began=began, observers=observers
-            )
+            logs = run_dir / "logs"
+            result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
         events.close()
         finish_summary(
             run_dir,
@@ -139,8 +136,8 @@ def run_job(
     if result.output and result.status == "failed":
         print("\n".join(printable(line) for line in result.output.splitlines()), file=sys.stderr)
     if result.status != "finished":
-        logs = f"; logs in {run_dir / 'logs'}" if backend == "ray" else ""
-        print(f"{recipe}: {result.status}: {printable(result.error)}{logs}", file=sys.stderr)
+        where = f"; logs in {logs}" if backend == "ray" else ""
+        print(f"{recipe}: {result.status}: {printable(result.error)}{where}", file=sys.stderr)
     return result.exit_code
 
 

@@ -81,11 +81,6 @@ class RunOptions(Options):
             self.run_dir = new_run_dir(recipe_of(type(self)))
         super().__post_init__()
 
-    @property
-    def machines(self) -> Machines | None:
-        """What the run is planned for, where that is not this machine."""
-        return Machines.parse(self.assume_devices) if self.assume_devices else None
-
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +10,9 @@ from typing import TypeVar
 from components.engines.memory import Need
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
+from training.adapter import as_text
 from training.command import Command
+from training.config import CommandLine
 from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
 from training.plan import Estimate, Plan, attention_notes, steps_text
@@ -92,18 +93,6 @@ def frozen_role(
 class PolicyCommand(Command[C]):
     """See `Command`."""
 
-    models = frozenset({"model.path"})
-
-    def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job]) -> None:
-        """
-        Args:
-            schema: the options.
-            folder: of the recipe.
-            build_job: what runs where, of a configuration with everything filled in.
-        """
-        super().__init__(schema, folder)
-        self.build_job = build_job
-
     def read_resolved(self, arguments: list[str]) -> C:
         """What the user asks for, with everything filled in that was left to the machine."""
         return self.resolved(self.read(arguments))
@@ -112,7 +101,13 @@ class PolicyCommand(Command[C]):
         """A configuration with everything filled in that was left to the machine."""
         return resolved(asked, detect_devices())
 
-    def plan(self, asked: C, arguments: list[str]) -> Plan:
+    def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:
+        """See `Command.idle_presets`."""
+        if as_text(line.value("asynchronous.enabled")) not in ("true", "yes", "on", "1"):
+            return {}
+        return {"placement.learners_sleep": "asynchronous.enabled lets learners work while responses are generated"}
+
+    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
         config = self.resolved(asked)
         job = self.build_job(config)
@@ -123,14 +118,14 @@ class PolicyCommand(Command[C]):
             recipe=self.folder.name,
             job=job,
             config=config,
-            changed=self.changed(arguments),
+            changed=line.changed(),
             needs=self.needs(config, job),
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
                 f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
                 asked.rollout.chosen(job.device_type == "GPU", asked.model.path, asked.evaluation.temperature)[1],
             ],
-            notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
+            notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,
         )
 
@@ -160,10 +155,6 @@ class PolicyCommand(Command[C]):
                 "lower it, or raise data.max_samples or data.epochs"
             )
         plan.steps = config.arithmetic(count)
-
-    def checkpoints(self, config: C) -> str | None:
-        """See `Command.checkpoints`."""
-        return config.checkpoint.path
 
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""

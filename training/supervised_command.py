@@ -14,6 +14,7 @@ from components.engines.model_size import model_size
 from core import Job, JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
+from training.config import CommandLine
 from training.inputs import check_model
 from training.launch import STOP_GRACE_S
 from training.plan import Plan, attention_notes, steps_text
@@ -48,21 +49,16 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
 class SupervisedCommand(Command[C]):
     """See `Command`."""
 
-    models = frozenset({"model.path"})
-
     def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job], role: str = Role.ACTOR) -> None:
         """
         Args:
-            schema: the options.
-            folder: of the recipe.
-            build_job: what runs where.
+            schema, folder, build_job: see `Command`.
             role: that trains.
         """
-        super().__init__(schema, folder)
-        self.build_job = build_job
+        super().__init__(schema, folder, build_job)
         self.role = role
 
-    def plan(self, asked: C, arguments: list[str]) -> Plan:
+    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
         gpus = detect_devices()
         config = asked.resolved(gpus)
@@ -81,11 +77,11 @@ class SupervisedCommand(Command[C]):
             recipe=self.folder.name,
             job=job,
             config=config,
-            changed=self.changed(arguments),
+            changed=line.changed(),
             needs={self.role: need},
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
-            notes=config.notes(self.given(arguments)) + attention_notes(asked.model.attn_implementation),
+            notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
         )
 
     def check(self, plan: Plan) -> None:
@@ -111,10 +107,6 @@ class SupervisedCommand(Command[C]):
         """
         with naming(source.option, source.name):
             return config.load(source.name, source.split, FIRST_ROWS)
-
-    def checkpoints(self, config: C) -> str | None:
-        """See `Command.checkpoints`."""
-        return config.checkpoint.path
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""

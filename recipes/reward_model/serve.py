@@ -31,7 +31,7 @@ from components.hub import find_model
 from core.placement import detect_devices
 from training.adapter import Adapter
 from training.adapters.openrlhf import TABLE
-from training.config import adapter_notes, load_config, renamed
+from training.config import CommandLine
 from training.schema import ConfigError, Options, at_least, describe_options
 
 from .config import ScorerOptions
@@ -254,16 +254,17 @@ def main(arguments: list[str] | None = None) -> int:
     if {"--help", "-h"} & set(arguments):
         print(describe_options(ServeConfig))
         return 0
+    line = CommandLine(ServeConfig, arguments)
     try:
-        config = load_config(ServeConfig, arguments)
+        config = line.config()
         asked = config.model.attn_implementation
         config.model.attn_implementation = choose_attention(asked, detect_devices())
-        for line in filter(None, [*adapter_notes(ServeConfig, arguments), attention_note(asked, detect_devices())]):
-            print(f"serve: {line}", file=sys.stderr)
+        for note in filter(None, [*line.notes, attention_note(asked, detect_devices())]):
+            print(f"serve: {note}", file=sys.stderr)
         with bound(config.host, config.port) as listener:
             serve(listener, load_service(config), config)
     except (ValueError, OSError) as error:
-        print(f"serve: {renamed(ServeConfig, arguments, str(error))}", file=sys.stderr)
+        print(f"serve: {line.renamed(str(error))}", file=sys.stderr)
         return 2
     return 0
 

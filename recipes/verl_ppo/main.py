@@ -114,13 +114,8 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
 
 
 COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent, build_job)
+read_config = COMMAND.read_resolved
 main = COMMAND.main
-
-
-def read_config(arguments: list[str]) -> VerlPPOConfig:
-    """What a command line asks for, with everything filled in that was left to the machine."""
-    return COMMAND.read_resolved(COMMAND.words(arguments))
-
 
 if __name__ == "__main__":
     COMMAND.run()

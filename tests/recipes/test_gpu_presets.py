@@ -131,3 +131,15 @@ def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
     expected = [first, *(["--quiet recipes"] if fails else []), "ran", "ran"]
     assert (tmp_path / "calls").read_text().splitlines() == expected
     assert bool(re.search(says("vLLM", "installed"), done.stderr)) == bool(fails)
+
+
+@pytest.mark.parametrize("recipe", ["openrlhf_ppo", "verl_ppo"])
+def test_a_preset_that_does_not_go_with_what_the_user_asks_for_is_left_out_with_a_note(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = ["asynchronous.enabled=true", "placement.colocate=false"]
+    plan, shown = planned(recipe, [*given(recipe, tmp_path, "8x1x80GB"), *ahead], capsys)
+    assert plan["config"]["placement"]["learners_sleep"] is False
+    assert re.search(says("gpu.yaml", "placement.learners_sleep", "asynchronous.enabled"), shown)
+    both = [*given(recipe, tmp_path, "8x1x80GB"), *ahead, "placement.learners_sleep=true"]
+    assert import_module(f"recipes.{recipe}.main").main(both) == 2

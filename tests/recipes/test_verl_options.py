@@ -14,7 +14,7 @@ from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main, read_config
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
-from training.config import adapter_notes, load_config
+from training.config import CommandLine, load_config
 from training.schema import ConfigError, fields_of
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     assert (sinks["wandb"].project, sinks["wandb"].run_name) == ("verl_grpo_example_gsm8k", "qwen3_8b_function_rm")
     assert (config.data.path, config.evaluation.path) == ("data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
     assert (config.data.overlong, config.evaluation.temperature) == ("leave_out", 0.0)
-    notes = [*config.notes({"critic.warmup_steps"}), *adapter_notes(VerlPPOConfig, arguments)]
+    notes = [*config.notes({"critic.warmup_steps"}), *CommandLine(VerlPPOConfig, arguments).notes]
     assert [note.split(": ")[0] for note in notes] == [
         "no effect of critic.*",
         "rollout.tensor_parallel",
@@ -206,7 +206,9 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
     assert config.model.config_overrides == {"max_position_embeddings": 32768}
     (tmp_path / "c.yaml").write_text("trainer: {esi_redundant_time: 3}\nray_init.num_cpus: 8\n")
     for form in ([f"--config={tmp_path}/c.yaml"], ["--config", f"{tmp_path}/c.yaml"]):
-        assert re.search(says("trainer.esi_redundant_time", "ray_init.num_cpus"), adapter_notes(VerlPPOConfig, form)[0])
+        assert re.search(
+            says("trainer.esi_redundant_time", "ray_init.num_cpus"), CommandLine(VerlPPOConfig, form).notes[0]
+        )
 
 
 def test_a_file_of_verls_keys_is_read_as_hydra_reads_it(tmp_path: Path) -> None:
@@ -352,14 +354,14 @@ def test_what_changes_no_results_is_noted_and_taken(argument: str) -> None:
     config, plain = small(argument), small()
     config.run_dir = plain.run_dir
     assert config == plain
-    assert len(adapter_notes(VerlPPOConfig, [*SMALL, argument])) == 1
+    assert len(CommandLine(VerlPPOConfig, [*SMALL, argument]).notes) == 1
 
 
 def test_switches_that_are_off_and_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
     values = [(name, one) for name, one in VERL.refused.items() if "*" not in name]
     arguments = [f"{name}={one.harmless or ('false' if one.kind is bool else 'null')}" for name, one in values]
     assert small(*arguments) == small()
-    assert adapter_notes(VerlPPOConfig, arguments) == []
+    assert CommandLine(VerlPPOConfig, arguments).notes == []
 
 
 @pytest.mark.parametrize(

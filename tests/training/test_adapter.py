@@ -10,7 +10,7 @@ import pytest
 
 from tests.messages import says
 from training.adapter import Adapter, Computed
-from training.config import adapter_notes, given_options, load_config, renamed
+from training.config import CommandLine, load_config
 from training.schema import ConfigError, Options
 
 TABLE = """
@@ -116,16 +116,16 @@ def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_lin
     (tmp_path / "a.yaml").write_text("generate_max_len: 100\nmax_samples: 5\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--max_len", "300"]
     assert load_config(Schema, words).data == Data(max_samples=5, max_prompt_tokens=200)
-    assert adapter_notes(Schema, words) == ["max_samples is known here"]
-    assert given_options(Schema, words) == {"data.max_samples", "data.max_prompt_tokens"}
+    assert CommandLine(Schema, words).notes == ["max_samples is known here"]
+    assert CommandLine(Schema, words).named == {"data.max_samples", "data.max_prompt_tokens"}
 
 
 def test_what_has_no_effect_is_noted_once_per_reason_unless_it_asks_for_what_is_so() -> None:
     words = ["--logging_steps", "5", "actor.megatron.a=1", "critic.megatron.b=2"]
-    logged, megatron = adapter_notes(Schema, words)
+    logged, megatron = CommandLine(Schema, words).notes
     assert "logging_steps" in logged and "every step is logged" in logged
     assert "actor.megatron.a, critic.megatron.b" in megatron
-    assert adapter_notes(Schema, ["--logging_steps", "1"]) == []
+    assert CommandLine(Schema, ["--logging_steps", "1"]).notes == []
 
 
 @pytest.mark.parametrize("text", ["null", "~"])
@@ -174,9 +174,9 @@ def test_a_value_of_another_kind_and_a_switch_that_is_on_are_refused(words: list
 
 def test_a_sentence_is_said_in_the_names_of_the_user() -> None:
     text = "model.path=x and data.max_samples=3; set train.precision"
-    assert renamed(Schema, ["seed=2"], text) == text
+    assert CommandLine(Schema, ["seed=2"]).renamed(text) == text
     words = ["--actor.model_name_or_path", "x"]
-    assert renamed(Schema, words, text) == "actor.model_name_or_path=x and max_samples=3; set param_dtype"
+    assert CommandLine(Schema, words).renamed(text) == "actor.model_name_or_path=x and max_samples=3; set param_dtype"
 
 
 def test_a_switch_that_means_the_opposite_takes_no_value_of_its_own() -> None:

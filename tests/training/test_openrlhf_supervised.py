@@ -10,7 +10,7 @@ from recipes.reward_model.config import RewardModelConfig
 from recipes.reward_model.serve import ServeConfig
 from recipes.sft.config import SFTConfig
 from tests.messages import says
-from training.config import adapter_notes, load_config
+from training.config import CommandLine, load_config
 from training.schema import ConfigError
 
 BASE = ["--pretrain", "m", "--dataset", "d", "run_dir=x"]
@@ -25,7 +25,7 @@ def test_columns_of_train_sft_come_with_its_template_and_its_last_turn() -> None
     assert (own.prompt_key, own.response_key, own.multiturn) == ("q", "a", False)
     assert own.input_template == "User: {}\nAssistant: "
     assert sft("--output_key", "a").data.prompt_key == "input"
-    notes = adapter_notes(SFTConfig, [*BASE, "--data.input_key", "q", "--data.output_key", "a"])
+    notes = CommandLine(SFTConfig, [*BASE, "--data.input_key", "q", "--data.output_key", "a"]).notes
     assert re.search(says("data.input_template", "User: {}"), notes[0])
 
 
@@ -53,7 +53,7 @@ def test_without_its_columns_nothing_of_train_sft_is_put_in() -> None:
 def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> None:
     words = [*BASE, "--input_template", "Q:"]
     assert load_config(SFTConfig, words).data.input_template is None
-    assert re.search(says("input_template='Q:'", "{}"), adapter_notes(SFTConfig, words)[0])
+    assert re.search(says("input_template='Q:'", "{}"), CommandLine(SFTConfig, words).notes[0])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_only_changes_speed_is_a_note_and_what_changes_nothing_is_not_even_
     words = (
         "--ring_attn_size 2 --use_liger_kernel --zpg 1 --load_checkpoint --save_hf_ckpt --logging_steps 5 --loss logexp"
     )
-    notes = adapter_notes(RewardModelConfig, [*BASE, *words.split()])
+    notes = CommandLine(RewardModelConfig, [*BASE, *words.split()]).notes
     facts = [["ring_attn_size"], ["use_liger_kernel"], ["logging_steps"], ["loss", "sigmoid", "logexp"]]
     assert [sum(bool(re.search(says(*fact), note)) for note in notes) for fact in facts] == [1, 1, 1, 1]
     assert len(notes) == 4
@@ -117,4 +117,4 @@ def test_the_reward_server_has_its_own_names() -> None:
     found = load_config(ServeConfig, words.split())
     assert (found.model.path, found.precision, found.max_text_tokens, found.batch_size) == ("m", "bf16", 9, 3)
     assert (found.model.value_head_prefix, found.port, found.normalize) == ("v", 7, False)
-    assert re.search(says("packing_samples"), adapter_notes(ServeConfig, words.split())[0])
+    assert re.search(says("packing_samples"), CommandLine(ServeConfig, words.split()).notes[0])

@@ -11,7 +11,8 @@ from recipes.grpo.config import GRPOConfig
 from recipes.multi_turn.config import MultiTurnConfig
 from recipes.reinforce_pp.config import ReinforceConfig
 from tests.messages import says
-from training.config import load_config, read_options
+from training.adapter import Given
+from training.config import load_config, translated
 from training.schema import ConfigError, fields_of, options_of
 from training.synonyms import answer, synonyms
 
@@ -278,7 +279,7 @@ ELSEWHERE = {
 
 def fault(schema: type, name: str) -> str:
     """What is said of an unknown option."""
-    (found,) = read_options(schema, [f"{name}=1"]).faults
+    (found,) = translated(schema, [Given(name, "1")]).faults
     return found
 
 
