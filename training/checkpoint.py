@@ -23,7 +23,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,9 +100,11 @@ class Checkpoints:
             ValueError: the state holds what JSON cannot.
             CheckpointError: the disk is full, read-only or not ours. Other errors of `write` pass through.
         """
-        _check_json(state, "state")
-        # With NaN and Infinity where there are any, which Python reads again.
-        text = json.dumps(state) + "\n"
+        try:
+            # With NaN and Infinity where there are any, which Python reads again.
+            text = json.dumps(state) + "\n"
+        except TypeError as error:
+            raise ValueError(f"the state holds what JSON cannot: {error}") from error
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
@@ -295,49 +297,26 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
-IGNORED_CHANGES = (
-    *("run_dir", "ckpt_path", "resume", "save_path", "job_name", "dry_run", "print_config"),
-    *("checkpoint.path", "checkpoint.export_path"),
-)
+IGNORED_CHANGES = ("run_dir", "resume", "dry_run", "print_config", "checkpoint.path", "checkpoint.export_path")
 """Options that may differ from those of a checkpoint without being worth a word."""
 
 
-def changed_options(
-    before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = IGNORED_CHANGES
-) -> list[str]:
-    """Say which options differ, one line each: "actor_learning_rate: 1e-06 -> 2e-06", nested ones as a.b.
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say which options differ, one line each: "train.learning_rate: 1e-06 -> 2e-06".
 
-    In the order of `now`, then those that only `before` has. A name in `ignore` stands for all that is nested in it.
+    In the order of `now`, then those that only `before` has; without IGNORED_CHANGES.
 
     Args:
         before: as `read_state` gives it.
         now: plain values, as `redact` makes them.
-        ignore: options that are passed over.
     """
     old, new = flat(before), flat(now)
     lines = []
     for name in dict.fromkeys([*new, *old]):
-        is_ignored = any(f"{name}.".startswith(f"{other}.") for other in ignore)
         left, right = (repr(own[name]) if name in own else "(not set)" for own in (old, new))
-        if not is_ignored and left != right:
+        if name not in IGNORED_CHANGES and left != right:
             lines.append(f"{name}: {left} -> {right}")
     return lines
-
-
-def _check_json(value: Any, where: str) -> None:
-    """ValueError, which names the place, for what would not come back as it is; of tuples come lists."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise ValueError(f"{where} has the key {name!r}; use strings as keys")
-            _check_json(item, f"{where}.{name}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_json(item, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, bool | int | float | str)):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists and mappings"
-        )
 
 
 # --- names

@@ -103,32 +103,20 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
-    from components.data.rewards import check_reward
+    from components.data.rewards import check_reward, reward_parts
+    from components.data.scorers import get_scorer, scorer_names
 
     check_model(model.path)
     if reward is not None:
         check_reward(reward)
-    rows = check_rows(data, evaluation, reward, seed)
-    check_template(model, data, rows, seed)
-    return len(rows)
-
-
-def check_rows(data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int) -> list[dict[str, Any]]:
-    """Read the rows to train on, and see that the scorer, where `reward` is one, can read their labels.
-
-    Raises:
-        ValueError: there are none, or it cannot; the message says what to set.
-    """
-    from components.data.rewards import reward_parts
-    from components.data.scorers import get_scorer, scorer_names
-
     rows, heldout = data.rows(seed), evaluation.rows(data)
     parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
     for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
             get_scorer(scorer)("", str(row["label"]))
-    return rows
+    check_template(model, data, rows, seed)
+    return len(rows)
 
 
 def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
@@ -151,13 +139,12 @@ def read_prompts(
     seed: int,
     *,
     heldout: bool = False,
-    option: str = "data.max_prompt_tokens",
     info: Callable[[str], None],
 ) -> PromptSource:
-    """Rows as token ids; says how many are longer than `option`, as the user calls the limit, allows."""
+    """Rows as token ids; says how many are longer than they may be."""
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
     if count := source.too_long or source.cut:
         what = "held-out prompts" if heldout else "prompts"
         done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
-        info(f"{count} {what} of more than {option}={data.max_prompt_tokens} tokens are {done}")
+        info(f"{count} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {done}")
     return source

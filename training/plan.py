@@ -243,13 +243,15 @@ class Plan:
         if not all(need.is_known for need in self.needs.values()):
             parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
         for name, text in parts.items():
-            indent = " " * 10
-            found += textwrap.wrap(f"{name:<10}{text}", self._width, subsequent_indent=indent) if text else []
+            found += self._wrapped(name, text) if text else []
         return found + list(self.notes)
 
     @property
     def _width(self) -> int:
         return WIDTH - len(self.recipe) - 2
+
+    def _wrapped(self, head: str, text: str) -> list[str]:
+        return textwrap.wrap(f"{head:<10}{text}", self._width, subsequent_indent=" " * 10)
 
     def _count(self, role: str) -> int:
         return self.job.placement.processes[role]
@@ -288,21 +290,20 @@ class Plan:
             return []
         found, verdicts = list[str](), self.verdicts().values()
         for line in map("; ".join, zip(node_lines(self.job, self.nodes), verdicts, strict=True)):
-            head = "" if found else "nodes"
-            found += textwrap.wrap(f"{head:<10}{line}", self._width, subsequent_indent=" " * 10)
+            found += self._wrapped("" if found else "nodes", line)
         return found
 
     def _sums(self, places: Iterable[Place]) -> list[str]:
         found = []
         most = "at most" if all(need.is_known for need in self.needs.values()) else "as far as known"
         for place in places:
-            text = f"{'memory':<10}{place.name}: {most} {amount(place.most)}"
+            text = f"{place.name}: {most} {amount(place.most)}"
             if len(place.phases) > 1:
                 text += f" ({', '.join(f'{name} {amount(count)}' for name, count in place.phases.items())})"
-            found += textwrap.wrap(f"{text}, {self._has(place)}", self._width, subsequent_indent=" " * 10)
+            found += self._wrapped("memory", f"{text}, {self._has(place)}")
         if self.there.is_guess:
             text = "the memory of other machines is taken to be like this one's; --assume_devices plans for others"
-            found += textwrap.wrap(f"{'':<10}{text}", self._width, subsequent_indent=" " * 10)
+            found += self._wrapped("", text)
         return found
 
     def _has(self, place: Place) -> str:

@@ -13,7 +13,6 @@ from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.samples import add_rewards, for_samples, main_branches, with_status
 from components.engines.config import SamplingConfig
-from training.checkpoint import Checkpoints
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
 from training.inputs import read_prompts
@@ -21,12 +20,10 @@ from training.partial_rollouts import GroupsInFlight
 from training.policy_calls import PolicyCalls
 from training.rollout_queue import SampleStream, Stateful
 from training.rollouts import check_staleness, record_step, rollout_metrics
-from training.run import Run, RunSettings
+from training.run import Run
 from training.weight_check import COLD, check_greedy, greedy_prompts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from components.data.prompts import PromptSource
     from components.data.rewards import RewardSource
     from core import BaseTrainer
@@ -54,6 +51,7 @@ class PolicyRun(Run[Batch]):
     checkpoint resumed from, if there is one.
     """
 
+    config: RLOptions
     generate: Generate
     """As the recipe does; known from `rollouts` on, like the scores."""
     _scores: Sequence[Score]
@@ -78,17 +76,7 @@ class PolicyRun(Run[Batch]):
             shown: metrics that a person sees of a step.
             parts: what else of the trainer a checkpoint holds, by name.
         """
-        settings = RunSettings(
-            run_dir=config.run_dir,
-            seed=config.seed,
-            resume=config.resume,
-            checkpoints=Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
-            checkpoint_every=config.checkpoint.every,
-            sinks=config.log.sinks(),
-            export_path=config.checkpoint.export_path,
-        )
-        super().__init__(trainer, settings, recipe=recipe, shown=shown)
-        self.config = config
+        super().__init__(trainer, config, recipe, shown)
         self.calls = calls or PolicyCalls(trainer, config)
         self._read_data()
         self._open(parts or {})
@@ -97,10 +85,6 @@ class PolicyRun(Run[Batch]):
     def version(self) -> int:
         """Of the weights that the engines sample from: the step that made them."""
         return self.progress.version
-
-    def renamed(self, text: str) -> str:
-        """A sentence that names options, with the names that they have in this recipe."""
-        return text
 
     # --- the loop
 
@@ -115,8 +99,8 @@ class PolicyRun(Run[Batch]):
         self.generate = self.awake(generate)
         self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
-        if not self.trainer.stop_requested:
-            self._evaluate_start()
+        if self.config.evaluation.at_start and not self.trainer.stop_requested:
+            self.evaluation.start(self.step)
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self._evaluate_and_log)
             for rollouts in self.stream:
@@ -248,11 +232,6 @@ class PolicyRun(Run[Batch]):
 
     # --- evaluation
 
-    def _evaluate_start(self) -> None:
-        """Evaluate the policy before the first step."""
-        if self.config.evaluation.at_start:
-            self.evaluation.start(self.step)
-
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the policy after a step; returns metrics."""
         return self.evaluation.at_step(self.is_last_step)
@@ -277,8 +256,8 @@ class PolicyRun(Run[Batch]):
 
     def _sum_up(self) -> None:
         """Compare the policy with what it was at the start."""
-        if self.settings.export_path:
-            self.export(Path(self.settings.export_path).expanduser())
+        if self.config.checkpoint.export_path:
+            self.export(Path(self.config.checkpoint.export_path).expanduser())
         score = self.evaluation.finish(self.step)
         # It may not have been known that this step is the last.
         if self.evaluation.is_best(self.evaluation.scores.get("end", {})):
@@ -289,7 +268,7 @@ class PolicyRun(Run[Batch]):
 
     def _read_data(self) -> None:
         config = self.config
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = config.model.tokenizer()
         self.prompts = self._open_prompts(self._read_rows())
         self.info(self.prompts.describe_first())
         if self.prompts.too_long:  # fewer than the plan has counted
@@ -307,9 +286,6 @@ class PolicyRun(Run[Batch]):
             further=self.describe_heldout,
         )
 
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.config.model.tokenizer()
-
     def _read_rows(self, heldout: bool = False) -> list[dict[str, Any]]:
         """The rows of the prompts to train on, or of the held-out ones, of which there may be none."""
         data = self.config.data
@@ -317,11 +293,8 @@ class PolicyRun(Run[Batch]):
 
     def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
         """Rows as token ids."""
-        option = self.renamed("data.max_prompt_tokens")
         config = self.config
-        return read_prompts(
-            config.data, rows, self.tokenizer, config.seed, heldout=heldout, option=option, info=self.info
-        )
+        return read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=heldout, info=self.info)
 
     def _open_reward(self) -> RewardSource | None:
         """What gives rewards; None: the agent's environment does."""
@@ -368,7 +341,7 @@ class PolicyRun(Run[Batch]):
         if steps < 1:
             least = f"prompts_per_step={self.config.prompts_per_step}"
             remedy = "raise data.max_prompt_tokens, or lower prompts_per_step"
-            raise ValueError(self.renamed(f"{len(self.prompts)} prompts are left, fewer than {least}; {remedy}"))
+            raise ValueError(f"{len(self.prompts)} prompts are left, fewer than {least}; {remedy}")
         return steps
 
     def _steps_left(self) -> int:
@@ -392,7 +365,7 @@ class PolicyRun(Run[Batch]):
         return PromptFilter(
             prompts=self.prompts,
             bounds=self.config.filter_range,
-            option=self.renamed(self.config.FILTER_OPTION),
+            option=self.config.FILTER_OPTION,
             passes=self.config.data.epochs,
             fewest=self.config.placement.actor_ranks or 1,
             stopped=lambda: self.trainer.stop_requested,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,44 +18,33 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
     from core import BaseTrainer
+    from training.rl_options import RLOptions
     from training.rollout_queue import SampleStream, Stateful
+    from training.supervised_options import SupervisedOptions
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What a run reads of the options, under whatever names a recipe has them."""
-
-    run_dir: str
-    seed: int
-    resume: str
-    checkpoints: Checkpoints
-    checkpoint_every: int
-    """Steps; -1: only at the end, and of the best step."""
-    sinks: Mapping[str, Any]
-    """Of `Tracker`: wandb, tensorboard."""
-    export_path: str | None = None
-    """A second place for the trained model."""
 
 
 class Run(Generic[Item]):
     """Owns the run folder, the checkpoints and the step counter of a trainer. See its subclasses."""
 
+    config: Any
     stream: SampleStream[Item]
     checkpoints: RunCheckpoints
     tracker: Tracker
 
-    def __init__(self, trainer: BaseTrainer, settings: RunSettings, *, recipe: Path, shown: Sequence[str]) -> None:
+    def __init__(
+        self, trainer: BaseTrainer, config: RLOptions | SupervisedOptions, recipe: Path, shown: Sequence[str]
+    ) -> None:
         """
         Args:
             trainer: whose run it is.
-            settings: of the run.
+            config: its options.
             recipe: the folder of the recipe, whose code W&B keeps with the run; its name is the recipe's.
             shown: metrics that a person sees of a step.
         """
         self.trainer = trainer
-        self.settings = settings
+        self.config = config
         self.recipe = recipe
         self.shown = shown
         self.clock = PhaseClock(trainer.emit)
@@ -103,16 +91,15 @@ class Run(Generic[Item]):
         Returns:
             The folder of that checkpoint, for the roles.
         """
-        own, trainer = self.settings, self.trainer
+        own, trainer = self.config, self.trainer
         self.stream = stream
-        config = redact(trainer.config)
         self.checkpoints = RunCheckpoints(
-            store=own.checkpoints,
+            store=Checkpoints(own.checkpoint_folder, own.checkpoint.keep, own.checkpoint.max_bytes),
             stream=stream,
             parts={**parts, "progress": self.progress},
             write=self.clock.outside_step("checkpoint", write),
-            every=own.checkpoint_every,
-            config=config,
+            every=own.checkpoint.every,
+            config=redact(trainer.config),
             run_id=trainer.run_id,
             info=self.info,
         )
@@ -122,10 +109,9 @@ class Run(Generic[Item]):
             self.recipe.name,
             trainer.config,
             own.seed,
-            **own.sinks,
+            **own.log.sinks(),
             resume_step=stream.step,
             state=resumed[1]["tracker"] if resumed else None,
-            code=self.recipe,
             emit=trainer.emit,
             shown=self.shown,
         )
@@ -147,7 +133,7 @@ class Run(Generic[Item]):
 
     def note_stop(self) -> None:
         """Say that the run was stopped, and how it is resumed."""
-        self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.settings.run_dir} continues")
+        self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.config.run_dir} continues")
 
     def note_end(self, what: str, **summary: Any) -> None:
         """Sum up speed and training time, and say where the trained model is."""

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
-from training.checkpoint import Checkpoints
 from training.epochs import Epochs
 from training.rollout_queue import SampleStream
-from training.run import Run, RunSettings
+from training.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +43,7 @@ class SupervisedRun(Run[Batch]):
     constructor lets the role load the model, and resumes from a checkpoint, if there is one.
     """
 
-    role: RoleGroup[SupervisedModel[Any]]
+    config: SupervisedOptions
 
     def __init__(
         self,
@@ -69,17 +68,7 @@ class SupervisedRun(Run[Batch]):
             write: adds to the folder of an exported model what is the recipe's own.
             shown: metrics that a person sees of a step.
         """
-        settings = RunSettings(
-            run_dir=config.run_dir,
-            seed=config.seed,
-            resume=config.resume,
-            checkpoints=Checkpoints(config.checkpoint_folder, config.checkpoint.keep, config.checkpoint.max_bytes),
-            checkpoint_every=config.checkpoint.every,
-            sinks=config.log.sinks(),
-            export_path=config.checkpoint.export_path,
-        )
-        super().__init__(trainer, settings, recipe=recipe, shown=shown)
-        self.config = config
+        super().__init__(trainer, config, recipe, shown)
         self.role = role
         self.data = data
         self.evaluations: dict[str, Mapping[str, float]] = {}
@@ -179,8 +168,8 @@ class SupervisedRun(Run[Batch]):
 
     def _sum_up(self) -> None:
         """Export the model, and say how its accuracy has changed, where that is measured."""
-        if self.settings.export_path:
-            self.export(Path(self.settings.export_path).expanduser())
+        if self.config.checkpoint.export_path:
+            self.export(Path(self.config.checkpoint.export_path).expanduser())
         accuracy = {when: own["accuracy"] for when, own in self.evaluations.items() if "accuracy" in own}
         count = self._examples(self.data.heldout)
         score = accuracy | {"examples": count} if accuracy and count else None

@@ -11,7 +11,6 @@ Finding and asking for a warm start needs no torch: the training runs in a proce
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import fcntl
@@ -29,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.data.tasks import get_task
+from training.config import load_config
 from training.programs import PROJECT, start_program
+from training.schema import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
@@ -130,16 +131,12 @@ def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the last line of the output is the folder."""
-    parser = argparse.ArgumentParser(
-        prog="python -m training.warm_start", description="Make, or find, the model that a demonstration starts from."
-    )
-    for field in dataclasses.fields(WarmStartSettings):
-        told = "the task's own" if field.default is None else field.default
-        parser.add_argument(
-            f"--{field.name}", type=str if field.name == "task" else int, default=field.default, help=f"({told})"
-        )
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments:
+        print(describe_options(WarmStartSettings))
+        return 0
     try:
-        settings = WarmStartSettings(**vars(parser.parse_args(arguments)))
+        settings = load_config(WarmStartSettings, arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -227,8 +224,6 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
             seed=settings.seed,
         )
         engine = DeepSpeedEngine(model, config)
-        if engine.world_size != 1:
-            raise ValueError(f"a warm start is made by one process, this one is of {engine.world_size}; make it before")
         metrics: dict[str, float] = {}
         for step, batch in enumerate(data.split(settings.steps), 1):
             metrics = engine.train_step(batch, loss_fn)

@@ -4,14 +4,13 @@ from functools import partial
 
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
-from components.engines.device import is_engine_dead
 from components.engines.frozen_engine import open_frozen_policy
-from components.engines.train_engine import init_process_group
-from core import BaseWorkload, trainer_invocation
+from core import trainer_invocation
 from training.rl_options import RLOptions
+from training.roles.frozen import FrozenRank, FrozenWorker
 
 
-class ReferenceWorker(BaseWorkload):
+class ReferenceWorker(FrozenWorker):
     """One instance of the reference model."""
 
     config: RLOptions
@@ -27,23 +26,11 @@ class ReferenceWorker(BaseWorkload):
         compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
         return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute)})
 
-    def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`."""
-        return is_engine_dead(error)
 
-
-class ReferenceRank(ReferenceWorker):
+class ReferenceRank(FrozenRank, ReferenceWorker):
     """One rank of a reference model that is sharded over them; they compute together."""
-
-    def setup(self) -> None:
-        """Meet the other ranks before any library can make a process group of its own."""
-        self.setup_process_group(init_process_group)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:
         """See `ReferenceWorker.logprobs`; every rank has a part."""
         return super().logprobs(tokens)
-
-    def is_fatal(self, error: Exception) -> bool:  # noqa: ARG002 - as of a workload
-        """See `BaseWorkload.is_fatal`: all ranks would start again, and meet the same error."""
-        return False

@@ -44,7 +44,6 @@ class Tracker:
         tensorboard: str | Path | None = None,
         resume_step: int = 0,
         state: Mapping[str, Any] | None = None,
-        code: Path | None = None,
         emit: Callable[[Any], object] = lambda _: None,
         shown: Sequence[str] = (),
     ) -> None:
@@ -60,7 +59,6 @@ class Tracker:
                 None, "" and "false" leave it off.
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
             state: `state_dict()` of the tracker that the checkpoint was written with: W&B continues in the same run.
-            code: the recipe's folder; W&B keeps its Python files.
             emit: takes a StepEvent for every line of metrics; a workload's `emit` brings it to the driver.
             shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
                 all of that group.
@@ -85,7 +83,7 @@ class Tracker:
             self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
         if wandb is not None:
             described = {**hidden, "environment": environment}
-            self._open_sink("W&B", lambda: self._start_wandb(described, wandb, code))
+            self._open_sink("W&B", lambda: self._start_wandb(described, wandb))
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,9 +136,8 @@ class Tracker:
                 batch.save(path)
             except ValueError:
                 # A label of the user's own kind would not come back as it is; people who look can read its text.
-                batch.with_objects(**{name: [str(x) for x in column] for name, column in batch.objects.items()}).save(
-                    path
-                )
+                texts = {name: [str(x) for x in column] for name, column in batch.objects.items()}
+                batch.with_objects(**texts).save(path)
 
         self._guard("rollouts", save)
 
@@ -161,11 +158,9 @@ class Tracker:
             self._guard(name, sink.close)
         self._sinks.clear()
 
-    def _start_wandb(self, config: Any, options: WandbConfig, code: Path | None) -> Wandb:
+    def _start_wandb(self, config: Any, options: WandbConfig) -> Wandb:
         run = Wandb(self.run_dir, config, options, self._wandb_id)
         self._wandb_id = run.run_id
-        if code is not None:
-            self._guard("the code on W&B", lambda: run.send_code(code))
         return run
 
     def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:

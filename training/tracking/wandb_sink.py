@@ -38,12 +38,6 @@ class WandbConfig:
     finish_timeout: float = 60.0
     """Seconds that W&B may take at the end to send what is left; after that it stays on disk, for `wandb sync`."""
 
-    @classmethod
-    def asked(cls, use_wandb: str | None, **others: Any) -> WandbConfig | None:
-        """What an option means that is a key, or `true` for one from elsewhere; None and `false` are without W&B."""
-        switch = (use_wandb or "false").lower()
-        return None if switch == "false" else cls(key=None if switch == "true" else use_wandb, **others)
-
 
 class Wandb:
     """One run of W&B, or its continuation."""
@@ -95,21 +89,6 @@ class Wandb:
         with _data_folder(self._staging):
             self._run.log({"samples": self._table, STEP: step})
 
-    def send_code(self, folder: Path) -> None:
-        """Keep the Python files of a folder with the run, but for those in which a key stands."""
-
-        def is_wanted(path: str) -> bool:
-            if not path.endswith(".py"):
-                return False
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
-            if hide_in_text(text) == text:
-                return True
-            logger.warning("%s is not sent to W&B: a key stands in it", path)
-            return False
-
-        with _data_folder(self._staging):
-            self._run.log_code(str(folder), include_fn=is_wanted)
-
     def close(self) -> None:
         self._run.finish()
 
@@ -145,7 +124,7 @@ class Wandb:
 
 @contextmanager
 def _data_folder(folder: Path) -> Iterator[None]:
-    """Let tables and code wait here until they are sent; W&B's choice would be the user's home."""
+    """Let tables wait here until they are sent; W&B's choice would be the user's home."""
     given = os.environ.get("WANDB_DATA_DIR")
     os.environ["WANDB_DATA_DIR"] = given or str(folder)
     try:

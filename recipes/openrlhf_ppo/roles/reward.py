@@ -7,16 +7,15 @@ from components.batch import Batch
 from components.data.open_reward import open_reward
 from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
-from components.engines.device import is_engine_dead
 from components.engines.reward_model import RewardModel
-from components.engines.train_engine import init_process_group
-from core import BaseWorkload, rpc
+from core import rpc
+from training.roles.frozen import FrozenRank, FrozenWorker
 
 from .. import remote_call
 from ..config import PPOConfig
 
 
-class Reward(BaseWorkload):
+class Reward(FrozenWorker):
     """One instance of reward models, of reward code, or of a reward server's client."""
 
     config: PPOConfig
@@ -68,10 +67,6 @@ class Reward(BaseWorkload):
         scored = add_rewards(samples, source, self.tokenizer, self.info)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
-    def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`."""
-        return is_engine_dead(error)
-
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes of reward code."""
@@ -80,12 +75,8 @@ class Reward(BaseWorkload):
                 source.close()
 
 
-class RewardRank(Reward):
+class RewardRank(FrozenRank, Reward):
     """One rank of reward models that are sharded over them; they compute together."""
-
-    def setup(self) -> None:
-        """Meet the other ranks before any library can make a process group of its own."""
-        self.setup_process_group(init_process_group)
 
     @rpc(remote_call.reward_forward)
     def forward(self, samples: Batch, heldout: bool = False) -> Batch:

@@ -3,15 +3,14 @@
 import torch
 
 from components.batch import Batch
-from components.engines.device import is_engine_dead
 from components.engines.reward_model import RewardModel
-from components.engines.train_engine import init_process_group
-from core import BaseWorkload, Dispatch, register
+from core import Dispatch, register
+from training.roles.frozen import FrozenRank, FrozenWorker
 
 from ..config import VerlPPOConfig
 
 
-class RewardModelWorker(BaseWorkload):
+class RewardModelWorker(FrozenWorker):
     """One instance of an AutoModelForSequenceClassification with one label."""
 
     config: VerlPPOConfig
@@ -27,21 +26,13 @@ class RewardModelWorker(BaseWorkload):
         """`rm_score` per response, of prompt and response as one sequence; split over the instances."""
         return Batch(tokens.lengths, {}, {"rm_score": self.model.score(tokens).to(torch.float32)})
 
-    def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`."""
-        return is_engine_dead(error)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
     def end_job(self) -> None:
         """Nothing is held outside the process."""
 
 
-class RewardModelRank(RewardModelWorker):
+class RewardModelRank(FrozenRank, RewardModelWorker):
     """One rank of a reward model that is sharded over them; they compute together."""
-
-    def setup(self) -> None:
-        """Meet the other ranks before any library can make a process group of its own."""
-        self.setup_process_group(init_process_group)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rm_score(self, tokens: Batch) -> Batch:
