@@ -100,11 +100,9 @@ class Checkpoints:
             ValueError: the state holds what JSON cannot.
             CheckpointError: the disk is full, read-only or not ours. Other errors of `write` pass through.
         """
-        try:
-            # With NaN and Infinity where there are any, which Python reads again.
-            text = json.dumps(state) + "\n"
-        except TypeError as error:
-            raise ValueError(f"the state holds what JSON cannot: {error}") from error
+        _check_json(state, "state")
+        # With NaN and Infinity where there are any, which Python reads again.
+        text = json.dumps(state) + "\n"
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
@@ -317,6 +315,22 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         if name not in IGNORED_CHANGES and left != right:
             lines.append(f"{name}: {left} -> {right}")
     return lines
+
+
+def _check_json(value: Any, where: str) -> None:
+    """ValueError, which names the place, for what would not come back as it is; of tuples come lists."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has the key {name!r}; use strings as keys")
+            _check_json(item, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists and mappings"
+        )
 
 
 # --- names

@@ -300,7 +300,7 @@ def _faults_of(merged: Any) -> list[str]:
         return faults
     whole: Any = _unchecked(merged, values)
     try:
-        own = list(whole.faults()) if hasattr(whole, "faults") else _raised(OmegaConf.get_type(merged), values)
+        own = list(whole.faults()) if hasattr(whole, "faults") else []
     except (TypeError, ValueError, ArithmeticError):  # a check that rests on a group which is at fault itself
         own = []
     return [*faults, *own]
@@ -318,15 +318,6 @@ def _unchecked(node: Any, values: Mapping[str, Any] | None = None) -> Any:
     for key in node:
         object.__setattr__(made, key, _plain(node[key]) if values is None else values[key])
     return made
-
-
-def _raised(schema: Any, values: Mapping[str, Any]) -> list[str]:
-    """What a dataclass says as it is made, that has no `faults`."""
-    try:
-        schema(**values)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,8 @@ def resolved(config: C, gpus: int) -> C:
     """
     own: Any = config
     rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
-    placement = own.placement.with_sleep(gpus, rollout.engine).resolved(gpus, own.groups, rollout.tensor_parallel)
+    groups = 3 if own.has_reference_role else 2
+    placement = own.placement.with_sleep(gpus, rollout.engine).resolved(gpus, groups, rollout.tensor_parallel)
     precision = own.train.precision
     train = replace(own.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision)
     model = replace(own.model, attn_implementation=choose_attention(own.model.attn_implementation, gpus))

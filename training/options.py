@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,8 +24,9 @@ from components.engines.config import (
 )
 from components.heartbeat import listen
 from core import beat
+from training.checkpoint import Checkpoints
 from training.machines import Machines
-from training.schema import Options, at_home, at_least, recipe_of
+from training.schema import Options, at_home, at_least, every_so_many, recipe_of, where
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
     from components.data.prompts import PromptSource
 
-VLLMS_OWN = ("tensor_parallel", "gpu_memory", "cpu_cache_gb", "enforce_eager", "prefix_caching")
-"""Options of RolloutOptions that only vLLM knows."""
 LORAS_OWN = ("lora_alpha", "lora_dropout", "lora_target_modules")
 """Options of TrainOptions that only mean something with a lora_rank."""
 
@@ -245,13 +244,8 @@ class RewardOptions(Options):
 
     def settings(self) -> RewardSettings:
         """How reward code and reward servers are used."""
-        return RewardSettings(
-            workers=self.workers,
-            timeout_s=self.timeout_s,
-            max_failed_share=self.max_failed_share,
-            url_timeout_s=self.url_timeout_s,
-            url_batch_size=self.url_batch_size,
-        )
+        own = vars(self)
+        return RewardSettings(**{part.name: own[part.name] for part in fields(RewardSettings) if part.name in own})
 
 
 @dataclass(kw_only=True)
@@ -272,17 +266,17 @@ class RolloutOptions(Options):
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = where(1, engine=("auto", "vllm"))
     """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
     are the devices of as many ranks, on one node."""
-    gpu_memory: float | None = None
+    gpu_memory: float | None = where(None, engine=("auto", "vllm"))
     """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
     placement.learners_sleep 0.7."""
-    cpu_cache_gb: float = 1.0
+    cpu_cache_gb: float = where(1.0, engine=("auto", "vllm"))
     """vllm: GiB of an engine's key-value cache on a CPU."""
-    enforce_eager: bool = False
+    enforce_eager: bool = where(False, engine=("auto", "vllm"))
     """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
-    prefix_caching: bool = True
+    prefix_caching: bool = where(True, engine=("auto", "vllm"))
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
@@ -364,16 +358,17 @@ class RolloutOptions(Options):
             enable_sleep=bool(placement.engines_sleep),
         )
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
-        found = []
-        if self.top_p < 1 or self.top_k:
-            found.append(
-                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: "
-                "the engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
-            )
-        idle = [f"rollout.{name}" for name in VLLMS_OWN if self.engine == "hf" and f"rollout.{name}" in given]
-        return found + ([f"no effect of {', '.join(idle)}: hf generates"] if idle else [])
+    def notes(self) -> list[str]:
+        """What a user should know of before the run starts."""
+        if self.top_p == 1 and not self.top_k:
+            return []
+        sampling = (
+            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained"
+        )
+        return [
+            f"{sampling}: the engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 "
+            "agree"
+        ]
 
 
 @dataclass(kw_only=True)
@@ -475,7 +470,7 @@ class AsyncOptions(Options):
 
     enabled: bool = False
     """Generate ahead of training. Needs devices of their own for both."""
-    queue_size: int = 1
+    queue_size: int = where(1, enabled=True)
     """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
     partial_rollout: bool = False
     """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
@@ -497,16 +492,13 @@ class AsyncOptions(Options):
         if self.in_flight_prompts is not None and not self.partial_rollout:
             yield "asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well"
 
-    def notes(self, given: Collection[str], correct: str, corrects: bool) -> list[str]:
+    def notes(self, correct: str, corrects: bool) -> list[str]:
         """What a user should know of before the run starts.
 
         Args:
-            given: the options that are named.
             correct: what a user sets so that older samples are weighed by how likely they have become.
             corrects: whether they are.
         """
-        if "asynchronous.queue_size" in given and not self.enabled:
-            return ["no effect of asynchronous.queue_size: asynchronous.enabled is off"]
         if self.ahead and not corrects:
             return [
                 f"responses are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
@@ -552,31 +544,30 @@ class EvaluationOptions(Options):
 
     path: str | None = None
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
-    split: str | None = None
+    split: str | None = where(None, path=True)
     """Which split of it. Default: train; of a task: heldout."""
-    max_samples: int | None = 2048
+    max_samples: int | None = where(2048, path=True)
     """How many of them. null: all, of a generated task 2,048."""
-    every: int = -1
+    every: int = where(-1, path=True)
     """Evaluate every so many steps; -1 only at the start and at the end."""
-    at_start: bool = True
+    at_start: bool = where(True, path=True)
     """Evaluate before the first step."""
-    temperature: float = 1.0
+    temperature: float = where(1.0, path=True)
     """Of the responses behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
-    top_p: float = 1.0
+    top_p: float = where(1.0, path=True)
     """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
-    top_k: int = 0
+    top_k: int = where(0, path=True)
     """Of the same: from so many likeliest tokens; 0: from all."""
-    samples_per_prompt: int = 4
+    samples_per_prompt: int = where(4, path=True)
     """N: responses per held-out prompt."""
-    best_metric: str = ""
+    best_metric: str = where("", path=True)
     """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
     in _pass1; `none` keeps only the last policy."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from at_least(self, "evaluation.", 1, "max_samples", "samples_per_prompt")
-        if self.every == 0 or self.every < -1:
-            yield f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only"
+        yield from every_so_many(self, "evaluation.", "the start and the end")
         if self.temperature < 0:
             yield f"evaluation.temperature={self.temperature}; set it to 0 or more"
         try:
@@ -619,19 +610,14 @@ class CheckpointOptions(Options):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from at_least(self, "checkpoint.", 1, "keep")
-        if self.every == 0 or self.every < -1:
-            yield f"checkpoint.every={self.every}; set 1 or more, or -1 for the best and the last step only"
+        yield from every_so_many(self, "checkpoint.", "the best and the last step")
         if self.max_gb is not None and not self.max_gb > 0:
             yield f"checkpoint.max_gb={self.max_gb}; set a number of GB above 0, or leave it out"
 
-    def folder(self, run_dir: str) -> Path:
-        """Where the step folders are."""
-        return Path(self.path).expanduser() if self.path else Path(run_dir) / "checkpoints"
-
-    @property
-    def max_bytes(self) -> float:
-        """What the checkpoints may take together."""
-        return math.inf if self.max_gb is None else self.max_gb * 1e9
+    def store(self, run_dir: str) -> Checkpoints:
+        """The step folders of a run."""
+        most = math.inf if self.max_gb is None else self.max_gb * 1e9
+        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most)
 
 
 @dataclass(kw_only=True)
@@ -664,5 +650,5 @@ class LogOptions(Options):
             group=self.wandb_group,
             org=self.wandb_org,
         )
-        tensorboard = self.tensorboard_dir or ("true" if self.tensorboard else None)
-        return {"wandb": wandb if self.wandb or self.wandb_key else None, "tensorboard": tensorboard}
+        asked = self.wandb or self.wandb_key
+        return {"wandb": wandb if asked else None, "tensorboard": self.tensorboard_dir or self.tensorboard}

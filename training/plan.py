@@ -321,13 +321,8 @@ class Plan:
         return f"--assume_devices={gpus}x{self.job.node_num}{device}{host}"
 
     def _changed(self) -> str:
-        space, shown = 2 * (self._width - 10) - 20, list[str]()
-        for name, value in self.changed.items():
-            text = f"{name}={_short(value)}"
-            if len(" ".join([*shown, text])) > space:
-                return f"{' '.join(shown)} and {len(self.changed) - len(shown)} more"
-            shown.append(text)
-        return " ".join(shown)
+        text = " ".join(f"{name}={_short(value)}" for name, value in self.changed.items())
+        return textwrap.shorten(text, 2 * (self._width - 10) - 20, placeholder=f" ... ({len(self.changed)} in all)")
 
     def _places(self) -> list[Place]:
         """A GPU of each group of roles that share one, and each machine; those that are alike are one."""

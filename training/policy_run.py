@@ -192,15 +192,11 @@ class PolicyRun(Run[Batch]):
                 rollouts = self.in_flight.fill(step, wanted, wanted * (self.stream.steps - step + 1))
             return None if rollouts is None else self._scored(rollouts)
         if self.prompt_filter is None:
-            return self._respond(step, wanted)
-        rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond(step, count))
+            return self._respond_to(self.prompts.take(wanted), step)
+        rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond_to(self.prompts.take(count), step))
         if self.prompt_filter.ended:
             self.stream.steps = step
         return rollouts
-
-    def _respond(self, step: int, count: int) -> Batch:
-        """`samples_per_prompt` scored rollouts of each of the next `count` prompts."""
-        return self._respond_to(self.prompts.take(count), step)
 
     def _respond_to(self, prompts: Batch, step: int) -> Batch:
         """`samples_per_prompt` scored rollouts of each prompt."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from agents.loading import check_agent
@@ -34,7 +33,7 @@ from training.options import (
     RolloutOptions,
     RunOptions,
 )
-from training.schema import ConfigError, Options, at_least, refuse, without_effect
+from training.schema import ConfigError, Options, at_least, idle_options, refuse, without_effect
 
 
 @dataclass(kw_only=True)
@@ -269,16 +268,6 @@ class RLOptions(RunOptions):
         return self.train.epochs * (self.step_size // self.mini_batch_size)
 
     @property
-    def groups(self) -> int:
-        """Roles that hold the policy."""
-        return 3 if self.has_reference_role else 2
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where the step folders are."""
-        return self.checkpoint.folder(self.run_dir)
-
-    @property
     def frozen_engine(self) -> FrozenConfig:
         """The engine of a model that is not trained: it computes as the policy does, in as large micro-batches."""
         own = self.train.for_run(1, self.seed)
@@ -321,13 +310,9 @@ class RLOptions(RunOptions):
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
             (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
             (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
-            *(
-                (self.evaluation.path is None, f"evaluation.{option.name}", "there is no evaluation.path")
-                for option in fields(self.evaluation)
-                if option.name != "path"
-            ),
             *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
+        idle += [(True, name, why) for name, why in idle_options(self)]
         found = without_effect(idle, given)
         compares = self.has_reference_role or self.needs_old_logprobs
         if compares and self.train.precision != "fp32" and not self.train.packing:
@@ -335,10 +320,10 @@ class RLOptions(RunOptions):
                 f"train.precision={self.train.precision} with train.packing=false: padding changes how "
                 "log-probabilities are rounded, so that KL and ratio start near 0 and 1, and not at them"
             )
-        found += self.rollout.notes(given)
+        found += self.rollout.notes()
         found += self.agent.notes(given, self.rollout.engine)
         corrects = self.algorithm.correction != "none"
-        return found + self.asynchronous.notes(given, self.CORRECT, corrects)
+        return found + self.asynchronous.notes(self.CORRECT, corrects)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the responses of a step are drawn; evaluations name a temperature of their own."""

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from training.checkpoint import Checkpoints
 from training.phase_clock import PhaseClock
 from training.progress import Progress, RunCheckpoints
 from training.tracking import Tracker, redact
@@ -94,7 +93,7 @@ class Run(Generic[Item]):
         own, trainer = self.config, self.trainer
         self.stream = stream
         self.checkpoints = RunCheckpoints(
-            store=Checkpoints(own.checkpoint_folder, own.checkpoint.keep, own.checkpoint.max_bytes),
+            store=own.checkpoint.store(own.run_dir),
             stream=stream,
             parts={**parts, "progress": self.progress},
             write=self.clock.outside_step("checkpoint", write),

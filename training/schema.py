@@ -56,6 +56,12 @@ def at_least(options: object, prefix: str, least: int, *names: str) -> Iterator[
             yield f"{prefix}{name}={value}; set it to at least {least}"
 
 
+def every_so_many(options: Any, prefix: str, without: str) -> Iterator[str]:
+    """What is wrong with `every`, where -1 stands for only what is done `without` it."""
+    if options.every == 0 or options.every < -1:
+        yield f"{prefix}every={options.every}; set 1 or more, or -1 for {without} only"
+
+
 def where(default: T, **others: Any) -> T:
     """The default of an option that has an effect only where others of its group have these values: True is any that
     is set, False none, and a tuple any of its items. For `idle_options`.

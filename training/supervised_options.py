@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from components.data.mixture import mixed, mixture_probabilities, source_names
@@ -20,7 +19,7 @@ from training.options import (
     ModelOptions,
     RunOptions,
 )
-from training.schema import Options, at_home, at_least, refuse, without_effect
+from training.schema import Options, at_home, at_least, every_so_many, refuse, without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,15 +137,9 @@ class HeldOutOptions(Options):
         """See `Options.faults`."""
         yield from at_least(self, "evaluation.", 0, "held_out")
         yield from at_least(self, "evaluation.", 1, "max_samples")
-        if self.every == 0 or self.every < -1:
-            yield f"evaluation.every={self.every}; set 1 or more, or -1 for the start and the end only"
+        yield from every_so_many(self, "evaluation.", "the start and the end")
         if "task:" in (self.path or ""):
-            yield (f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out")
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return bool(self.path) or self.held_out > 0
+            yield f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out"
 
 
 @dataclass(kw_only=True)
@@ -226,7 +219,7 @@ class SupervisedOptions(RunOptions):
         idle = [
             (self.data.apply_chat_template, "data.input_template", "data.apply_chat_template writes out prompts"),
             (
-                evaluation.every > 0 and not evaluation.is_any,
+                evaluation.every > 0 and not evaluation.path and not evaluation.held_out,
                 "evaluation.every",
                 "nothing is held out; evaluation.held_out does that",
             ),
@@ -250,11 +243,6 @@ class SupervisedOptions(RunOptions):
             names = source_names(self.evaluation.path)
             found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
         return found
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where the step folders are."""
-        return self.checkpoint.folder(self.run_dir)
 
     def load(self, source: str, split: str, max_rows: int | None) -> Rows:
         """Rows of one part of the data, at most so many.

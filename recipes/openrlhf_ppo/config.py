@@ -13,7 +13,7 @@ from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.rl_options import PolicyTrainOptions
-from training.schema import Options, at_home, idle_options, where
+from training.schema import Options, at_home, where
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
@@ -340,5 +340,4 @@ class PPOConfig(PPORunOptions):
         found += [
             f"no effect of {name}: {why}" for is_idle, why, names in idle if is_idle for name in names if name in given
         ]
-        found += [f"no effect of {name}: {why}" for name, why in idle_options(self) if name in given]
         return found + super().notes(given)

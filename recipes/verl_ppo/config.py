@@ -15,7 +15,7 @@ from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, T
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.rl_options import PolicyTrainOptions, without_effect
-from training.schema import idle_options, where
+from training.schema import where
 
 from .adapter import VERL
 from .resource_pool import PoolOptions
@@ -397,5 +397,4 @@ class VerlPPOConfig(PPORunOptions):
             found.append("no effect of critic.*: there is no critic")
         if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:
             found.append("rollout.tensor_parallel: the engines are a role, rollout, on the devices of the ranks")
-        idle = [(True, name, why) for name, why in idle_options(self)]
-        return [*found, *without_effect(idle, given), *super().notes(given)]
+        return [*found, *super().notes(given)]

@@ -49,10 +49,10 @@ def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_
 
 def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
     ahead = AsyncOptions(enabled=True, queue_size=2)
-    (note,) = ahead.notes((), "correction=tis", False)
+    (note,) = ahead.notes("correction=tis", False)
     assert re.search(says(" 2 ", "correction=tis"), note)
-    assert ahead.notes((), "correction=tis", True) == []
-    assert AsyncOptions(enabled=True, queue_size=0).notes((), "correction=tis", False) == []
+    assert ahead.notes("correction=tis", True) == []
+    assert AsyncOptions(enabled=True, queue_size=0).notes("correction=tis", False) == []
 
 
 @pytest.mark.parametrize(("count", "fits"), [(4, False), (5, True), (8, True), (9, False)])

@@ -240,7 +240,7 @@ def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pyte
         " ".join(value for name, value in SECRETS.items() if name != "login") + f" ftp://a:{SECRETS['login']}@b"
     )
     options = WandbConfig(key=SECRETS["wandb"])
-    tracker = Tracker(run_dir, "toy", config, 0, wandb=options, tensorboard="true")
+    tracker = Tracker(run_dir, "toy", config, 0, wandb=options, tensorboard=True)
     events = EventLog(run_dir / "events.jsonl")
     tracker.log(1, {"note": everything, "reward": 1.0})
     tracker.samples(1, lambda: [{"prompt": everything, "reward": 1.0}])
@@ -269,7 +269,6 @@ def test_wandb_leaves_nothing_outside_the_run_folder(
     for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "code.py").write_text("1")
     tracker = Tracker(tmp_path / "run", "toy", {}, 0, wandb=WandbConfig())
     tracker.samples(1, lambda: [{"prompt": "a"}])
     tracker.close()

@@ -105,14 +105,6 @@ class TensorBoard:
         self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def tensorboard_folder(option: str | Path, run_dir: Path) -> Path | None:
-    """Where the option puts event files: "true" in the run folder, "false" and "" nowhere, else the path it is."""
-    switch = str(option).lower()
-    if switch in ("", "false"):
-        return None
-    return run_dir / "tensorboard" if switch == "true" else Path(option).expanduser()
-
-
 def _numbers(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         if isinstance(value, Mapping):

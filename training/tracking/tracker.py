@@ -16,7 +16,7 @@ from training.tracking.environment import write_environment
 from training.tracking.event_types import StepEvent
 from training.tracking.plain import plain, write_whole
 from training.tracking.redaction import hide_in_text, redact
-from training.tracking.sinks import JsonLines, Sink, TensorBoard, tensorboard_folder
+from training.tracking.sinks import JsonLines, Sink, TensorBoard
 from training.tracking.summary import begin_summary, check_fields, merge_summary
 from training.tracking.wandb_sink import Wandb, WandbConfig
 
@@ -41,7 +41,7 @@ class Tracker:
         seed: int,
         *,
         wandb: WandbConfig | None = None,
-        tensorboard: str | Path | None = None,
+        tensorboard: str | Path | bool = False,
         resume_step: int = 0,
         state: Mapping[str, Any] | None = None,
         emit: Callable[[Any], object] = lambda _: None,
@@ -55,8 +55,7 @@ class Tracker:
             config: a mapping or dataclass; written with keys and tokens hidden.
             seed: the run's seed, for the summary.
             wandb: log to W&B too; None leaves it off.
-            tensorboard: write TensorBoard's files too: "true" puts them in `<run_dir>/tensorboard`, a path there;
-                None, "" and "false" leave it off.
+            tensorboard: write TensorBoard's files too: True puts them in `<run_dir>/tensorboard`, a path there.
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
             state: `state_dict()` of the tracker that the checkpoint was written with: W&B continues in the same run.
             emit: takes a StepEvent for every line of metrics; a workload's `emit` brings it to the driver.
@@ -75,11 +74,11 @@ class Tracker:
         self._guard("config.yaml", lambda: write_config(self.run_dir, config))
         self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
         self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
-        folder = tensorboard_folder(tensorboard or "", self.run_dir)
-        if folder is not None:
+        if tensorboard:
+            own = self.run_dir / "tensorboard"
+            folder = own if tensorboard is True else Path(tensorboard).expanduser()
             # In a folder of the user's other runs may stand beside; a new one must not void those.
-            own = folder == self.run_dir / "tensorboard"
-            purge_step = resume_step + 1 if own or resume_step else None
+            purge_step = resume_step + 1 if folder == own or resume_step else None
             self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
         if wandb is not None:
             described = {**hidden, "environment": environment}
