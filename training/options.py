@@ -362,13 +362,11 @@ class RolloutOptions(Options):
         """What a user should know of before the run starts."""
         if self.top_p == 1 and not self.top_k:
             return []
-        sampling = (
-            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained"
+        note = (
+            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: the "
+            "engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
         )
-        return [
-            f"{sampling}: the engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 "
-            "agree"
-        ]
+        return [note]
 
 
 @dataclass(kw_only=True)

@@ -7,13 +7,12 @@ torch.
           tokenizer/  tensorboard/  wandb/  .lock
 """
 
-from training.tracking.environment import write_environment
 from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.events import EventLog
 from training.tracking.redaction import redact
 from training.tracking.run_folder import open_run_folder
 from training.tracking.summary import finish_summary
-from training.tracking.tracker import Tracker, config_text, console_line, write_config
+from training.tracking.tracker import Tracker, config_text, console_line
 from training.tracking.wandb_sink import WandbConfig
 
 __all__ = [
@@ -28,6 +27,4 @@ __all__ = [
     "finish_summary",
     "open_run_folder",
     "redact",
-    "write_config",
-    "write_environment",
 ]
