@@ -364,13 +364,15 @@ class Plan:
         hosts = self._hosts_on(node)
         workers = [worker for host in hosts for worker in host.workers]
         counts = Counter(role for role, _ in workers)
+        devices = self.job.placement.devices
+        base = {role: PROCESS_BYTES["process"] if devices[role] else need.base for role, need in self.needs.items()}
         # In local mode all is in one process, which is the driver's.
-        bases = [max((self._base(role) for role, _ in host.workers), default=0) for host in hosts]
+        bases = [max((base[role] for role, _ in host.workers), default=0) for host in hosts]
         driver = PROCESS_BYTES["driver"] * (node == 0)
         most = max(bases) if self.config.backend == "local" else driver + sum(bases)
         certain, turns = dict[str, int](), [0]
         for role, need in self.needs.items():
-            on_gpu, is_first = self.job.placement.devices[role] > 0, (role, 0) in workers
+            on_gpu, is_first = devices[role] > 0, (role, 0) in workers
             certain[role] = counts[role] * (need.host if on_gpu else need.certain) + need.first * is_first
             most += certain[role] + need.published * is_first
             turns.append(0 if on_gpu else counts[role] * need.brief)
@@ -381,9 +383,6 @@ class Plan:
         now = {"start": most + loading, "work": most + working, "checkpoint": most + saving}
         shown = {name: count for name, count in now.items() if count > most} if loading or saving else {}
         return Place("", certain, sum(certain.values()), max(now.values()), self.there.machine, counts, shown)
-
-    def _base(self, role: str) -> int:
-        return PROCESS_BYTES["process"] if self.job.placement.devices[role] else self.needs[role].base
 
     def _remedy(self, place: Place, role: str = "") -> str:
         """What to set, of the options of this recipe; with a role, so that it takes less in any case."""

@@ -272,8 +272,10 @@ class PolicyRun(Run[Batch]):
         self.reward = self._open_reward()
         self.prompt_filter = self._open_filter()
         self.in_flight = self._open_in_flight()
+        rows = self._read_rows(heldout=True)
+        heldout = self._open_prompts(rows, heldout=True) if rows else None
         self.evaluation = Evaluation(
-            prompts=self._heldout_prompts(),
+            prompts=None if heldout is None else heldout.take(len(heldout)),
             response=self.clock.outside_step("evaluate", self._respond_heldout),
             sampling=config.heldout_sampling,
             samples_per_prompt=config.evaluation.samples_per_prompt,
@@ -345,14 +347,6 @@ class PolicyRun(Run[Batch]):
         in_flight = 0 if self.in_flight is None else len(self.in_flight)
         steps, most = self.config.steps(self.prompts.left(self.config.data.epochs) + in_flight), self.config.max_steps
         return steps if most is None else min(steps, max(most - self.step - self.stream.queued, 0))
-
-    def _heldout_prompts(self) -> Batch | None:
-        """All held-out prompts as one batch, or None."""
-        rows = self._read_rows(heldout=True)
-        if not rows:
-            return None
-        source = self._open_prompts(rows, heldout=True)
-        return source.take(len(source))
 
     def _open_filter(self) -> PromptFilter | None:
         """Dynamic sampling, where it is asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TypeVar
 from components.data.scorers import TASK_PREFIX
 from components.engines.memory import micro_batch_tokens, steps_in_parts, training
 from components.engines.model_size import model_size
-from core import Job, JobBuilder, Role
+from core import JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
 from training.config import CommandLine
@@ -49,15 +49,6 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
 class SupervisedCommand(Command[C]):
     """See `Command`."""
 
-    def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job], role: str = Role.ACTOR) -> None:
-        """
-        Args:
-            schema, folder, build_job: see `Command`.
-            role: that trains.
-        """
-        super().__init__(schema, folder, build_job)
-        self.role = role
-
     def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
         gpus = detect_devices()
@@ -69,8 +60,9 @@ class SupervisedCommand(Command[C]):
         sequences = -(-config.GROUP_SIZE * config.train.batch_size // ranks)
         tokens = micro_batch_tokens(engine, longest, sequences)
         several = steps_in_parts(engine, longest, sequences)
-        # The role REWARD has a head of its own.
-        has_head = self.role != Role.REWARD
+        role = next(name for name, own in job.roles.items() if own.kind == "train")
+        # A reward model has a head of its own.
+        has_head = role != Role.REWARD
         need = training(size, engine, ranks, tokens=tokens, several=several, gpu=gpu, has_head=has_head)
         data = config.data
         return Plan(
@@ -78,7 +70,7 @@ class SupervisedCommand(Command[C]):
             job=job,
             config=config,
             changed=line.changed(),
-            needs={self.role: need},
+            needs={role: need},
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
             notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),

@@ -15,7 +15,7 @@ def build_job(config: RewardModelConfig) -> Job:
     return supervised_job(config, trainer=trainer, model=model, role=Role.REWARD).build()
 
 
-COMMAND = PairCommand(RewardModelConfig, Path(__file__).parent, build_job, Role.REWARD)
+COMMAND = PairCommand(RewardModelConfig, Path(__file__).parent, build_job)
 read_config = COMMAND.read
 main = COMMAND.main
 

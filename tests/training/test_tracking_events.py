@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from training.tracking import EventLog, write_environment
-from training.tracking.environment import git_state
+from training.tracking import EventLog
+from training.tracking.environment import git_state, write_environment
 
 PROJECT = Path(__file__).parents[2]
 

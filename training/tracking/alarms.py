@@ -193,8 +193,11 @@ class Alarms:
             metrics: as they were logged, under any system's names; what is no number is passed over.
         """
         now = self._taken_in(metrics)
-        wrong = [alarm for alarm in ALARMS if self._is_wrong(alarm, now)]
-        found = [self._event(alarm, step, alarm.text.format(**self._numbers(alarm, now))) for alarm in wrong]
+        found: list[AlarmEvent] = []
+        for alarm in ALARMS:
+            if self._is_wrong(alarm, now):
+                text = alarm.text.format(now=now[alarm.watches], first=self._first[alarm.watches])
+                found.append(self._event(alarm, step, text))
         if odd := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
             text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
             found.append(self._event(NOT_A_NUMBER, step, text))
@@ -227,9 +230,6 @@ class Alarms:
         count = self._wrong.get(alarm.name, 0) + 1 if alarm.sounds(now, self._first) else 0
         self._wrong[alarm.name] = count
         return count >= alarm.steps
-
-    def _numbers(self, alarm: Alarm, now: Numbers) -> dict[str, float]:
-        return {"now": now[alarm.watches], "first": self._first[alarm.watches]}
 
     def _event(self, alarm: Alarm, step: int, text: str) -> AlarmEvent:
         return AlarmEvent(alarm.name, step, time.time(), f"{text} ({alarm.watches})", alarm.advice)
