@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
     from core import BaseTrainer
-    from training.rl_options import RLOptions
+    from training.options import RunOptions
     from training.rollout_queue import SampleStream, Stateful
-    from training.supervised_options import SupervisedOptions
 
 Item = TypeVar("Item")
 
@@ -32,14 +31,12 @@ class Run(Generic[Item]):
     checkpoints: RunCheckpoints
     tracker: Tracker
 
-    def __init__(
-        self, trainer: BaseTrainer, config: RLOptions | SupervisedOptions, recipe: Path, shown: Sequence[str]
-    ) -> None:
+    def __init__(self, trainer: BaseTrainer, config: RunOptions, recipe: Path, shown: Sequence[str]) -> None:
         """
         Args:
             trainer: whose run it is.
             config: its options.
-            recipe: the folder of the recipe, whose code W&B keeps with the run; its name is the recipe's.
+            recipe: the folder of the recipe; its name is the recipe's.
             shown: metrics that a person sees of a step.
         """
         self.trainer = trainer
