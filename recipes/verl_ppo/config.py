@@ -14,7 +14,7 @@ from components.data.verl_rows import load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
-from training.rl_options import PolicyTrainOptions, without_effect
+from training.rl_options import PolicyTrainOptions
 from training.schema import where
 
 from .adapter import VERL

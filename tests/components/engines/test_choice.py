@@ -9,6 +9,7 @@ from components.engines.choice import attention_note, choose_attention, choose_r
 from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
 from tests.messages import says
 from training.options import PlacementOptions, RolloutOptions
+from training.schema import idle_options
 
 NEEDS_VLLM = pytest.mark.full
 """Installed, which the default tier does not ask for; none of these starts it."""
@@ -104,12 +105,11 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
 
 
 def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:
-    (note,) = RolloutOptions(top_p=0.9).notes([])
+    (note,) = RolloutOptions(top_p=0.9).notes()
     assert "rollout.top_p=0.9" in note
-    hf = RolloutOptions(engine="hf")
-    (note,) = hf.notes(["rollout.enforce_eager"])
-    assert re.search(says("rollout.enforce_eager", "hf"), note)
-    assert RolloutOptions(engine="vllm").notes(["rollout.enforce_eager"]) == []
+    reasons = dict(idle_options(RolloutOptions(engine="hf"), "rollout."))
+    assert re.search("engine.*hf", reasons["rollout.enforce_eager"])
+    assert "rollout.enforce_eager" not in dict(idle_options(RolloutOptions(engine="vllm"), "rollout."))
 
 
 def test_engines_of_two_devices_share_out_what_there_is() -> None:
