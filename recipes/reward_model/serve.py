@@ -113,23 +113,22 @@ def load_service(config: ServeConfig) -> ScoringService:
     Raises:
         ConfigError: there is no such model, or it cannot be used as asked.
     """
-    own, path = config.model, config.model.path
     try:
-        positions = getattr(find_model(path).get_text_config(), "max_position_embeddings", None) or math.inf
+        positions = getattr(find_model(config.model.path).get_text_config(), "max_position_embeddings", None) or math.inf
         max_len = config.max_text_tokens or min(2048, positions)
         if max_len > positions:
             raise ValueError(f"max_text_tokens={max_len} is more than its {positions} positions; set it lower")
         limits = PassLimits(max_tokens=config.max_tokens, max_sequences=config.batch_size or 0)
         model = RewardModel(
-            path,
+            config.model.path,
             FrozenConfig(precision=config.precision, limits=limits),
             normalize=config.normalize,
-            value_head_prefix=own.value_head_prefix,
-            attn_implementation=own.attn_implementation,
+            value_head_prefix=config.model.value_head_prefix,
+            attn_implementation=config.model.attn_implementation,
         )
-        tokenizer = own.tokenizer()
+        tokenizer = config.model.tokenizer()
     except ValueError as error:
-        raise ConfigError(f"model.path={path}: {error}") from error
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return ScoringService(
         model, tokenizer, max_len=int(max_len), max_tokens=config.max_tokens, queue_size=config.queue_size
     )
@@ -299,15 +298,10 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
         backlog=BACKLOG,
         timeout_graceful_shutdown=config.grace_s,
     )
-    # uvicorn answers requests under way, and then raises the signal again, for the handler before it: none.
+    # uvicorn answers requests under way, and then raises the signal again, for the handler before its own.
     server = uvicorn.Server(options)
-
-    def stop(*_: object) -> None:
-        # Before uvicorn has handlers of its own.
-        server.should_exit = True
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, server.handle_exit)  # of a signal that comes before uvicorn listens to them
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     access = "with a token" if config.token else "to everybody who can reach it"

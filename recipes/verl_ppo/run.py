@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,8 @@ SHOWN = (
 class VerlRun(PolicyRun):
     """See `PolicyRun`."""
 
+    config: VerlPPOConfig  # pyright: ignore[reportIncompatibleVariableOverride] (set once)
+
     def __init__(self, trainer: BaseTrainer, config: VerlPPOConfig, parts: Mapping[str, Stateful]) -> None:
         """
         Args:
@@ -55,7 +57,7 @@ class VerlRun(PolicyRun):
     # --- data and rewards
 
     def _read_rows(self, heldout: bool = False) -> list[dict[str, Any]]:
-        return cast(VerlPPOConfig, self.config).rows(heldout)
+        return self.config.rows(heldout)
 
     def _open_reward(self) -> None:
         self.manager = RewardManager(self.config, self.tokenizer, self.info)

@@ -148,7 +148,7 @@ def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -
         "critic.compute_values",
     ]
     update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
-    saved = [f"{policy}.save_checkpoint", "critic.save_checkpoint", f"{policy}.save_model"]
+    saved = [f"{policy}.save_state", "critic.save_state", f"{policy}.save_model"]
     first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
     assert began[4 : 7 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
     assert set(began[-3:]) == {f"{policy}.end_job", "critic.end_job", "ref.end_job"}
@@ -322,7 +322,7 @@ def test_filtered_groups_are_replaced_and_the_last_step_takes_what_is_left(local
 def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, RunFolder]) -> None:
     run, trained = local["val_only"], local["long"]
     assert {call.partition(".")[2] for call in calls(run)} == {
-        *("init_rollout", "init_model", "load_checkpoint", "publish_weights", "receive_weights"),
+        *("init_rollout", "init_model", "load_state", "publish_weights", "receive_weights"),
         *("generate_sequences", "end_job"),
     }
     (line,) = run.metrics

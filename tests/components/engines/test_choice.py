@@ -107,9 +107,10 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
 def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:
     (note,) = RolloutOptions(top_p=0.9).notes()
     assert "rollout.top_p=0.9" in note
-    reasons = dict(idle_options(RolloutOptions(engine="hf"), "rollout."))
+    reasons = dict(idle_options(RolloutOptions(engine="hf", enforce_eager=True), "rollout."))
     assert re.search("engine.*hf", reasons["rollout.enforce_eager"])
-    assert "rollout.enforce_eager" not in dict(idle_options(RolloutOptions(engine="vllm"), "rollout."))
+    on_vllm = RolloutOptions(engine="vllm", enforce_eager=True)
+    assert "rollout.enforce_eager" not in dict(idle_options(on_vllm, "rollout."))
 
 
 def test_engines_of_two_devices_share_out_what_there_is() -> None:
