@@ -32,7 +32,7 @@ from components.engines.weight_sync import (
 
 # hidden size, layers, vocabulary
 MODELS = {"0.8M": (128, 4, 512), "100M": (768, 11, 32_000)}
-TRANSPORTS = ("shm", "disk", "gloo")
+TRANSPORTS = ("shm", "disk", "tcp")
 # Two versions' files are made, and then mapped, before all is as it stays.
 WARM_UP = 4
 
@@ -52,7 +52,7 @@ def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
     """The other process: publishes when it is told to, and answers with the handle and the seconds."""
     weights = model_weights(size)
     publishers = {
-        transport: WeightPublisher(Path(place) / f"weights-{transport}", serve=transport == "gloo")
+        transport: WeightPublisher(Path(place) / f"weights-{transport}", serve=transport == "tcp")
         for transport, place in directories.items()
     }
     version = 0
@@ -72,7 +72,7 @@ def seconds(what: Callable[[], object]) -> float:
 
 
 def read_into(targets: dict[str, Tensor], handle: WeightHandle, transport: str) -> None:
-    for name, tensor in read_weights(handle, "gloo" if transport == "gloo" else "shm"):
+    for name, tensor in read_weights(handle, "tcp" if transport == "tcp" else "shm"):
         targets[name].copy_(tensor)
 
 
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on a disk")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.shm) as memory, tempfile.TemporaryDirectory(dir=options.disk) as disk:
-        directories = {"shm": memory, "disk": disk, "gloo": memory}
+        directories = {"shm": memory, "disk": disk, "tcp": memory}
         for size in options.sizes:
             print(table(size, measure(size, options.repeats, directories)), flush=True)
             print()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     """From the start of the bucket, in bytes."""
+
+    @classmethod
+    def of(cls, listed: list[Any]) -> Piece:
+        """What json has made a list of."""
+        name, dtype, shape, offset = listed
+        return cls(name, dtype, tuple(shape), offset)
 
 
 @dataclass

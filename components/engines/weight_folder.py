@@ -174,7 +174,7 @@ def open_version(folder: Path, proof: str) -> OpenVersion | None:
         return None
     opened = []
     for bucket in index["buckets"]:
-        pieces = [Piece(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in bucket["pieces"]]
+        pieces = [Piece.of(piece) for piece in bucket["pieces"]]
         opened.append((pieces, whole[bucket["start"] : bucket["start"] + bucket["nbytes"]]))
     return OpenVersion(opened, index["digests"])
 

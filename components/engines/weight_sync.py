@@ -26,7 +26,7 @@ from components.engines.weight_folder import OpenVersion, VersionWriter, Written
 from components.engines.weight_transport import RemoteVersion, WeightServer, fetch, prove
 
 _VERSION_GLOB = "weights-????????*"
-TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+TRANSPORTS = ("auto", "shm", "tcp")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class WeightHandle:
     """Tells the publisher's folder from one of the same name on another machine, and its readers from strangers."""
     address: tuple[str, int] | None = None
     """Where the publisher serves its versions to other machines; None: nowhere."""
-    gpu: str = ""
-    """UUID of the publisher's GPU; empty where it has none."""
 
 
 class WeightPublisher:
@@ -73,9 +71,8 @@ class WeightPublisher:
             fallback_directory: for versions that do not fit into `directory`; of this publisher alone.
             bucket_bytes: weights are collected up to this size before they are written or sent.
             headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
-            serve: listen for readers on other machines, on a free port of `host`. TCPStore asks nobody for a
-                password, so `host` must lie in a network that you trust (weight_transport.py). Without it no socket
-                is opened.
+            serve: listen for readers on other machines, on a free port of `host`, which must lie in a network that you
+                trust (weight_transport.py). Without it no socket is opened.
             host: this machine's address as the readers reach it; nothing is bound to any other. None: MASTER_ADDR, as
                 rank 0 of a train role has it, else 127.0.0.1.
             cuda_ipc: leave the weights on the GPU, for readers on the same GPU; the tensors must be there. A version
@@ -113,8 +110,8 @@ class WeightPublisher:
         name, proof = f"weights-{version:08d}", prove(self._token, "folder")
         write = self._export if self._cuda_ipc else self._write
         written, nbytes = write(name, proof, _digested(tensors, digests), digests)
-        address = None if self._server is None else (self._server.host, self._server.port)
-        handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, cuda_ipc.gpu_uuid())
+        address = None if self._server is None else self._server.address
+        handle = WeightHandle(version, str(written.folder), nbytes, self._token, address)
         self._published.append((handle, written))
         self._newest = version
         return handle
@@ -201,8 +198,8 @@ def read_weights(
 
     Args:
         handle: of the version.
-        transport: "shm": the folder, mapped, or on a GPU the publisher's own memory; "gloo" or "nccl": through the
-            network, from a publisher that serves; "auto": the first of them that can work.
+        transport: "shm": the folder, mapped, or on a GPU the publisher's own memory; "tcp": through the network, from a
+            publisher that serves; "auto": the first of them that can work.
         timeout_seconds: for the publisher's answer, and for each bucket through the network.
 
     Raises:
@@ -238,9 +235,4 @@ def _open(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "
             "one was published, or lies on another machine; receive the newest handle, or let the publisher serve"
         )
-    backend = transport
-    if transport == "auto":
-        own_gpu = cuda_ipc.gpu_uuid()
-        # NCCL connects no GPU with itself.
-        backend = "nccl" if own_gpu and handle.gpu and own_gpu != handle.gpu else "gloo"
-    return fetch(handle.address, handle.token, handle.version, backend, timeout_seconds, table_only)
+    return fetch(handle.address, handle.token, handle.version, timeout_seconds, table_only)
