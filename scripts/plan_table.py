@@ -104,7 +104,7 @@ class Layout:
         processes = sum(400_000_000 * count for count in (ranks, engines, ranks)) + 650_000_000
         asleep = ranks * self.actor.host + engines * self.engine.host
         # Two versions of the weights are there while the engines read the newer one.
-        return processes + asleep + self.actor.published + ranks * max(self.actor.passing, self.reference.passing)
+        return processes + asleep + self.actor.published + ranks * max(self.actor.loading, self.reference.loading)
 
 
 def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:

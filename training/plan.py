@@ -378,10 +378,9 @@ class Plan:
             turns.append(0 if on_gpu else counts[role] * need.brief)
         working = sum(turns) if self.overlaps else max(turns)
         loading = sum(counts[role] * need.loading for role, need in self.needs.items())
-        saving = sum(counts[role] * need.saving for role, need in self.needs.items())
-        # All roles load at the same time, and ranks write their state at the same time.
-        now = {"start": most + loading, "work": most + working, "checkpoint": most + saving}
-        shown = {name: count for name, count in now.items() if count > most} if loading or saving else {}
+        # All roles load at the same time.
+        now = {"start": most + loading, "work": most + working}
+        shown = {name: count for name, count in now.items() if count > most} if loading else {}
         return Place("", certain, sum(certain.values()), max(now.values()), self.there.machine, counts, shown)
 
     def _remedy(self, place: Place, role: str = "") -> str:

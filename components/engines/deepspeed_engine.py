@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from components.engines.config import TrainConfig
-from components.engines.engine_state import EngineState
 from components.engines.host_memory import tensors_within
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, filled
@@ -38,11 +37,10 @@ class DeepSpeedEngine(TrainEngine):
         settings = _deepspeed_json(model, config)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._read_weights(model, settings)
-        optimizer = adam_of(model, config)
-        self._adam = optimizer
+        self._adam = adam_of(model, config)
         # Some of its optimizers print how much memory they take, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
-            self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=self._adam, config=settings)[0]
         self._start_average()
 
     def _read_weights(self, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -61,11 +59,6 @@ class DeepSpeedEngine(TrainEngine):
         # It moves a model to the device, unless the model is partitioned.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model itself; with zero_stage 3 its parameters are empty outside of forward passes."""
-        return self._engine.module
 
     @property
     def _passes_are_collective(self) -> bool:
@@ -103,17 +96,9 @@ class DeepSpeedEngine(TrainEngine):
         with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             return [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in own]
 
-    def _state(self) -> EngineState:
-        return EngineState(
-            model=self.model,
-            adam=self._adam,
-            zero=self._engine.optimizer if self._stage > 0 else None,
-            zero_stage=self._stage,
-            settings=self._settings(),
-            device=self.device,
-            average=self.average,
-            adapters=self.adapters and self.adapters.note,
-        )
+    @property
+    def _zero(self) -> Any:
+        return self._engine.optimizer if self._stage > 0 else None
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from super()._tensors()

@@ -7,10 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
@@ -47,14 +48,15 @@ class Attempt:
         self.what = what
         self.error: OSError | ValueError | None = None
 
-    def do(self, work: Callable[[], object]) -> None:
-        if self.error is not None:
-            return
-        try:
-            with disk_errors(self.what):
-                work()
-        except (OSError, ValueError) as error:
-            self.error = error
+    def do(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None once something has failed."""
+        if self.error is None:
+            try:
+                with disk_errors(self.what):
+                    return work()
+            except (OSError, ValueError) as error:
+                self.error = error
+        return None
 
     def end(self) -> None:
         """Raise on all ranks if one has failed: there its own error, elsewhere one of its kind that names it."""

@@ -1,7 +1,7 @@
 """All that training resumes from, on disk, whatever the engine, its stage and the number of ranks that wrote it.
 
 <folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
-<folder>/rank_0-00000.safetensors      whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
+<folder>/rank_0.safetensors            whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
 <folder>/own_0.safetensors             what a rank has for itself: random state and buffers
 <folder>/average.safetensors           `<parameter>/average`, float32, where an average of the weights is kept
 
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from components.engines.config import TrainConfig
 from components.engines.disk_errors import Attempt
 from components.engines.tensor_file import TensorFile, TensorReader
 from components.engines.weight_average import WeightAverage
@@ -75,14 +76,14 @@ class _Part:
             piece.copy_(reader.numbers(name, self.start + start, len(piece)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Saved:
     """A folder that is being read."""
 
     note: dict[str, Any]
     readers: dict[str, TensorReader]
     """By file."""
-    own: Any
+    own: TensorReader
     """The one of what this rank has for itself; of rank 0's, when another number of ranks saved."""
 
 
@@ -95,17 +96,13 @@ class EngineState:
     """It steps the parameters (zero_stage 0), or this rank's parts of them."""
     zero: Any
     """DeepSpeed's optimizer around it, which steps all parameters together; None with zero_stage 0, and without it."""
-    zero_stage: int
-    settings: dict[str, Any]
-    """Others on which the last bits of results depend: "engine", "precision" and "adam_offload"."""
+    config: TrainConfig
     device: torch.device
     """Where collectives are computed."""
     average: WeightAverage | None = None
     """Of the weights, on rank 0; all ranks have one or none has."""
     adapters: dict[str, Any] | None = None
     """The options of a model's adapters. The weights beneath them are not saved."""
-    file_bytes: int = 2**30
-    """Of a file, at most. A parameter that is larger by itself has one of its own."""
 
     @property
     def rank(self) -> int:
@@ -124,28 +121,24 @@ class EngineState:
     def save(self, folder: Path, step_count: int) -> None:
         """Write the folder. The note comes last: a folder that has one is whole."""
         parameters, beneath = self.parameters, self._sum_beneath()
-        plan = self._plan(parameters)
-        last_of_file = {file: name for name, (_, file) in plan.items()}
+        writers = self._writers(parameters)
         attempt = Attempt(f"write {folder}")
         attempt.do(partial(self._begin, folder))
-        opened: dict[str, TensorFile] = {}
-        for name, (writer, file) in plan.items():
-            writes = writer == self.rank
-            if writes and file not in opened:
-                attempt.do(partial(self._create, folder / file, opened, plan))
+        file = attempt.do(partial(self._create, folder, parameters, writers))
+        for name, writer in writers.items():
             for key in self.keys_of(parameters[name]):
                 # After an error too, since the other ranks gather.
                 for start, piece in self.pieces(parameters[name], key, writer):
-                    if writes and file in opened:
-                        attempt.do(partial(opened[file].write_part, f"{name}/{key}", piece, start))
-            if writes and file in opened and last_of_file[file] == name:
-                opened[file].close()
+                    if writer == self.rank and file is not None:
+                        attempt.do(partial(file.write_part, f"{name}/{key}", piece, start))
+        if file is not None:
+            file.close()
         if self.rank == 0 and self.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
             attempt.do(partial(save_file, averages, folder / AVERAGE))
         attempt.end()
         if self.rank == 0:
-            note = self._note(parameters, plan) | {"step_count": step_count, "beneath": beneath}
+            note = self._note(parameters, writers) | {"step_count": step_count, "beneath": beneath}
             attempt.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
         attempt.end()
 
@@ -155,19 +148,19 @@ class EngineState:
         Returns:
             The number of optimizer steps; and what is not exact, a sentence each.
         """
-        saved = _Saved({}, {}, None)
         with ExitStack() as stack:
             attempt = Attempt(f"read {folder}")
-            attempt.do(lambda: self._open(saved, folder, stack))
+            saved = attempt.do(lambda: self._open(folder, stack))
             attempt.end()
-            if saved.note.get("beneath") != self._sum_beneath():
+            assert saved is not None
+            if saved.note["beneath"] != self._sum_beneath():
                 raise ValueError(
                     f"the adapters in {folder} were trained on other weights than those beneath them here; make the "
                     "engine from the model that training started from"
                 )
             self._fill(saved)
         self._refresh()
-        if self.average is not None and saved.note.get("average") is None:
+        if self.average is not None and saved.note["average"] is None:
             self.average.restart(self.master_weights())
         return saved.note["step_count"], self._remarks(saved.note)
 
@@ -261,32 +254,24 @@ class EngineState:
             beat()
             yield start, bits.view(torch.float32)
 
-    def _create(self, path: Path, opened: dict[str, TensorFile], plan: dict[str, tuple[int, str]]) -> None:
-        """Begin a file, which is added to `opened`."""
+    def _writers(self, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
+        """Which rank writes which parameter: equal shares at any time, so that all write together."""
+        writers: dict[str, int] = {}
+        written = [0] * self.world_size
+        for name, parameter in parameters.items():
+            writers[name] = written.index(min(written))
+            written[writers[name]] += whole_shape(parameter).numel() * len(self.keys_of(parameter))
+        return writers
+
+    def _create(self, folder: Path, parameters: dict[str, nn.Parameter], writers: dict[str, int]) -> TensorFile:
+        """Begin this rank's file."""
         tensors = {
             f"{name}/{key}": torch.empty(whole_shape(parameter), device="meta")
-            for name, parameter in self.parameters.items()
+            for name, parameter in parameters.items()
             for key in self.keys_of(parameter)
-            if plan[name][1] == path.name
+            if writers[name] == self.rank
         }
-        opened[path.name] = TensorFile(path, tensors)
-
-    def _plan(self, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, str]]:
-        """Which rank writes which parameter, into which file: equal shares at any time, so that all write together."""
-        plan: dict[str, tuple[int, str]] = {}
-        written, filled, files = ([0] * self.world_size for _ in range(3))
-        for name, parameter in parameters.items():
-            nbytes = (
-                4 * whole_shape(parameter).numel() * (1 if self._adam_step(parameter) is None else 1 + len(MOMENTS))
-            )
-            writer = written.index(min(written))
-            if filled[writer] and filled[writer] + nbytes > self.file_bytes:
-                files[writer] += 1
-                filled[writer] = 0
-            written[writer] += nbytes
-            filled[writer] += nbytes
-            plan[name] = (writer, f"rank_{writer}-{files[writer]:05d}.safetensors")
-        return plan
+        return TensorFile(folder / _file_of(self.rank), tensors)
 
     def _begin(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,12 +283,12 @@ class EngineState:
             own["cuda/random"] = torch.cuda.get_rng_state()
         save_file(own, folder / f"own_{self.rank}.safetensors")
 
-    def _note(self, parameters: dict[str, nn.Parameter], plan: dict[str, tuple[int, str]]) -> dict[str, Any]:
+    def _note(self, parameters: dict[str, nn.Parameter], writers: dict[str, int]) -> dict[str, Any]:
         entries = {
             name: {
                 "shape": list(whole_shape(parameter)),
                 "adam_step": self._adam_step(parameter),
-                "file": plan[name][1],
+                "file": _file_of(writers[name]),
             }
             for name, parameter in parameters.items()
         }
@@ -320,7 +305,9 @@ class EngineState:
         }
 
     def _settings(self) -> dict[str, Any]:
-        return {"zero_stage": self.zero_stage, **self.settings, "device": self.device.type}
+        names = ("engine", "precision", "adam_offload")
+        own = {name: getattr(self.config, name) for name in names}
+        return {"zero_stage": self.config.stage, **own, "device": self.device.type}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -328,25 +315,25 @@ class EngineState:
         persistent = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
-    def _open(self, saved: _Saved, folder: Path, stack: ExitStack) -> None:
+    def _open(self, folder: Path, stack: ExitStack) -> _Saved:
         """Find all that is to be read, and refuse what is not whole or of another model."""
         note = _read_note(folder)
-        _same_adapters(folder, note.get("adapters"), self.adapters)
+        _same_adapters(folder, note["adapters"], self.adapters)
         _same_model(folder, "parameter", note["parameters"], self.parameters)
         _same_model(folder, "buffer", note["buffers"], self.buffers)
-        average = note.get("average")
+        average = note["average"]
         files = {entry["file"] for entry in note["parameters"].values()} | ({average} if average else set())
-        saved.readers |= {file: stack.enter_context(_open(folder / file)) for file in sorted(files)}
+        readers = {file: stack.enter_context(_open(folder / file)) for file in sorted(files)}
         for name, entry in note["parameters"].items():
             if average:
-                _has_tensor(folder / average, saved.readers[average], f"{name}/average", entry["shape"])
+                _has_tensor(folder / average, readers[average], f"{name}/average", entry["shape"])
             for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
-                _has_tensor(folder / entry["file"], saved.readers[entry["file"]], f"{name}/{key}", entry["shape"])
+                _has_tensor(folder / entry["file"], readers[entry["file"]], f"{name}/{key}", entry["shape"])
         own = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
-        saved.own = stack.enter_context(_open(folder / own))
+        reader = stack.enter_context(_open(folder / own))
         for name, entry in note["buffers"].items():
-            _has_tensor(folder / own, saved.own, f"{name}/buffer", entry["shape"])
-        saved.note |= note
+            _has_tensor(folder / own, reader, f"{name}/buffer", entry["shape"])
+        return _Saved(note, readers, reader)
 
     @torch.no_grad()
     def _fill(self, saved: _Saved) -> None:
@@ -356,7 +343,7 @@ class EngineState:
                 self._fill_part(name, parameter, part, saved)
         for name, buffer in self.buffers.items():
             buffer.copy_(saved.own.whole(f"{name}/buffer"))
-        average = saved.note.get("average")
+        average = saved.note["average"]
         if self.average is not None and average:
             reader = saved.readers[average]
             self.average.restart((name, reader.whole(f"{name}/average")) for name in self.average.tensors)
@@ -395,9 +382,9 @@ class EngineState:
         for name, value in self._settings().items():
             if note[name] != value:
                 remarks.append(f"saved with {name}={note[name]}, loaded with {name}={value}: {CONSEQUENCES[name]}")
-        if self.average is not None and note.get("average") is None:
+        if self.average is not None and note["average"] is None:
             remarks.append("saved without an average of the weights: the average starts from the weights loaded")
-        if self.average is None and note.get("average") is not None:
+        if self.average is None and note["average"] is not None:
             remarks.append("saved with an average of the weights, loaded without one: the average is left out")
         steps = {entry["adam_step"] for entry in note["parameters"].values() if entry["adam_step"] is not None}
         if len(steps) > 1 and self.zero is not None:
@@ -411,13 +398,17 @@ class EngineState:
         """Give the master weights to the passes, as DeepSpeed does at the end of a step."""
         if self.zero is None:
             return
-        if self.zero_stage == 3:
+        if self.config.stage == 3:
             self.zero._partition_all_parameters()
             for group in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(group)
             self.zero._post_step(set())
         else:
             self.zero.update_lp_params()
+
+
+def _file_of(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
 
 
 def _is_zeros(parameter: nn.Parameter) -> bool:
@@ -443,11 +434,10 @@ def _read_note(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{folder / NOTE} is not what save_state writes ({error}); take another state") from error
-    if not isinstance(note, dict) or note.get("format") != FORMAT:
-        found = note.get("format") if isinstance(note, dict) else None
+    found = note.get("format")
+    if found != FORMAT:
         raise ValueError(f"{folder / NOTE} has format={found!r}, and this version reads {FORMAT}; take another state")
-    # States older than the second engine do not say theirs.
-    return {"engine": "deepspeed"} | note
+    return note
 
 
 def _same_adapters(folder: Path, saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from components.batch import Batch
 from components.engines.config import TrainConfig
-from components.engines.engine_state import EngineState
 from components.engines.fsdp_groups import partition
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, local_rows
@@ -46,14 +45,8 @@ class FSDPEngine(TrainEngine):
             model.float(), self.device, precision, offload=config.adam_offload, layers_let_go=config.zero_stage == 3
         )
         fill(model, "cpu" if config.adam_offload else self.device)
-        self._model = model
         self._adam = adam_of(model, config)
         self._start_average()
-
-    @property
-    def model(self) -> nn.Module:
-        """The model itself; outside of passes its parameters are DTensors, of which a rank has its rows."""
-        return self._model
 
     @property
     def _passes_are_collective(self) -> bool:
@@ -77,7 +70,7 @@ class FSDPEngine(TrainEngine):
         loss.backward()
 
     def _step(self, learning_rate: float) -> float:
-        gradients = [local_rows(p.grad) for p in self._model.parameters() if p.grad is not None]
+        gradients = [local_rows(p.grad) for p in self.model.parameters() if p.grad is not None]
         # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
         squares = nn.utils.get_total_norm(gradients).double().square().to(self.device)
         dist.all_reduce(squares)
@@ -100,15 +93,3 @@ class FSDPEngine(TrainEngine):
             if self.rank == 0:
                 whole.append((name, tensor.cpu()))
         return whole
-
-    def _state(self) -> EngineState:
-        return EngineState(
-            model=self._model,
-            adam=self._adam,
-            zero=None,
-            zero_stage=self.config.zero_stage,
-            settings=self._settings(),
-            device=self.device,
-            average=self.average,
-            adapters=self.adapters and self.adapters.note,
-        )

@@ -34,8 +34,6 @@ GRAPH_BYTES = 1_000_000_000
 sleeps."""
 BUCKET_BYTES = 256 * 2**20
 """Weights travel between files, ranks and engines in such parts, of which two are there at a time."""
-STATE_FILE_BYTES = 2**30
-"""What a rank collects before it writes a file of its state, at most."""
 VLLM_TOKENS = 16384
 """That vLLM reads at a time, at most."""
 _GATHERED = 1_000_000_000
@@ -68,8 +66,6 @@ class Need:
     """On the machine, where the rest is on a GPU: what is offloaded, or sleeps there."""
     loading: int = 0
     """On the machine besides, only while the model is made."""
-    saving: int = 0
-    """On the machine besides, only while its state is written."""
     first: int = 0
     """Rank 0 besides, on the machine: a moving average."""
     published: int = 0
@@ -99,11 +95,6 @@ class Need:
         return (self.passes or 0) + ((self.cache or 0) if self.grows else 0)
 
     @property
-    def passing(self) -> int:
-        """On the machine besides, only while the model is made, or its state is written."""
-        return max(self.loading, self.saving)
-
-    @property
     def total(self) -> int:
         """All of it, as far as known."""
         return self.base + self.certain + self.brief
@@ -128,7 +119,6 @@ def together(*needs: Need) -> Need:
         let_go=sum(need.let_go for need in needs),
         host=sum(need.host for need in needs),
         loading=max(need.loading for need in needs),
-        saving=max(need.saving for need in needs),
         first=sum(need.first for need in needs),
         published=sum(need.published for need in needs),
         grows=any(need.grows for need in needs),
@@ -237,7 +227,6 @@ def training(
         let_go=let_go,
         host=host,
         loading=min(2 * BUCKET_BYTES, 4 * count) * gpu,
-        saving=2 * min(STATE_FILE_BYTES, 12 * trained // ranks) * gpu,
         first=4 * trained * (config.ema_beta is not None),
         published=2 * work.width * count * publishes,
         sleeps=sleeps,

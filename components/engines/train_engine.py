@@ -100,6 +100,7 @@ class TrainEngine(ABC):
     average: WeightAverage | None = None
     """Of the master weights that are trained, when the config asks for it."""
     _asleep: HostCopies | None = None
+    _adam: torch.optim.AdamW
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """Join the other ranks, seed this one and make `model` ready. The engine of a library then takes it.
@@ -110,6 +111,8 @@ class TrainEngine(ABC):
         """
         init_process_group()
         self.config = config
+        self.model = model
+        """Partitioned parameters are empty, or parts, outside of passes."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.step_count = 0
@@ -118,11 +121,6 @@ class TrainEngine(ABC):
         self.adapters = Adapters(model, config) if config.lora_rank else None
         self.routers = Routers(model)
         compute_in(model, config.precision, self.device)
-
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """The model itself; partitioned parameters are empty, or parts, outside of passes."""
 
     @property
     @abstractmethod
@@ -150,9 +148,15 @@ class TrainEngine(ABC):
     def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
         """These parameters, whole, on rank 0's CPU; nothing on other ranks."""
 
-    @abstractmethod
+    @property
+    def _zero(self) -> Any:
+        """DeepSpeed's optimizer around AdamW, where there is one."""
+        return None
+
     def _state(self) -> EngineState:
         """Where the state of this engine lies."""
+        adapters = self.adapters and self.adapters.note
+        return EngineState(self.model, self._adam, self._zero, self.config, self.device, self.average, adapters)
 
     def _start_average(self) -> None:
         if self.config.ema_beta is not None:
@@ -283,33 +287,28 @@ class TrainEngine(ABC):
             "rate"
         )
 
-    def gathered_parameters(self, max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def gathered_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name. bf16: in bfloat16.
 
         Adapters are added to the weights beneath them: names and number are those of the model without adapters.
 
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         A tensor may be the live parameter: it is valid until the next train_step.
-
-        Args:
-            max_bytes: of partitioned parameters, what is gathered at a time.
         """
+        trained = self._whole(self._state().parameters.items())
         if self.adapters is None:
-            yield from self._whole(self.model.named_parameters(), max_bytes)
-            return
-        trained = dict(self._whole(self._state().parameters.items(), max_bytes))
-        yield from self.adapters.merged(self._frozen(max_bytes), trained)
+            yield from trained
+        else:
+            yield from self.adapters.merged(self._frozen(), dict(trained))
 
-    def _whole(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], max_bytes: int = BUCKET_BYTES
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         self._check_awake()
-        for bucket in _buckets(parameters, max_bytes):
+        for bucket in _buckets(parameters):
             yield from self._gathered(bucket)
             beat()
 
-    def _frozen(self, max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        return self._whole(((n, p) for n, p in self.model.named_parameters() if not p.requires_grad), max_bytes)
+    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
 
     def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
@@ -441,9 +440,6 @@ class TrainEngine(ABC):
             parts = parameter, parameter.grad, getattr(parameter, "ds_tensor", None)
             yield from (part for part in parts if part is not None)
 
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self.config, name) for name in ("engine", "precision", "adam_offload")}
-
     def _type(self, parameter: nn.Parameter) -> torch.dtype:
         """In which passes use it; a master weight may be of another."""
         return torch.bfloat16 if self.config.precision == "bf16" else parameter.dtype
@@ -512,13 +508,13 @@ def _shortest(batch: Batch, group_size: int = 1) -> Tensor:
     return _members(batch.lengths.view(-1, group_size).sum(1).argmin(), group_size)
 
 
-def _buckets(parameters: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+def _buckets(parameters: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
     bucket: list[tuple[str, Any]] = []
     filled = 0
     for name, parameter in parameters:
         # ds_numel: elements of the whole parameter, of which this rank holds a part.
         nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if bucket and filled + nbytes > max_bytes:
+        if bucket and filled + nbytes > BUCKET_BYTES:
             yield bucket
             bucket, filled = [], 0
         bucket.append((name, parameter))

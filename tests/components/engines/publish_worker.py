@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines import train_engine
 from components.engines.causal import load_policy, token_logprobs
 from components.engines.config import TrainConfig
 from components.engines.opening import open_engine
@@ -54,6 +55,7 @@ def publish(models: Path, name_of_all: str) -> list[Published]:
         name_of_all: with it begin the folders of the versions, in shared memory.
     """
     published = []
+    train_engine.BUCKET_BYTES = 2**16
     # Every combination learns something else, so that no two have the same weights.
     for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
         config = TrainConfig(engine=library, zero_stage=stage, learning_rate=0.02)
@@ -62,7 +64,7 @@ def publish(models: Path, name_of_all: str) -> list[Published]:
         lesson = Batch.from_rows({"tokens": torch.randint(2, 20, (8, 12), generator=generator).tolist()})
         for _ in range(3):
             engine.train_step(lesson, nll)
-        parameters, version = engine.gathered_parameters(max_bytes=2**16), 100 * engine.world_size + number
+        parameters, version = engine.gathered_parameters(), 100 * engine.world_size + number
         if engine.rank == 0:
             publisher = WeightPublisher(Path(f"/dev/shm/{name_of_all}-{version}"), bucket_bytes=2**16)
             handle = publisher.publish(version, parameters, with_digests=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines import train_engine
 from components.engines.causal import token_logprobs, token_values
 from components.engines.config import TrainConfig
 from components.engines.train_engine import TrainEngine
@@ -91,7 +92,8 @@ def logprobs(model: nn.Module, batch: Batch) -> Tensor:
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
     # Little at a time, so that zero_stage 3 gathers in several goes.
-    return {name: tensor.clone() for name, tensor in engine.gathered_parameters(max_bytes=40_000)}
+    train_engine.BUCKET_BYTES = 40_000
+    return {name: tensor.clone() for name, tensor in engine.gathered_parameters()}
 
 
 def own_part(engine: TrainEngine) -> Batch:

@@ -10,7 +10,6 @@ import resource
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
-from components.engines import engine_state
+from components.engines import engine_state, train_engine
 from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine, init_process_group
@@ -157,9 +156,6 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
         first = go_on(engine, all_minibatches()[:HALF])
         folder = states / str(engine.world_size) / case
         engine.save_state(folder)
-        if case == "fp32-3":
-            # A matrix of 64 times 64, with its moments, has 49,152 bytes.
-            replace(engine._state(), file_bytes=100_000).save(folder.with_name("several_files"), engine.step_count)
         record[case] = {"saved": first, "public": public_moments(engine) if case == "one_group-1" else {}}
         record[case] |= go_on(engine, all_minibatches()[HALF:])
     for case in IN_ONE_GO:
@@ -199,7 +195,6 @@ def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]
     own = states / os.environ.get("WORLD_SIZE", "1")
     for case in STATES:
         load(case, own / case, case, all_minibatches()[HALF:])
-    load("fp32-3", own / "several_files", "several_files", all_minibatches()[HALF:])
     for case in FRESH:
         load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
     record["errors"] = state_errors(model_folder, own, output)
@@ -220,7 +215,7 @@ def small_files(limit: int) -> Iterator[None]:
 def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     engine = state_engine("fp32-2", model_folder)
     before = weights(engine)
-    last = f"rank_{engine.world_size - 1}-00000.safetensors"
+    last = f"rank_{engine.world_size - 1}.safetensors"
 
     def damaged(name: str, damage: Callable[[Path], object]) -> Path:
         """A copy of a state; each rank makes its own, and the last one damages it."""
@@ -394,7 +389,8 @@ def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
     doing = "forward"
     engine.forward(own_part(engine), logprobs)
     doing = "gathering"
-    assert len(list(engine.gathered_parameters(max_bytes=1))) in (0, len(list(engine.model.parameters())))
+    train_engine.BUCKET_BYTES = 1
+    assert len(list(engine.gathered_parameters())) in (0, len(list(engine.model.parameters())))
     doing = "state"
     engine.save_state(output / "beats")
     return dict(Counter(heard))
