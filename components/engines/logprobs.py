@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from logits, in the memory that the logits have already.
 
 Logits are the largest thing in memory: 16,384 tokens and a vocabulary of 151,936 make 10 GB of float32. So they are
-read in chunks of rows, and their gradient is written over them.
+read in chunks of rows, and nothing but their gradient is as large.
 
 Legend: `R` rows of logits, `V` vocabulary, `M` rows that have a label, `N` those of them whose gradient
 is not 0, `K` those of a chunk.
@@ -34,11 +34,6 @@ def label_logprobs(
         d log p_label / d logit_j = (1[j = label] - p_j) / scale
         d H / d logit_j = -p_j (log p_j + H) / scale
 
-    The backward pass overwrites the logits with their gradient. Whoever wants to read them afterwards needs a copy.
-    Autograd raises where it would go wrong: when the logits are saved for another part of the same graph whose
-    backward pass comes later, and in a second backward pass. Logits that are a parameter, or a view of one, or whose
-    rows share memory, stay as they are, and the gradient takes memory of its own.
-
     A row whose label and entropy both get a gradient of 0 is not read for it: its gradient is 0, whatever it holds.
 
     Args:
@@ -53,7 +48,6 @@ def label_logprobs(
 
     Raises:
         ValueError: the shapes do not fit, scale is not positive, or, in the backward pass, a row has two labels.
-        RuntimeError: in a second backward pass.
     """
     if logits_RV.dim() != 2 or row_M.dim() != 1 or row_M.shape != label_M.shape:
         raise ValueError(
@@ -61,7 +55,7 @@ def label_logprobs(
             "they must be [R, V], [M] and [M]"
         )
     check_scale(scale)
-    return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy, _may_be_overwritten(logits_RV))
+    return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy)
 
 
 def check_scale(scale: float) -> None:
@@ -153,36 +147,29 @@ class _LabelLogprobs(torch.autograd.Function):
         label_M: Tensor,
         scale: float,
         with_entropy: bool,
-        overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
         logprob_M, entropy_M = read_logits(logits_RV, row_M, label_M, scale, with_entropy)
         ctx.save_for_backward(logits_RV, row_M, label_M, entropy_M)
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.overwrite, ctx.done = scale, overwrite, False
+        ctx.scale = scale
         return logprob_M, entropy_M
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator's type loses ctx
         ctx: Any, logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None, None]:
-        if ctx.done and ctx.overwrite:
-            raise RuntimeError(
-                "a second backward pass through the same log-probabilities: the first one has overwritten the logits "
-                "with their gradient; call backward once, on the sum of all losses, or run the model again"
-            )
+    ) -> tuple[Tensor | None, None, None, None, None]:
         logits_RV, row_M, label_M, entropy_M = ctx.saved_tensors
         gradients = gradients_that_count(logprob_grad_M, entropy_grad_M, entropy_M)
         if gradients is None:
-            return None, None, None, None, None, None
-        ctx.done = True
-        # Not .data: detach() shares the version counter, so autograd sees the change if the logits are saved elsewhere.
-        target_RV = logits_RV.detach() if ctx.overwrite else logits_RV.new_zeros(logits_RV.shape)
+            return None, None, None, None, None
         index_N, logprob_grad_N, entropy = gradients
         row_N = row_M[index_N]
-        _clear_other_rows(target_RV, row_N)
-        write_gradient(logits_RV, target_RV, row_N, label_M[index_N], ctx.scale, logprob_grad_N, entropy)
-        return target_RV, None, None, None, None, None
+        if len(row_N.unique()) < len(row_N):
+            raise ValueError("row_M names a row of the logits twice, and both its labels get a gradient; give it one")
+        grad_RV = torch.zeros_like(logits_RV)
+        write_gradient(logits_RV, grad_RV, row_N, label_M[index_N], ctx.scale, logprob_grad_N, entropy)
+        return grad_RV, None, None, None, None
 
 
 class _Scratch:
@@ -219,23 +206,3 @@ class _Scratch:
         if self.stored_KV is not None:
             grad_KV = self.stored_KV[: len(row_K)].copy_(grad_KV)
         target_RV.index_copy_(0, row_K, grad_KV)
-
-
-def _may_be_overwritten(logits_RV: Tensor) -> bool:
-    owner = logits_RV if logits_RV._base is None else logits_RV._base
-    # Over a parameter the gradient would be a wrong weight.
-    is_parameter = owner.is_leaf and owner.requires_grad
-    rows_lie_apart = logits_RV.stride(1) == 1 and logits_RV.stride(0) >= logits_RV.shape[1]
-    return rows_lie_apart and not is_parameter
-
-
-def _clear_other_rows(target_RV: Tensor, row_K: Tensor) -> None:
-    """Write zeros to all rows but these; ValueError when a row is there twice, whose gradients would need a sum."""
-    is_other_R = torch.ones(len(target_RV), dtype=torch.bool, device=row_K.device).index_fill_(0, row_K, False)
-    other_K = is_other_R.nonzero().squeeze(1)
-    if len(other_K) + len(row_K) != len(target_RV):
-        raise ValueError(
-            f"row_M has {len(row_K)} labels that get a gradient, in {len(target_RV) - len(other_K)} rows; "
-            "give each row of the logits one label at most"
-        )
-    target_RV.index_fill_(0, other_K, 0.0)

@@ -174,46 +174,15 @@ def expected_gradient() -> Tensor:
     return other_RV.grad
 
 
-def test_the_gradient_lies_where_the_logits_were() -> None:
-    logits_RV = leaf() * 1
-    places: list[int] = []
-    logits_RV.register_hook(lambda grad_RV: places.append(grad_RV.data_ptr()))
-    label_logprobs(logits_RV, ROW_M, LABEL_M)[0].sum().backward()
-    assert places == [logits_RV.data_ptr()]
-    torch.testing.assert_close(logits_RV.detach(), expected_gradient())
-
-
-def test_logits_saved_for_a_later_part_of_the_backward_pass_are_an_error() -> None:
-    # Autograd goes backward in the reverse order of forward: the square would read what is no longer there.
-    logits_RV = leaf() * 1
-    square = (logits_RV**2).sum()
-    loss = square + label_logprobs(logits_RV, ROW_M, LABEL_M)[0].sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_logits_saved_for_an_earlier_part_of_the_backward_pass_do_no_harm() -> None:
+def test_logits_may_be_used_beside_and_twice() -> None:
     leaf_RV = leaf()
     logits_RV = leaf_RV * 1
-    logprob_M, _ = label_logprobs(logits_RV, ROW_M, LABEL_M)
-    (logprob_M.sum() + (logits_RV**2).sum()).backward()
-    torch.testing.assert_close(leaf_RV.grad, expected_gradient() + 2 * leaf_RV.detach())
-
-
-def test_the_same_logits_twice_are_an_error() -> None:
-    logits_RV = leaf() * 1
+    square = (logits_RV**2).sum()
     first_M, _ = label_logprobs(logits_RV, ROW_M, LABEL_M)
     second_M, _ = label_logprobs(logits_RV.view(3, 3), ROW_M, LABEL_M)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (first_M + second_M).sum().backward()
-
-
-def test_a_second_backward_pass_is_an_error() -> None:
-    logprob_M, entropy_M = label_logprobs(leaf() * 1, ROW_M, LABEL_M, with_entropy=True)
-    assert entropy_M is not None
-    logprob_M.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward"):
-        entropy_M.sum().backward()
+    (square + first_M.sum() + second_M.sum()).backward()
+    assert torch.equal(logits_RV, leaf())
+    torch.testing.assert_close(leaf_RV.grad, 2 * expected_gradient() + 2 * leaf_RV.detach())
 
 
 def test_a_second_derivative_is_an_error() -> None:
@@ -222,19 +191,6 @@ def test_a_second_derivative_is_an_error() -> None:
     (grad_RV,) = torch.autograd.grad((logprob_M**2).sum(), leaf_RV, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad_RV.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "view",
-    [lambda leaf_RV: leaf_RV, lambda leaf_RV: leaf_RV.view(1, 3, 3).flatten(0, 1), lambda leaf_RV: leaf_RV[:]],
-    ids=["itself", "reshaped", "sliced"],
-)
-def test_a_parameter_is_never_overwritten(view: Callable[[Tensor], Tensor]) -> None:
-    leaf_RV = leaf()
-    for times in (1, 2):
-        label_logprobs(view(leaf_RV), ROW_M, LABEL_M)[0].sum().backward()
-        assert torch.equal(leaf_RV, leaf())
-        torch.testing.assert_close(leaf_RV.grad, times * expected_gradient())
 
 
 def test_rows_that_share_memory_are_not_overwritten() -> None:
@@ -327,7 +283,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=f"scale={scale}"):
             label_logprobs(logits_RV, ROW_M, LABEL_M, scale)
     logprob_M, _ = label_logprobs(logits_RV, torch.tensor([2, 0, 2]), torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match=says("3 labels", "2 rows")):
+    with pytest.raises(ValueError, match=says("row_M", "twice")):
         logprob_M.sum().backward()
     assert torch.equal(logits_RV, leaf())
 
@@ -399,15 +355,15 @@ torch.set_num_threads(1)
 hidden = torch.randn(2048, 16)
 row = torch.arange(2047)
 label = row * 16
-print(growth(forward_and_backward), growth(lambda logits: logits.log_softmax(-1)[row, label]))
+print(growth(forward_and_backward), growth(lambda logits: logits.log_softmax(-1)[row, label].sum().backward()))
 """
 
 
 @pytest.mark.full
-def test_the_peak_of_memory_is_hardly_more_than_the_logits() -> None:
+def test_nothing_but_the_gradient_is_as_large_as_the_logits() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=root, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     chunked, naive = map(float, done.stdout.split())
-    assert chunked < 0.25
-    assert naive > 0.9  # so the measure measures
+    assert chunked < 1.25
+    assert naive > 1.9  # so the measure measures
