@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 ENGINES = ("deepspeed", "fsdp")
-PRECISIONS = ("fp32", "bf16", "bf16_autocast", "auto")
+CHOSEN_PRECISIONS = ("fp32", "bf16", "bf16_autocast")
+PRECISIONS = (*CHOSEN_PRECISIONS, "auto")
 LAYOUTS = ("whole", "sharded", "offloaded")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 
@@ -84,25 +86,21 @@ class TrainOptions:
     It takes 4 bytes per weight of rank 0's host memory. None: no average."""
 
     def __post_init__(self) -> None:
-        _require(self.engine in ENGINES, "engine", self.engine, f"use one of {', '.join(ENGINES)}")
-        _require(self.zero_stage in (0, 1, 2, 3), "zero_stage", self.zero_stage, "use 0, 1, 2 or 3")
-        _require(self.precision in PRECISIONS, "precision", self.precision, f"use one of {', '.join(PRECISIONS)}")
-        _require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use 0 or more")
+        _one_of(self, "engine", ENGINES)
+        _one_of(self, "zero_stage", (0, 1, 2, 3))
+        _one_of(self, "precision", PRECISIONS)
+        _one_of(self, "lr_scheduler", SCHEDULERS)
+        _at_least(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef")
+        _at_least(self, 0, "forward_max_tokens", "lora_rank")
+        _at_least(self, 1, "max_tokens")
         betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(betas_fit, "betas", self.betas, "use two numbers in [0, 1)")
         _require(self.eps > 0, "eps", self.eps, "use a positive number")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "use 0 or more")
-        _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "use 0 (no clipping) or more")
-        _require(self.lr_scheduler in SCHEDULERS, "lr_scheduler", self.lr_scheduler, f"use {SCHEDULERS}")
-        is_share = 0 <= self.lr_warmup_ratio <= 1
-        _require(is_share, "lr_warmup_ratio", self.lr_warmup_ratio, "use a share in [0, 1]")
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share in [0, 1]")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
-        forward = self.forward_max_tokens
-        _require(forward >= 0, "forward_max_tokens", forward, "use 0 (as in training) or more")
+        for name in ("lr_warmup_ratio", "min_lr_ratio"):
+            share = getattr(self, name)
+            _require(0 <= share <= 1, name, share, "use a share in [0, 1]")
         ema_fits = self.ema_beta is None or 0 <= self.ema_beta < 1
         _require(ema_fits, "ema_beta", self.ema_beta, "use a number in [0, 1), or None (no average)")
-        _require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "use 0 (no adapters) or more")
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise ValueError(
                 f"lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set lora_rank=0"
@@ -110,8 +108,6 @@ class TrainOptions:
         _require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "use a number above 0")
         _require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "use a share in [0, 1)")
         _require(bool(self.lora_target_modules.strip(", ")), "lora_target_modules", "", "name layers, or all-linear")
-        weight = self.router_aux_loss_coef
-        _require(weight >= 0, "router_aux_loss_coef", weight, "use 0 (no such loss) or more")
         if self.adam_offload and self.zero_stage == 0:
             raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
         if self.engine == "fsdp":
@@ -146,11 +142,8 @@ class TrainConfig(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_precision(self.precision)
-        _require(self.total_steps >= 0, "total_steps", self.total_steps, "use 0 or more")
-        _require(self.max_sequences >= 0, "max_sequences", self.max_sequences, "use 0 (no limit) or more")
-        limit = self.forward_max_sequences
-        _require(limit >= 0, "forward_max_sequences", limit, "use 0 (as in training) or more")
+        _one_of(self, "precision", CHOSEN_PRECISIONS)
+        _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
             raise ValueError(
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
@@ -202,8 +195,8 @@ class FrozenConfig:
     sharded, and what a rank keeps is in host memory."""
 
     def __post_init__(self) -> None:
-        _require_precision(self.precision)
-        _require(self.layout in LAYOUTS, "layout", self.layout, f"use one of {', '.join(LAYOUTS)}")
+        _one_of(self, "precision", CHOSEN_PRECISIONS)
+        _one_of(self, "layout", LAYOUTS)
 
     @property
     def is_collective(self) -> bool:
@@ -256,8 +249,8 @@ class HFRolloutConfig:
         return weight_type(self.precision)
 
     def __post_init__(self) -> None:
-        _require_precision(self.precision)
-        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
+        _one_of(self, "precision", CHOSEN_PRECISIONS)
+        _at_least(self, 1, "max_num_seqs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,10 +279,9 @@ class VLLMRolloutConfig:
     """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
 
     def __post_init__(self) -> None:
-        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, 'use "float32" or "bfloat16"')
-        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
-        size, length = self.tensor_parallel_size, self.max_model_len
-        _require(size >= 1, "tensor_parallel_size", size, "use 1 or more")
+        _one_of(self, "dtype", ("float32", "bfloat16"))
+        _at_least(self, 1, "max_num_seqs", "tensor_parallel_size")
+        length = self.max_model_len
         _require(length is None or length >= 2, "max_model_len", length, "use 2 or more, or None")
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "gpu_memory_utilization", share, "use a share in (0, 1]")
@@ -305,6 +297,12 @@ def _require(fits: bool, field: str, value: object, remedy: str) -> None:
         raise ValueError(f"{field}={value!r} is not possible; {remedy}")
 
 
-def _require_precision(precision: str) -> None:
-    known = PRECISIONS[:-1]
-    _require(precision in known, "precision", precision, f"an engine is told one of {', '.join(known)}")
+def _one_of(config: object, field: str, known: Collection[object]) -> None:
+    value = getattr(config, field)
+    _require(value in known, field, value, f"use one of {', '.join(map(str, known))}")
+
+
+def _at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value >= least, name, value, f"use {least} or more")
