@@ -82,7 +82,12 @@ def _fault(gpus: int, model: Path, temperatures: tuple[float, ...]) -> str:
     odd = [t for t in temperatures if t != 0 and not COLDEST <= t <= HOTTEST]
     if odd:
         return f"vLLM takes temperatures of 0, or from {COLDEST} to {HOTTEST}, not {odd[0]}"
-    if gpus or not (model / "config.json").is_file():
+    return "" if gpus else head_fault(model)
+
+
+def head_fault(model: Path) -> str:
+    """Why vLLM cannot sample from this model on a CPU; empty when it can, or nothing is known of it."""
+    if not (model / "config.json").is_file():
         return ""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)

@@ -18,21 +18,19 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.batch import Batch
+from components.engines.choice import head_fault
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
 from components.engines.cuda_ipc import gpu_uuid
 from components.engines.device import compute_device
 from components.engines.memory import CONTEXT_BYTES
 from components.engines.rollout_engine import Completions, limits
 from components.engines.sampling import request_seeds
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 RECEIVER = "components.engines.vllm_worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
@@ -120,7 +118,9 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
             "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
             "enable_sleep_mode": config.enable_sleep,
         }
-    _check_heads(model_path)
+    fault = head_fault(Path(model_path))
+    if fault:  # which vLLM would say at the first prompt
+        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
     return arguments | {
         # Without chunks the longest prompt is read as a whole.
         "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
@@ -187,32 +187,14 @@ def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
     return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
 
 
-def _check_heads(model_path: str | Path) -> None:
-    """See that vLLM's CPU kernels have the size of the model's heads: it would say so at the first prompt."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text: Any = model_config(model_path).get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise ValueError(
-            f"{model_path} has attention heads of {size} numbers, and on a CPU vLLM has kernels for {sizes}; choose "
-            "the engine hf"
-        )
-
-
 def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
     """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
-    known: int | None = getattr(model_config(model_path).get_text_config(), "max_position_embeddings", None)
-    asked = config.max_model_len
-    return min(known, asked) if known and asked else known or asked
-
-
-def model_config(model_path: str | Path) -> PretrainedConfig:
-    """The config.json of a model."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model_path)
+    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    known: int | None = getattr(text, "max_position_embeddings", None)
+    asked = config.max_model_len
+    return min(known, asked) if known and asked else known or asked
 
 
 @lru_cache(maxsize=4)
@@ -220,10 +202,10 @@ def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...
     """As `RolloutEngine._parameters`, of the model as transformers has it; no weight is read. To be asked late: making
     the model takes a third of an engine's start.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(model_path))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
     named = model.named_parameters(remove_duplicate=False)
     return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
 
