@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.empty_model import empty_model, small_copy
+from components.engines.empty_model import empty_model, model_folder, small_copy
 from components.engines.head_logprobs import has_plain_head, logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
 from components.engines.packing import packed_inputs, packs, use_packing
+from components.engines.tensor_file import TensorReader
 from components.engines.weight_files import ReadWhole
 from components.heartbeat import beat
 
@@ -69,12 +70,13 @@ def load_policy(
             that cannot be read in parts is loaded whole, and a warning is logged that says why.
 
     Raises:
-        ValueError: the model cannot be packed, or its attention is more than sdpa, which was asked for, computes.
+        ValueError: its files lack some of its weights, it cannot be packed, or its attention is more than sdpa, which
+            was asked for, computes.
     """
     from transformers import AutoModelForCausalLM
 
     keep_freed_memory()
-    model, probe, _ = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
+    model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
     own = probe.config._attn_implementation
     if own and "flash" in own:
         # It is for GPUs, and the model is not on one yet.
@@ -84,33 +86,37 @@ def load_policy(
     else:
         is_plain = has_plain_head(probe)
     mark_plain_head(model, is_plain)
-    _fit_attention(model, probe, attn_implementation, packing)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _fit(model, probe, attn_implementation, packing, gradient_checkpointing)
     return model
 
 
 def _open(
     kind: Any, path: str | Path, dtype: str, attention: str | None, empty: bool
-) -> tuple[PreTrainedModel, PreTrainedModel, list[str]]:
-    """The model; one of its kind that can compute already, which is itself where it has weights; and what of them its
-    files lack.
-    """
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model; and one of its kind that can compute already, which is itself where it has weights."""
     if empty:
         try:
             model = empty_model(kind, path, _torch_dtype(dtype), attention)
-            return model, small_copy(model), []
+            return model, small_copy(model)
         except ReadWhole as why:
             _log.warning("every process loads %s whole, which takes more host memory: %s", path, why)
     with without_progress_bars():
         model, found = kind.from_pretrained(
             path, dtype=_torch_dtype(dtype), attn_implementation=attention, output_loading_info=True
         )
-    return model, model, sorted(found["missing_keys"])
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} among them, which would "
+            "be random; give a folder that save_pretrained wrote whole"
+        )
+    return model, model
 
 
-def _fit_attention(model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool) -> None:
-    """Let `model` pack, or see to it that its attention computes what the model is."""
+def _fit(model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool, checkpointing: bool) -> None:
+    """Let `model` pack, or see to it that its attention computes what the model is; and checkpoint its layers."""
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if packing:
         use_packing(model, probe)
         return
@@ -258,16 +264,8 @@ def load_value_model(
             f"{value_head_prefix}.weight of {path} has shape {list(head_1H.shape)}, not {[1, _state_size(config)]}: "
             "it scores several classes; use a model with num_labels=1"
         )
-    with _without_load_report():
-        backbone, probe, missing = _open(AutoModel, path, dtype, attn_implementation, empty)
-    if missing:
-        raise ValueError(
-            f"{path} lacks {len(missing)} weights of {type(backbone).__name__}, {missing[0]} among them, which would "
-            "be random; give a folder that save_pretrained wrote whole"
-        )
-    _fit_attention(backbone, probe, attn_implementation, packing)
-    if gradient_checkpointing:
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    backbone, probe = _open(AutoModel, path, dtype, attn_implementation, empty)
+    _fit(backbone, probe, attn_implementation, packing, gradient_checkpointing)
     model = ValueModel(backbone, seed, value_head_prefix, mean, std)
     if head_1H is not None:
         with torch.no_grad():
@@ -280,8 +278,7 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
 
     They are computed from the states that the output layer is given, so that the logits of all tokens never exist;
     from the logits where the model changes them, where the output layer has an adapter, and where the model was not
-    loaded by `load_policy`. Then the backward pass overwrites the logits (see `label_logprobs`): call it once, on the
-    sum of all losses, and keep a copy of the logits if something else is to read them after it.
+    loaded by `load_policy`.
 
     Args:
         model: causal language model, or an engine around one; gradients flow where they are enabled.
@@ -406,29 +403,20 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no bars: many processes that load and save would fill the logs with them."""
+    """Inside, transformers draws no bars, which would fill the logs of many processes, and reports no weights that a
+    backbone leaves unread, such as a head that we read ourselves.
+    """
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Inside, transformers does not report that a backbone leaves a head unread: we read it ourselves."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -451,34 +439,25 @@ def score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float,
         ValueError: they are not in the model's config.json, or cannot be used.
     """
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
-    if not isinstance(mean, int | float) or not isinstance(std, int | float):
+    is_mean = isinstance(mean, int | float) and math.isfinite(mean)
+    is_std = isinstance(std, int | float) and 0 < std < math.inf
+    if not (is_mean and is_std):
         raise ValueError(
-            f"config.json of {path} has mean={mean} and std={std}, but to normalise takes the numbers that a "
-            "reward model's training writes there; set them there, or do not normalise"
+            f"config.json of {path} has mean={mean} and std={std}; to normalise takes a finite mean and a positive "
+            "std, as a reward model's training writes them there; set them there, or do not normalise"
         )
-    if not math.isfinite(mean) or not 0 < std < math.inf:
-        raise ValueError(
-            f"config.json of {path} has mean={mean} and std={std}; set a finite mean and a positive std, or do "
-            "not normalise"
-        )
-    return float(mean), float(std)
+    return float(mean), float(std)  # pyright: ignore[reportArgumentType]: they are numbers
 
 
 def _stored_head(path: str | Path, prefix: str) -> Tensor | None:
     """The value head of a saved value or reward model, [1, H]; None when there is none."""
-    from huggingface_hub import snapshot_download
-    from safetensors import safe_open
-
-    # A hub name: the backbone is loaded from the same files afterwards.
-    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors"]))
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            names = set(weights.keys())
-            if f"{prefix}.bias" in names:
+    for file in sorted(model_folder(path).glob("*.safetensors")):
+        with TensorReader(file) as weights:
+            if f"{prefix}.bias" in weights:
                 raise ValueError(
                     f"{path} has a {prefix}.bias: a head of another kind, whose scores would be wrong here; use "
                     "a model that AutoModelForSequenceClassification of a causal architecture wrote"
                 )
-            if f"{prefix}.weight" in names:
-                return weights.get_tensor(f"{prefix}.weight")
+            if f"{prefix}.weight" in weights:
+                return weights.whole(f"{prefix}.weight")
     return None

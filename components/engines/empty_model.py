@@ -42,7 +42,7 @@ def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str 
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     if model._get_dtype_plan(dtype):
         raise ReadWhole(f"some of its weights are float32 where others are {dtype}")
-    files = WeightFiles(model, _folder(path))
+    files = WeightFiles(model, model_folder(path))
     _make_buffers(model, files)
     model.weight_files = files
     if model.can_generate():
@@ -121,7 +121,7 @@ def _generation_config(path: str | Path) -> Any:
         return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
-def _folder(path: str | Path) -> Path:
+def model_folder(path: str | Path) -> Path:
     """Where the files of the model are; those of the hub are fetched."""
     if Path(path).is_dir():
         return Path(path)
