@@ -21,7 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class WeightServer:
         connection.sendall(_line({"status": "ok", "digests": opened.digests, "buckets": tables}))
         for _, flat in () if table_only else opened.buckets:
             try:
-                connection.sendall(flat.numpy())
+                connection.sendall(flat.numpy().data)
             except OSError as error:
                 raise OSError(f"version {version} stopped on its way ({error})") from error
 
@@ -158,11 +158,11 @@ def _line(what: object) -> bytes:
     return json.dumps(what).encode() + b"\n"
 
 
-def _payload(stream: BinaryIO, sizes: list[int], tables: list[list[Piece]], where: str) -> Iterator[tuple[str, Tensor]]:
+def _payload(stream: Any, sizes: list[int], tables: list[list[Piece]], where: str) -> Iterator[tuple[str, Tensor]]:
     for size, table in zip(sizes, tables, strict=True):
         flat = torch.empty(size, dtype=torch.uint8)
         try:
-            if stream.readinto(flat.numpy()) < size:
+            if stream.readinto(flat.numpy().data) < size:
                 raise ConnectionError("it closed the connection")
         except OSError as error:
             raise ConnectionError(f"the weights stopped coming from {where} ({error}); ask again") from error
