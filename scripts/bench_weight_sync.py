@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -60,6 +60,8 @@ def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
         version += 1
         began = time.perf_counter()
         handle = publishers[transport].publish(version, weights.items())
+        if transport == "tcp":
+            handle = replace(handle, path="/on/another/machine")
         orders.send((handle, time.perf_counter() - began))
     for publisher in publishers.values():
         publisher.close()
@@ -71,8 +73,8 @@ def seconds(what: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def read_into(targets: dict[str, Tensor], handle: WeightHandle, transport: str) -> None:
-    for name, tensor in read_weights(handle, "tcp" if transport == "tcp" else "shm"):
+def read_into(targets: dict[str, Tensor], handle: WeightHandle) -> None:
+    for name, tensor in read_weights(handle):
         targets[name].copy_(tensor)
 
 
@@ -103,7 +105,7 @@ def measure(size: str, repeats: int, directories: dict[str, str]) -> Times:
         for transport in TRANSPORTS:
             here.send(transport)
             handle, published = here.recv()
-            read = seconds(lambda: read_into(targets, handle, transport))  # noqa: B023 (called at once)
+            read = seconds(lambda: read_into(targets, handle))  # noqa: B023 (called at once)
             if repeat == 0:
                 times.first[transport] = published + read
             if repeat >= WARM_UP:

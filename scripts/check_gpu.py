@@ -2,7 +2,7 @@
 
     python scripts/check_gpu.py                      all checks, some minutes
     python scripts/check_gpu.py --out gpu.md         and write the table
-    python scripts/check_gpu.py --only packing ipc   some of them
+    python scripts/check_gpu.py --only packing speed some of them
     python scripts/check_gpu.py --device cpu         the same code with tiny sizes, where there is no GPU
 
 Needs torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12; neither Ray, vLLM nor
@@ -50,7 +50,6 @@ from components.engines.fsdp_engine import FSDPEngine  # noqa: E402
 from components.engines.hf_engine import HFRolloutEngine  # noqa: E402
 from components.engines.opening import open_engine  # noqa: E402
 from components.engines.train_engine import TrainEngine  # noqa: E402
-from components.engines.weight_digest import compare_digests, digest  # noqa: E402
 from components.engines.weight_sync import WeightPublisher  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
@@ -401,48 +400,6 @@ def peak_memory() -> str:
     return f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
 
 
-def ipc(setting: Setting) -> Iterator[Row]:
-    """Weights on this GPU, read by another process without a copy through the host."""
-    name = "CUDA IPC between two processes"
-    if not setting.on_gpu:
-        yield Row(name, "there is no GPU whose memory could be shared", verdict=NOT_RUN)
-        return
-    from components.engines.cuda_ipc import export_buckets
-
-    model: Any = load_policy(setting.folder / "large", dtype="bfloat16")
-    weights = {name: parameter.detach() for name, parameter in model.to("cuda").named_parameters()}
-    # A dtype of another size, no multiple of it in bytes, and a scalar.
-    weights |= {"odd": torch.arange(7, device="cuda", dtype=torch.float32), "scalar": torch.tensor(3.0, device="cuda")}
-    exported = export_buckets(weights.items())
-    torch.cuda.synchronize()
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    reader = spawn.Process(target=read_exported, args=(theirs,), daemon=True)
-    reader.start()
-    theirs.close()
-    ours.send(exported)
-    received, seconds = ours.recv()
-    reader.join()
-    faults = compare_digests({name: digest(tensor) for name, tensor in weights.items()}, received)
-    nbytes = sum(tensor.nbytes for tensor in weights.values())
-    size = f"{len(weights)} tensors, {nbytes / 2**30:.2f} GiB, mapped and copied in {seconds:.3f} s"
-    yield inferred(name, f"{size}; {len(faults)} differ {'; '.join(faults[:2])}".rstrip(), "0 differ", not faults)
-
-
-def read_exported(connection: Connection) -> None:
-    """The other process: copy what is mapped, and tell the digests."""
-    from components.engines.cuda_ipc import import_buckets
-
-    signal.alarm(LIMIT_S)
-    torch.zeros(1, device="cuda")
-    exported = connection.recv()
-    began = time.perf_counter()
-    copies = {name: tensor.clone() for name, tensor in import_buckets(exported)}
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    connection.send(({name: digest(tensor) for name, tensor in copies.items()}, seconds))
-
-
 # --- processes and the table ------------------------------------------------------------------------------------------
 
 Check = Callable[[Setting], Iterator[Row]]
@@ -452,7 +409,6 @@ CHECKS: dict[str, list[Check]] = {
     "packing": [partial(packing, precision=precision) for precision in ("fp32", "bf16")],
     "rounding": [rounding],
     "agreement": [partial(agreement, precision=precision) for precision in ("fp32", "bf16")],
-    "ipc": [ipc],
     "generation": [generation],
     "speed": [partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)],
 }

@@ -48,20 +48,20 @@ def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.md").read_text() == done.stdout
     found = verdicts(done.stdout)
-    assert [check for check, verdict in found.items() if verdict == "not run"] == ["CUDA IPC between two processes"]
+    assert "not run" not in found.values()
     # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement.
     assert list(found.values()).count("ok") == 6 + 6 + 2 + 8
     # The machine and its 2 models, 2 kernels, generation, and 2 lengths with and without checkpointing.
     assert list(found.values()).count("measured") == 3 + 2 + 1 + 4
-    assert done.stdout.endswith("\n22 ok, 0 FAILED, 10 measured, 1 not run.\n")
+    assert done.stdout.endswith("\n22 ok, 0 FAILED, 10 measured, 0 not run.\n")
 
 
 def test_a_check_that_fails_is_a_row_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
     missing = "components.engines.decode_cache"
-    done = check_gpu(tmp_path, "--device", "cpu", "--only", "generation", "ipc", absent=(*HEAVY, missing))
+    done = check_gpu(tmp_path, "--device", "cpu", "--only", "generation", "machine", absent=(*HEAVY, missing))
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"| generation | ModuleNotFoundError: No module named '{missing}' |  | FAILED |" in done.stdout
-    assert verdicts(done.stdout)["CUDA IPC between two processes"] == "not run"
+    assert "measured" in verdicts(done.stdout).values()
 
 
 def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:

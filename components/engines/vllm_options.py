@@ -26,7 +26,6 @@ from torch import Tensor
 from components.batch import Batch
 from components.engines.choice import head_fault
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
-from components.engines.cuda_ipc import gpu_uuid
 from components.engines.device import compute_device
 from components.engines.memory import CONTEXT_BYTES
 from components.engines.rollout_engine import Completions, limits
@@ -176,7 +175,7 @@ def gpu_memory(count: int) -> list[tuple[int, int]]:
     except (OSError, subprocess.SubprocessError):
         return []
     found = memory_by_uuid(shown)
-    names = [gpu_uuid(index).removeprefix("GPU-") for index in range(count)]
+    names = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)]
     return [found[name] for name in names if name in found]
 
 

@@ -49,13 +49,6 @@ class Bucket:
         self.tensors.append(tensor)
         self.nbytes = offset + tensor.nbytes
 
-    def flat(self) -> Tensor:
-        """[nbytes] uint8, a copy on the tensors' device."""
-        flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.tensors[0].device)
-        for (_, place), tensor in zip(pieces_of(flat, self.pieces), self.tensors, strict=True):
-            place.copy_(tensor)
-        return flat
-
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """Put `tensors` together up to `max_bytes`; a larger one stands alone.

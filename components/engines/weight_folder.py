@@ -11,7 +11,6 @@ import fcntl
 import json
 import mmap
 import os
-import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from components.engines import cuda_ipc
 from components.engines.tensor_file import write_at
 from components.engines.weight_buckets import Bucket, Piece, pieces_of
 
-_WEIGHTS, _INDEX, _ON_GPU = "weights.bin", "index.json", "cuda_ipc.pickle"
+_WEIGHTS, _INDEX = "weights.bin", "index.json"
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,6 @@ class WrittenVersion:
     folder: Path
     mapped: Tensor | None = None
     """The whole file, where it was written through a mapping."""
-    on_gpu: cuda_ipc.CudaBuckets | None = None
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.on_gpu is not None:
-            self.on_gpu.close()
 
 
 class VersionWriter:
@@ -74,7 +66,7 @@ class VersionWriter:
 
     def _recycle(self, old: WrittenVersion) -> bool:
         if old.folder.parent != self._candidates[0] or not (old.folder / _WEIGHTS).exists():
-            old.remove()
+            shutil.rmtree(old.folder, ignore_errors=True)
             return False
         # Renamed before it is locked: who looks it up after that misses it, who looked it up before holds the lock.
         self._folder = old.folder.rename(self._candidates[0] / f"{self._name}.partial")
@@ -128,12 +120,9 @@ class VersionWriter:
         os.truncate(self._file, self._end)
         os.close(self._file)
         self._mapped = None
-        folder = self._candidates[0] / f"{self._name}.partial"
-        folder.mkdir(parents=True)
-        shutil.move(full / _WEIGHTS, folder / _WEIGHTS)
+        self._start()
+        shutil.copyfile(full / _WEIGHTS, self._folder / _WEIGHTS)
         shutil.rmtree(full)
-        self._folder = folder
-        self._file = os.open(folder / _WEIGHTS, os.O_RDWR)
 
     def finish(self, proof: str, digests: dict[str, str] | None) -> WrittenVersion:
         """Let it appear under its name, whole."""
@@ -150,22 +139,9 @@ class VersionWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def put_on_gpu(folder: Path, exported: cuda_ipc.CudaBuckets, proof: str, digests: dict[str, str] | None) -> None:
-    """Make a version whose payload stays in GPU memory."""
-    aside = folder.with_name(f"{folder.name}.partial")
-    aside.mkdir(parents=True)
-    (aside / _ON_GPU).write_bytes(pickle.dumps(exported))
-    (aside / _INDEX).write_text(json.dumps({"proof": proof, "digests": digests, "buckets": []}))
-    aside.rename(folder)
-
-
 def open_version(folder: Path, proof: str) -> OpenVersion | None:
     """None: it is not there, or is another publisher's."""
     try:
-        if (folder / _ON_GPU).exists():
-            index = json.loads((folder / _INDEX).read_text())
-            exported = pickle.loads((folder / _ON_GPU).read_bytes()) if index["proof"] == proof else None
-            return exported and OpenVersion(cuda_ipc.open_buckets(exported), index["digests"])
         whole = _map(folder / _WEIGHTS)
         index = json.loads((folder / _INDEX).read_text())
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
 it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
-machines pull it from the publisher (weight_transport.py); readers on the publisher's GPU map its memory (cuda_ipc.py).
+machines pull it from the publisher (weight_transport.py).
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from components.engines import cuda_ipc
 from components.engines.weight_buckets import buckets, pieces_of
 from components.engines.weight_digest import digest
-from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version, put_on_gpu
+from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version
 from components.engines.weight_transport import RemoteVersion, WeightServer, fetch, prove
 
 _VERSION_GLOB = "weights-????????*"
-TRANSPORTS = ("auto", "shm", "tcp")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class WeightPublisher:
     """Writes versions and unlinks the older ones. One per run: the publisher owns its directory.
 
     The version before the newest stays until the next one is written: an engine that is replaced while the newest is
-    on its way to all is given it first. So two versions take room, never more. On a GPU it is one.
+    on its way to all is given it first. So two versions take room, never more.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class WeightPublisher:
         *,
         serve: bool = False,
         host: str | None = None,
-        cuda_ipc: bool = False,
         timeout_seconds: float = 60.0,
     ) -> None:
         """
@@ -75,14 +71,11 @@ class WeightPublisher:
                 trust (weight_transport.py). Without it no socket is opened.
             host: this machine's address as the readers reach it; nothing is bound to any other. None: MASTER_ADDR, as
                 rank 0 of a train role has it, else 127.0.0.1.
-            cuda_ipc: leave the weights on the GPU, for readers on the same GPU; the tensors must be there. A version
-                ends when the next is begun.
             timeout_seconds: a reader that takes no bucket for so long is given up.
         """
         self._directories = [Path(place) for place in (directory, fallback_directory) if place is not None]
         self._bucket_bytes = bucket_bytes
         self._headroom_bytes = headroom_bytes
-        self._cuda_ipc = cuda_ipc
         self._token = secrets.token_hex(16)
         self._published: list[tuple[WeightHandle, WrittenVersion]] = []
         self._newest: int | None = None
@@ -107,9 +100,7 @@ class WeightPublisher:
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
         digests: dict[str, str] | None = {} if with_digests else None
-        name, proof = f"weights-{version:08d}", prove(self._token, "folder")
-        write = self._export if self._cuda_ipc else self._write
-        written, nbytes = write(name, proof, _digested(tensors, digests), digests)
+        written, nbytes = self._write(f"weights-{version:08d}", _digested(tensors, digests), digests)
         address = None if self._server is None else self._server.address
         handle = WeightHandle(version, str(written.folder), nbytes, self._token, address)
         self._published.append((handle, written))
@@ -117,28 +108,17 @@ class WeightPublisher:
         return handle
 
     def _write(
-        self, name: str, proof: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
+        self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
     ) -> tuple[WrittenVersion, int]:
         old = self._published.pop(0)[1] if len(self._published) > 1 else None
         writer = VersionWriter(self._directories, name, self._headroom_bytes, old)
         try:
             for bucket in buckets(((name, tensor.cpu()) for name, tensor in tensors), self._bucket_bytes):
                 writer.write(bucket)
-            return writer.finish(proof, digests), writer.nbytes
+            return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
         except BaseException:
             writer.remove()
             raise
-
-    def _export(
-        self, name: str, proof: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
-    ) -> tuple[WrittenVersion, int]:
-        # Before the new one is made: a GPU has no room for three copies of a model.
-        while self._published:
-            self._published.pop()[1].remove()
-        exported = cuda_ipc.export_buckets(tensors, self._bucket_bytes)
-        folder = self._directories[0] / name
-        put_on_gpu(folder, exported, proof, digests)
-        return WrittenVersion(folder, on_gpu=exported), sum(flat.nbytes for flat in exported.flats)
 
     def _find(self, version: int) -> OpenVersion | None:
         """Called by the server's threads."""
@@ -151,7 +131,7 @@ class WeightPublisher:
             self._server.close()
             self._server = None
         for _, written in self._published:
-            written.remove()
+            shutil.rmtree(written.folder, ignore_errors=True)
         self._published.clear()
         self._sweep()
         for place in self._directories:
@@ -172,65 +152,50 @@ def _digested(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | N
         yield name, tensor.detach()
 
 
-def weight_shapes(handle: WeightHandle, transport: str = "auto") -> dict[str, tuple[int, ...]]:
+def weight_shapes(handle: WeightHandle) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights of a version, read without their payload."""
-    opened = _open(handle, transport, table_only=True)
+    opened = _open(handle, table_only=True)
     tables = opened.tables if isinstance(opened, RemoteVersion) else [pieces for pieces, _ in opened.buckets]
     return {piece.name: piece.shape for piece in chain(*tables)}
 
 
-def read_digests(handle: WeightHandle, transport: str = "auto") -> dict[str, str]:
+def read_digests(handle: WeightHandle) -> dict[str, str]:
     """Digest of each weight of a version, as it was published.
 
     Raises:
         ValueError: it was published without.
     """
-    digests = _open(handle, transport, table_only=True).digests
+    digests = _open(handle, table_only=True).digests
     if digests is None:
         raise ValueError(f"version {handle.version} has no digests; publish it with_digests=True")
     return digests
 
 
-def read_weights(
-    handle: WeightHandle, transport: str = "auto", timeout_seconds: float = 60.0
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a version: copy what you keep, and do not write.
+def read_weights(handle: WeightHandle, timeout_seconds: float = 60.0) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a version, mapped where its folder is, and otherwise through the network, from a publisher that
+    serves: copy what you keep, and do not write.
 
     Args:
         handle: of the version.
-        transport: "shm": the folder, mapped, or on a GPU the publisher's own memory; "tcp": through the network, from a
-            publisher that serves; "auto": the first of them that can work.
         timeout_seconds: for the publisher's answer, and for each bucket through the network.
 
     Raises:
         FileNotFoundError: the version is gone, or was never within reach.
         ConnectionError: the publisher is gone, or does not answer in time.
-        RuntimeError: the version was given up while it was read on a GPU.
     """
-    opened = _open(handle, transport, table_only=False, timeout_seconds=timeout_seconds)
+    opened = _open(handle, table_only=False, timeout_seconds=timeout_seconds)
     if isinstance(opened, RemoteVersion):
         yield from opened.tensors
         return
     for pieces, flat in opened.buckets:
         yield from pieces_of(flat, pieces)
-        if flat.is_cuda:
-            # The copies must have ended before the memory may change, and the folder goes first.
-            torch.cuda.synchronize(flat.device)
-            if not Path(handle.path).exists():
-                raise RuntimeError(f"version {handle.version} was replaced while it was read; receive the newest")
 
 
-def _open(
-    handle: WeightHandle, transport: str, table_only: bool, timeout_seconds: float = 60.0
-) -> OpenVersion | RemoteVersion:
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r} is not possible; use one of {', '.join(TRANSPORTS)}")
-    here = None
-    if transport in ("auto", "shm"):
-        here = open_version(Path(handle.path), prove(handle.token, "folder"))
+def _open(handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0) -> OpenVersion | RemoteVersion:
+    here = open_version(Path(handle.path), prove(handle.token, "folder"))
     if here is not None:
         return here
-    if handle.address is None or transport == "shm":
+    if handle.address is None:
         raise FileNotFoundError(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "
             "one was published, or lies on another machine; receive the newest handle, or let the publisher serve"

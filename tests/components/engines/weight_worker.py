@@ -38,13 +38,13 @@ def read(handle_file: Path) -> None:
     # What was needed to start up is given back, or it would hide what the reading needs.
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     most = 0
-    for number, (_, tensor) in enumerate(read_weights(handle, "tcp")):
+    for number, (_, tensor) in enumerate(read_weights(handle)):
         sums[number] = tensor.mean()
         now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         most = max(most, now - before)
     assert sums.tolist() == list(range(NUM_WEIGHTS))
     print(most, flush=True)
-    weights = read_weights(handle, "tcp")
+    weights = read_weights(handle)
     next(weights)
     os._exit(9)
 
