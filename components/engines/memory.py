@@ -192,15 +192,12 @@ def training(
         has_head: it has an output layer over the vocabulary; values and scores have none.
         sleeps: it goes to host memory while others work.
     """
+    size = size if size is None or has_head else size.without_head
     trained = None if size is None else _trained(size, config)
     base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)) if gpu else PROCESS_BYTES["process"]
     if size is None or trained is None:
         return Need(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
-    count = size.parameters - (0 if has_head else size.head)
-    trained = count if trained == size.parameters else trained
-    adapters = trained if config.lora_rank else 0
-    rest = size.rest if has_head else size.rest - size.head
-    work = _Training(config, ranks, count, trained, adapters, rest, max(1, size.layers), several, gpu)
+    work = _Training(size, config, ranks, trained, several, gpu)
     weights, gradients, optimizer = work.kept()
     host = 0
     if config.adam_offload and gpu:
@@ -226,9 +223,9 @@ def training(
         base=base,
         let_go=let_go,
         host=host,
-        loading=min(2 * BUCKET_BYTES, 4 * count) * gpu,
+        loading=min(2 * BUCKET_BYTES, 4 * size.parameters) * gpu,
         first=4 * trained * (config.ema_beta is not None),
-        published=2 * work.width * count * publishes,
+        published=2 * work.width * size.parameters * publishes,
         sleeps=sleeps,
     )
 
@@ -237,16 +234,11 @@ def training(
 class _Training:
     """The parameters of a model under an engine."""
 
+    size: ModelSize
     config: TrainConfig
     ranks: int
-    count: int
-    """Parameters."""
     trained: int
-    """Those of them, or of adapters, that are trained."""
-    adapters: int
-    rest: int
-    """Parameters that no layer has."""
-    layers: int
+    """Parameters of it, or of adapters, that are trained."""
     several: bool
     gpu: bool
 
@@ -258,12 +250,12 @@ class _Training:
     @property
     def layer(self) -> int:
         """Parameters of a layer."""
-        return (self.count - self.rest) // self.layers
+        return (self.size.parameters - self.size.rest) // max(1, self.size.layers)
 
     def kept(self) -> tuple[int, int, int]:
         """Weights, gradients and the optimizer's states, between two steps or at the end of one."""
         width, stage, ranks = self.width, self.config.stage, self.ranks
-        whole = self.count + self.adapters
+        whole = self.size.parameters + (self.trained if self.config.lora_rank else 0)
         if self.config.engine == "fsdp":
             return 4 * whole // ranks, 4 * self.trained // ranks, 8 * self.trained // ranks
         weights = width * whole // (ranks if stage == 3 else 1)
@@ -272,7 +264,7 @@ class _Training:
 
     def gathered_rest(self) -> int:
         """What no layer has, gathered for a whole pass."""
-        return self.width * self.rest if self.config.engine == "fsdp" else 0
+        return self.width * self.size.rest if self.config.engine == "fsdp" else 0
 
     def backward(self, head: int) -> int:
         """Gathered parameters and gradients on their way, while activations are there.
@@ -282,13 +274,14 @@ class _Training:
         """
         width, stage = self.width, self.config.stage
         if self.config.engine == "fsdp":
-            own = self.trained // self.layers if self.adapters else self.layer
+            adapters = self.config.lora_rank > 0
+            own = self.trained // max(1, self.size.layers) if adapters else self.layer
             # A layer's gradient, and its copy in float32 that is reduced.
-            gradients = (width + 4) * own + (0 if self.adapters else width * head)
+            gradients = (width + 4) * own + (0 if adapters else width * head)
             if stage < 3:
                 # The gradients of all micro-batches but the last are added up in float32, whole; rows come of the last.
                 added = 4 * (self.trained - self.trained // self.ranks) * self.several
-                return width * self.count + added + gradients
+                return width * self.size.parameters + added + gradients
             # Of the layers one computes, and the next one is on its way.
             return self.gathered_rest() + 2 * width * self.layer + gradients
         # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.
@@ -296,7 +289,7 @@ class _Training:
         buffer = width * _GATHERED // 2 if self.gpu else waiting
         if stage < 2:
             return buffer * stage * self.gpu
-        gathered = width * min(self.count, _GATHERED) if stage == 3 and self.ranks > 1 else 0
+        gathered = width * min(self.size.parameters, _GATHERED) if stage == 3 and self.ranks > 1 else 0
         return waiting + buffer + gathered
 
     def step(self) -> int:
@@ -304,7 +297,7 @@ class _Training:
         float32 for the optimizer.
         """
         if self.config.engine == "fsdp":
-            return 0 if self.adapters else (2 * self.width + 4) * self.rest
+            return 0 if self.config.lora_rank else (2 * self.width + 4) * self.size.rest
         waiting = min(self.trained, _GATHERED // 2)
         own = self.trained // self.ranks
         if self.config.stage == 0:
@@ -340,11 +333,11 @@ def frozen(
     base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1 and not is_whole)) if gpu else PROCESS_BYTES["process"]
     if size is None:
         return Need(weights=None, passes=None, base=base)
-    width = _WIDTH[weight_type(precision)]
-    head, embedding = size.head * has_head, size.vocabulary * size.hidden
+    size = size if has_head else size.without_head
+    width, embedding = _WIDTH[weight_type(precision)], size.vocabulary * size.hidden
     # What is multiplied is kept in the type of products; embeddings are not.
     narrow = _WIDTH[product_type(precision)]
-    weights = narrow * (size.parameters - size.head + head - embedding) + width * embedding
+    weights = narrow * (size.parameters - embedding) + width * embedding
     weights //= 1 if is_whole else ranks
     passes = None
     if size.layers:
@@ -352,7 +345,7 @@ def frozen(
         numbers = 4 * size.hidden + 3 * size.intermediate + size.experts_per_token * size.hidden
         passes = tokens * numbers * width + (_logits(size, tokens, width, gpu) if has_head else 0)
         if not is_whole:
-            passes += width * embedding + narrow * head + 2 * narrow * (size.parameters - size.rest) // size.layers
+            passes += width * embedding + narrow * size.head + 2 * narrow * (size.parameters - size.rest) // size.layers
     waits = gpu and layout == "offloaded"
     return Need(
         weights=0 if waits else weights,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class ModelSize:
     experts: int = 0
     """Of a layer of a mixture of experts; 0: the MLP is dense."""
     experts_per_token: int = 0
+
+    @property
+    def without_head(self) -> ModelSize:
+        """Of the same model without an output layer over the vocabulary: values and scores need none."""
+        return replace(self, parameters=self.parameters - self.head, head=0)
 
     @property
     def rest(self) -> int:
