@@ -78,14 +78,10 @@ def load_policy(
     keep_freed_memory()
     model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
     own = probe.config._attn_implementation
-    if own and "flash" in own:
-        # It is for GPUs, and the model is not on one yet.
-        probe.set_attn_implementation("eager")
-        is_plain = has_plain_head(probe)
-        probe.set_attn_implementation(own)
-    else:
-        is_plain = has_plain_head(probe)
-    mark_plain_head(model, is_plain)
+    # Flash attention is for GPUs, and the model is not on one yet.
+    probe.set_attn_implementation("eager")
+    mark_plain_head(model, has_plain_head(probe))
+    probe.set_attn_implementation(own)
     _fit(model, probe, attn_implementation, packing, gradient_checkpointing)
     return model
 
@@ -139,23 +135,19 @@ class ValueModel(nn.Module):
         backbone: PreTrainedModel,
         seed: int = 0,
         value_head_prefix: str = "score",
-        mean: float | None = None,
-        std: float | None = None,
+        statistics: tuple[float, float] | None = None,
     ) -> None:
         """
         Args:
             backbone: the transformer without its head.
             seed: of the first weights of the head.
             value_head_prefix: the head's weights are saved as `<prefix>.weight`.
-            mean: with `std`, the values are (score - mean) / std; both None: the scores themselves.
-            std: positive.
+            statistics: (mean, std), by which the values are (score - mean) / std; None: the scores themselves.
         """
         super().__init__()
-        if (mean is None) != (std is None):
-            raise ValueError(f"mean={mean} and std={std}: values are normalised by both; give both, or neither")
         self.backbone = backbone
         self.value_head_prefix = value_head_prefix
-        self.mean, self.std = mean, std
+        self.statistics = statistics
         hidden = _state_size(backbone.config)
         self.score = nn.Linear(hidden, 1, bias=False, dtype=backbone.dtype)
         # Small, so that the first values are near 0 and advantages are the rewards; the same on all ranks.
@@ -173,9 +165,10 @@ class ValueModel(nn.Module):
         score_BT1 = self.score(self.backbone(**inputs).last_hidden_state)
         # A copy: the hooks that fully_shard puts on a model's output get lost when it is a view.
         score_BT = score_BT1.squeeze(-1).to(torch.float32, copy=True)
-        if self.mean is None or self.std is None:
+        if self.statistics is None:
             return score_BT
-        return (score_BT - self.mean) / self.std
+        mean, std = self.statistics
+        return (score_BT - mean) / std
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the folder that `load_value_model` loads, with the same prefix of the head and the same `normalize`.
@@ -208,12 +201,11 @@ class ValueModel(nn.Module):
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
         # Under another name it would not find the head, and make up a random one.
         config.architectures = [classifier.__name__] if classifier and self.value_head_prefix == "score" else None
-        for name, number in (("mean", self.mean), ("std", self.std)):
-            if number is not None:
-                setattr(config, name, number)
-            elif hasattr(config, name):
-                # Of the reward model that this one started from: it says nothing about these scores.
-                delattr(config, name)
+        for name in ("mean", "std"):
+            # Those of the reward model that this one started from say nothing about these scores.
+            vars(config).pop(name, None)
+        if self.statistics is not None:
+            config.mean, config.std = self.statistics
         config.save_pretrained(path)
 
 
@@ -252,7 +244,7 @@ def load_value_model(
     keep_freed_memory()
     # All that is small is checked before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
-    mean, std = score_statistics(config, path) if normalize else (None, None)
+    statistics = score_statistics(config, path) if normalize else None
     head_1H = _stored_head(path, value_head_prefix)
     if head_1H is None and needs_head:
         raise ValueError(
@@ -266,7 +258,7 @@ def load_value_model(
         )
     backbone, probe = _open(AutoModel, path, dtype, attn_implementation, empty)
     _fit(backbone, probe, attn_implementation, packing, gradient_checkpointing)
-    model = ValueModel(backbone, seed, value_head_prefix, mean, std)
+    model = ValueModel(backbone, seed, value_head_prefix, statistics)
     if head_1H is not None:
         with torch.no_grad():
             model.score.weight.copy_(head_1H)

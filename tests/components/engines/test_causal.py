@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from components.batch import Batch
-from components.engines import causal, logprobs
+from components.engines import logprobs
 from components.engines.causal import evaluate, load_policy, load_value_model, token_logprobs, token_values
 from tests.messages import says
 
@@ -221,11 +221,6 @@ def test_statistics_that_normalise_nothing_are_refused(
         ValueError, match=says("config.json", *(f"{name}={value}" for name, value in statistics.items()))
     ):
         load_value_model(tmp_path, normalize=True)
-
-
-def test_half_of_mean_and_deviation_is_refused(untied_model: Path) -> None:
-    with pytest.raises(ValueError, match=says("mean=1.0", "std=None")):
-        causal.ValueModel(load_value_model(untied_model).backbone, mean=1.0)
 
 
 def test_a_head_with_a_bias_is_refused(untied_model: Path, tmp_path: Path) -> None:
