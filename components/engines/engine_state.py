@@ -17,6 +17,7 @@ first alone; before the first step there are none to give; and their sum over th
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -187,8 +188,7 @@ class EngineState:
             if part is not None and (self.rank == 0 or hasattr(parameter, "ds_id") or _is_dtensor(parameter)):
                 bits = part.of(part.flat).to(self.device, torch.bfloat16).view(torch.int16)
                 total += bits.sum(dtype=torch.int64)
-        if self.world_size > 1:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return int(total)
 
     def _part(self, parameter: Any) -> _Part | None:
@@ -271,7 +271,7 @@ class EngineState:
             for key in self.keys_of(parameter)
             if writers[name] == self.rank
         }
-        return TensorFile(folder / _file_of(self.rank), tensors)
+        return TensorFile(folder / f"rank_{self.rank}.safetensors", tensors)
 
     def _begin(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ class EngineState:
             name: {
                 "shape": list(whole_shape(parameter)),
                 "adam_step": self._adam_step(parameter),
-                "file": _file_of(writers[name]),
+                "file": f"rank_{writers[name]}.safetensors",
             }
             for name, parameter in parameters.items()
         }
@@ -321,19 +321,17 @@ class EngineState:
         _same_adapters(folder, note["adapters"], self.adapters)
         _same_model(folder, "parameter", note["parameters"], self.parameters)
         _same_model(folder, "buffer", note["buffers"], self.buffers)
-        average = note["average"]
-        files = {entry["file"] for entry in note["parameters"].values()} | ({average} if average else set())
-        readers = {file: stack.enter_context(_open(folder / file)) for file in sorted(files)}
-        for name, entry in note["parameters"].items():
-            if average:
-                _has_tensor(folder / average, readers[average], f"{name}/average", entry["shape"])
-            for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
-                _has_tensor(folder / entry["file"], readers[entry["file"]], f"{name}/{key}", entry["shape"])
         own = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
-        reader = stack.enter_context(_open(folder / own))
-        for name, entry in note["buffers"].items():
-            _has_tensor(folder / own, reader, f"{name}/buffer", entry["shape"])
-        return _Saved(note, readers, reader)
+        shapes: dict[str, dict[str, list[int]]] = defaultdict(dict)
+        """Of the tensors that each file has to have."""
+        for name, entry in note["parameters"].items():
+            for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
+                shapes[entry["file"]][f"{name}/{key}"] = entry["shape"]
+            if note["average"]:
+                shapes[note["average"]][f"{name}/average"] = entry["shape"]
+        shapes[own] = {f"{name}/buffer": entry["shape"] for name, entry in note["buffers"].items()}
+        readers = {file: stack.enter_context(_open(folder / file, wanted)) for file, wanted in sorted(shapes.items())}
+        return _Saved(note, readers, readers[own])
 
     @torch.no_grad()
     def _fill(self, saved: _Saved) -> None:
@@ -407,10 +405,6 @@ class EngineState:
             self.zero.update_lp_params()
 
 
-def _file_of(rank: int) -> str:
-    return f"rank_{rank}.safetensors"
-
-
 def _is_zeros(parameter: nn.Parameter) -> bool:
     """Whether DeepSpeed's ZeRO has partitioned it, or what AdamW keeps of it."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
@@ -458,16 +452,15 @@ def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, 
             )
 
 
-def _open(path: Path) -> TensorReader:
+def _open(path: Path, shapes: dict[str, list[int]]) -> TensorReader:
     try:
-        return TensorReader(path)
+        reader = TensorReader(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, but {NOTE} beside it names it; take another state") from None
     except ValueError as error:
         raise ValueError(f"{path} is not whole ({error}); take another state") from error
-
-
-def _has_tensor(path: Path, reader: TensorReader, name: str, shape: list[int]) -> None:
-    found = list(reader.empty(name).shape) if name in reader else None
-    if found != shape:
-        raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it says {shape}; take another state")
+    for name, shape in shapes.items():
+        found = list(reader.empty(name).shape) if name in reader else None
+        if found != shape:
+            raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it says {shape}; take another one")
+    return reader

@@ -14,23 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES as _DTYPES  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+_TYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorReader:
