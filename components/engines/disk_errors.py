@@ -63,10 +63,8 @@ class Attempt:
         mine = None
         if self.error is not None:
             mine = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
-        all_ranks: list[Any] = [mine]
-        if dist.get_world_size() > 1:
-            all_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(all_ranks, mine)
+        all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, mine)
         if self.error is not None:
             raise self.error
         for rank, failure in enumerate(all_ranks):

@@ -32,7 +32,10 @@ def evaluate_together(
         ValueError: passes are collective, and this rank has nothing to make them with.
     """
     count = len(batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, limits.packing))
-    extra = _busiest(count, device) - count if is_collective else 0
+    most = torch.tensor(count, device=device)
+    if is_collective:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    extra = int(most) - count
     if extra and not len(batch):
         raise ValueError(
             f"rank {dist.get_rank()} has no sequence to evaluate, and the model is partitioned over the ranks, which "
@@ -43,11 +46,3 @@ def evaluate_together(
         for _ in range(extra):
             compute(batch.select(batch.lengths.argmin().view(1)).to(device))
     return result_N
-
-
-def _busiest(count: int, device: torch.device) -> int:
-    if dist.get_world_size() == 1:
-        return count
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)

@@ -259,8 +259,7 @@ class TrainEngine(ABC):
         if self.device.type != "cuda":
             return {}
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return {"gpu_memory_gb": float(peak)}
 
     def _check_gradient(self, norm: float) -> None:
@@ -273,8 +272,7 @@ class TrainEngine(ABC):
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(sums)
         values = torch.stack([sums[name].to(self.device) for name in names])
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        dist.all_reduce(values)
         return dict(zip(names, values.tolist(), strict=True))
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
