@@ -88,7 +88,7 @@ class WeightVersions(ABC):
 
             faults = compare_digests(read_digests(handle), digests)
             if faults:
-                raise RuntimeError(f"version {handle.version} of the weights arrived damaged: {'; '.join(faults)}")
+                raise RuntimeError(f"version {handle.version} of the weights arrived damaged: {', '.join(faults)}")
         self._weight_version = handle.version
         self._damaged = False
 

@@ -44,8 +44,6 @@ def _mix(words: Tensor, scratch: Tensor) -> None:
 
 
 def compare_digests(published: dict[str, str], received: dict[str, str]) -> list[str]:
-    """What differs, in words; empty when all is equal."""
-    missing = [f"{name} is missing" for name in sorted(published.keys() - received.keys())]
-    unknown = [f"{name} is unknown to the publisher" for name in sorted(received.keys() - published.keys())]
-    common = sorted(published.keys() & received.keys())
-    return missing + unknown + [f"{name} differs" for name in common if published[name] != received[name]]
+    """Names of what differs, or is on one side alone."""
+    names = sorted(published.keys() | received.keys())
+    return [name for name in names if published.get(name) != received.get(name)]
