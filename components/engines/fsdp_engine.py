@@ -24,8 +24,6 @@ from components.engines.fsdp_groups import partition
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, local_rows
 
-__all__ = ["FSDPEngine"]
-
 
 class FSDPEngine(TrainEngine):
     """A model whose layers torch partitions by rows."""

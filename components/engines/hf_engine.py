@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import DynamicCache
 
-__all__ = ["HFRolloutConfig", "HFRolloutEngine", "SamplingConfig"]
-
 # Float64 probabilities of all rows at once would be the largest thing in memory for a large vocabulary.
 _CHUNK_ELEMENTS = 2**25
 # Finished rows leave when no more than this share of the cache is unfinished: leaving takes a few operations.

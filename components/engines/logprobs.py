@@ -47,13 +47,8 @@ def label_logprobs(
         [M] log-probabilities in nats, and [M] entropies in nats or None; float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: the shapes do not fit, scale is not positive, or, in the backward pass, a row has two labels.
+        ValueError: scale is not positive, or, in the backward pass, a row has two labels.
     """
-    if logits_RV.dim() != 2 or row_M.dim() != 1 or row_M.shape != label_M.shape:
-        raise ValueError(
-            f"logits_RV has shape {list(logits_RV.shape)}, row_M {list(row_M.shape)}, label_M {list(label_M.shape)}; "
-            "they must be [R, V], [M] and [M]"
-        )
     check_scale(scale)
     return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy)
 

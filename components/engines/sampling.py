@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from components.engines.config import SamplingConfig
-
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-
-__all__ = ["SamplingConfig", "request_seeds", "uniform"]
 
 # Constants of splitmix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)

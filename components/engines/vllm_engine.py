@@ -33,9 +33,6 @@ from components.engines.vllm_options import (
 from components.engines.weight_sync import WeightHandle
 from components.heartbeat import beat
 
-__all__ = ["VLLMRolloutConfig", "VLLMRolloutEngine"]
-
-
 _LOOK_S = 5.0
 
 

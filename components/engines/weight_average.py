@@ -28,12 +28,7 @@ class WeightAverage:
         Args:
             beta: b, in [0, 1); 0 is the weights themselves.
             named_parameters: the weights before the first step.
-
-        Raises:
-            ValueError: beta is outside [0, 1).
         """
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta={beta} is no decay of an average; use a number in [0, 1)")
         self.beta = beta
         self.tensors: dict[str, Tensor] = {
             name: parameter.detach().to("cpu", torch.float32, copy=True) for name, parameter in named_parameters

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from components.engines.sampling import SamplingConfig, uniform
+from components.engines.config import SamplingConfig
+from components.engines.sampling import uniform
 
 WORD = 2**64
 

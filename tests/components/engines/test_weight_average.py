@@ -105,12 +105,6 @@ def test_live_parameters_are_copied_and_left_alone() -> None:
     assert not average.tensors["a"].requires_grad
 
 
-@pytest.mark.parametrize("beta", [1.0, -0.1, float("nan")])
-def test_an_impossible_decay_is_refused(beta: float) -> None:
-    with pytest.raises(ValueError, match=says(f"beta={beta}", "[0, 1)")):
-        WeightAverage(beta, [])
-
-
 class Run(NamedTuple):
     folder: Path
     ranks: list[dict[str, Any]]
