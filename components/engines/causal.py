@@ -77,7 +77,7 @@ def load_policy(
 
     keep_freed_memory()
     model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
-    own = probe.config._attn_implementation
+    own: Any = probe.config._attn_implementation
     # Flash attention is for GPUs, and the model is not on one yet.
     probe.set_attn_implementation("eager")
     mark_plain_head(model, has_plain_head(probe))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import _TYPES as _DTYPES  # pyright: ignore[reportPrivateUsage]
+from safetensors.torch import _TYPES as _DTYPES
 from torch import Tensor
 
 _TYPES = {dtype: name for name, dtype in _DTYPES.items()}
