@@ -42,23 +42,23 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3420, "components": 10250, "agents": 2000, "training": 8010}
+LAYER_LINES = {"core": 3340, "components": 9640, "agents": 1970, "training": 7900}
 RECIPE_LINES = {
-    "grpo": 380,
-    "reinforce_pp": 260,
-    "multi_turn": 260,
-    "sft": 260,
-    "dpo": 260,
+    "grpo": 160,
+    "reinforce_pp": 120,
+    "multi_turn": 150,
+    "sft": 150,
+    "dpo": 170,
     "reward_model": 500,
-    "openrlhf_ppo": 950,
-    "verl_ppo": 1990,
+    "openrlhf_ppo": 820,
+    "verl_ppo": 1840,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
 TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 19410}
+CLOSURE_LINES = {"recipes/grpo": 18750}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4

@@ -51,9 +51,6 @@ except ModuleNotFoundError as error:
 
 UNAUTHORIZED, TOO_SLOW, TOO_LARGE, INVALID, GONE, FAILED, BUSY = 401, 408, 413, 422, 499, 500, 503
 
-BACKLOG = 1024
-"""Connections that may wait to be taken."""
-
 
 @dataclass(kw_only=True)
 class ServeConfig(Options):
@@ -114,7 +111,8 @@ def load_service(config: ServeConfig) -> ScoringService:
         ConfigError: there is no such model, or it cannot be used as asked.
     """
     try:
-        positions = getattr(find_model(config.model.path).get_text_config(), "max_position_embeddings", None) or math.inf
+        text_model = find_model(config.model.path).get_text_config()
+        positions = getattr(text_model, "max_position_embeddings", None) or math.inf
         max_len = config.max_text_tokens or min(2048, positions)
         if max_len > positions:
             raise ValueError(f"max_text_tokens={max_len} is more than its {positions} positions; set it lower")
@@ -290,12 +288,11 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
     Raises:
         OSError: another server has begun to listen at the same address.
     """
-    listener.listen(BACKLOG)
+    listener.listen()
     options = uvicorn.Config(
         make_app(service, config),
         log_level="warning",
         access_log=False,
-        backlog=BACKLOG,
         timeout_graceful_shutdown=config.grace_s,
     )
     # uvicorn answers requests under way, and then raises the signal again, for the handler before its own.
