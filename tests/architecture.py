@@ -55,6 +55,7 @@ RECIPE_LINES = {
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
+NEW_RECIPE_LINES = 260
 TABLES = {"names.yaml", "openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
@@ -258,7 +259,7 @@ def layer_size_faults(root: Path) -> list[str]:
     """Layers and recipes that are too large."""
     limits = {layer: limit for layer, limit in LAYER_LINES.items() if (root / layer).is_dir()}
     for recipe in recipes_of(root):
-        limits[f"recipes/{recipe.name}"] = RECIPE_LINES.get(recipe.name, min(RECIPE_LINES.values()))
+        limits[f"recipes/{recipe.name}"] = RECIPE_LINES.get(recipe.name, NEW_RECIPE_LINES)
     counts = {folder: size_of(root, folder) for folder in limits}
     return [f"{f} has {counts[f]} lines of code, over {limits[f]}" for f in limits if counts[f] > limits[f]]
 
