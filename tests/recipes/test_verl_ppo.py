@@ -148,7 +148,7 @@ def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -
         "critic.compute_values",
     ]
     update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
-    saved = [f"{policy}.save_state", "critic.save_state", f"{policy}.save_model"]
+    saved = [f"{policy}.save_state", "critic.save_state", f"{policy}.save"]
     first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
     assert began[4 : 7 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
     assert set(began[-3:]) == {f"{policy}.end_job", "critic.end_job", "ref.end_job"}
