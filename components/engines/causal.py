@@ -25,6 +25,7 @@ from components.engines.empty_model import empty_model, model_folder, small_copy
 from components.engines.head_logprobs import has_plain_head, logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
 from components.engines.packing import packed_inputs, packs, use_packing
+from components.engines.shared_prompts import SHORTEST, shares_prompts
 from components.engines.tensor_file import TensorReader
 from components.engines.weight_files import ReadWhole
 from components.heartbeat import beat
@@ -160,6 +161,11 @@ class ValueModel(nn.Module):
         """As `packs` asks it."""
         return packs(self.backbone)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """As `shares_prompts` of shared_prompts.py asks it."""
+        return shares_prompts(self.backbone)
+
     def forward(self, **inputs: Any) -> Tensor:
         """[B, T] float32 values of the states after each input token."""
         score_BT1 = self.score(self.backbone(**inputs).last_hidden_state)
@@ -281,12 +287,19 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     inputs, state_M, follower_M = _predecessors(model, batch)
     label_M = batch["tokens"].to(state_M.device, torch.int64)[follower_M]
     scale, head = temperature or 1.0, plain_head(model)
+    shared_M = state_M if "shared_row" in inputs else None
+    if shared_M is not None:
+        # What sequences share predicts the same tokens in all of them: every place of the row has one label.
+        state_M = torch.arange(inputs["input_ids"].shape[1], device=state_M.device)
+        label_M = torch.empty_like(state_M).scatter_(0, shared_M, label_M)
     if head is None:
         logits_RV = model(**inputs).logits.flatten(0, 1)
         columns = label_logprobs(logits_RV, state_M, label_M, scale=scale, with_entropy=with_entropy)
     else:
         with logprobs_for_logits(head, state_M, label_M, scale, with_entropy):
             columns = model(**inputs).logits[0].unbind(-1)
+    if shared_M is not None:
+        columns = [None if x_U is None else x_U[shared_M] for x_U in columns]
     output_N = [None if x_M is None else _scatter(x_M, follower_M, batch.num_tokens) for x_M in columns]
     assert output_N[0] is not None
     return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
@@ -306,32 +319,26 @@ def token_values(model: nn.Module, batch: Batch) -> Tensor:
 def state_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state after each token."""
     if packs(model):
-        return model(**packed_inputs(batch))[0]
+        inputs, place_N = packed_inputs(batch, SHORTEST if shares_prompts(model) else None)
+        value_U = model(**inputs)[0]
+        return value_U if place_N is None else value_U[place_N]
     return batch.unpad(model(**_padded_inputs(batch.padded("tokens", 0))), batch.lengths)
 
 
 def evaluate(
-    batch: Batch,
-    max_tokens: int,
-    device: torch.device | str,
-    compute: Callable[[Batch], Tensor],
-    max_sequences: int = 0,
-    packing: bool = False,
+    batch: Batch, plan: list[Tensor], device: torch.device | str, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
     """Apply `compute` to a batch in micro-batches, without gradients.
 
     Args:
         batch: B sequences.
-        max_tokens: of a micro-batch, its padding included.
+        plan: positions of each micro-batch, together every sequence once.
         device: where `compute` wants its micro-batch.
         compute: micro-batch of n tokens -> [n].
-        max_sequences: of a micro-batch; 0 sets no limit.
-        packing: the model packs, so that there is no padding to count.
 
     Returns:
         [N] on the CPU, in the order of `batch`.
     """
-    plan = batch.micro_batch_indices(max_tokens, max_sequences, packing)
     if not plan:
         return torch.zeros(0)
     parts = list[Tensor]()
@@ -368,7 +375,9 @@ def _predecessors(model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Tenso
         if not len(follower_M):
             # The model is still called: where it is partitioned, other ranks wait for this one.
             before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
-        return packed_inputs(before), torch.arange(len(follower_M), device=tokens_N.device), follower_M
+        inputs, place_M = packed_inputs(before, SHORTEST if shares_prompts(model) else None)
+        in_order_M = torch.arange(len(follower_M), device=tokens_N.device)
+        return inputs, in_order_M if place_M is None else place_M, follower_M
     longest = int(batch.lengths.max()) if len(batch) else 0
     tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
     state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1

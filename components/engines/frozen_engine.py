@@ -70,9 +70,7 @@ class FrozenEngine(Generic[M]):
             ValueError: the model is sharded, and this rank has no sequence where others have some.
         """
         own = self.config
-        return evaluate_together(
-            batch, own.limits, self.device, lambda micro: compute(self.model, micro), own.is_collective
-        )
+        return evaluate_together(self.model, batch, own.limits, self.device, compute, own.is_collective)
 
 
 def is_read_by_parts(config: FrozenConfig) -> bool:

@@ -1,4 +1,5 @@
-"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed.
+"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed, and what several
+of them begin with is computed once (shared_prompts.py).
 
 A model that packs gets the row, positions that start anew with each sequence, and where the sequences begin, under the
 names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
@@ -12,6 +13,7 @@ query heads, `K` key heads, `D` size of a head.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from components.batch import Batch
 from components.engines.precision import as_multiplied
+from components.engines.router_loss import Routers
+from components.engines.shared_prompts import SharedRow, mark_shared_prompts, runs_of, saved_by, shared_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger(__name__)
 _NAME = "troupe_packed"
 _MARK = "packs_sequences"  # a ValueModel has a property of this name
 
@@ -61,21 +66,46 @@ def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) ->
         asked.set_attn_implementation("eager")
         with torch.no_grad():
             alone = [asked(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
-            asked.set_attn_implementation(_NAME)
-            packed = asked(**packed_inputs(row))[0]
+        asked.set_attn_implementation(_NAME)
+        expected = torch.cat(alone, 1).float()
+        distance = _distance(asked, expected, packed_inputs(row)[0])
         model.set_attn_implementation(_NAME)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(_refusal(model, f"it failed on a packed row: {error}")) from error
     if model.config._attn_implementation != _NAME:
         raise ValueError(_refusal(model, "transformers cannot give it another attention"))
-    expected = torch.cat(alone, 1).float()
-    distance = float((packed.float() - expected).abs().max() / expected.abs().max())
     # Not the other way round: NaN is not near.
     if not distance <= _TOLERANCE.get(asked.dtype, 1e-3):
         raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
+    mark_shared_prompts(model, _can_share(asked, row, expected))
     if own is not None and "flash" in own:
         model.set_attn_implementation(own)
+        mark_shared_prompts(model, False)
     setattr(model, _MARK, True)
+
+
+def _distance(
+    asked: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
+) -> float:
+    """How far a model's output for a row is from what is expected, relative to the largest number."""
+    with torch.no_grad():
+        found_1NV = asked(**inputs)[0].float()
+    found_1NV = found_1NV if place_N is None else found_1NV[:, place_N]
+    return float((found_1NV - expected_1NV).abs().max() / expected_1NV.abs().max())
+
+
+def _can_share(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> bool:
+    """Whether a model hands on to its attention what sequences share. The loss that balances experts counts every token
+    that is routed, so that a mixture of experts computes each.
+    """
+    if Routers(asked):
+        return False
+    try:
+        distance = _distance(asked, expected_1NV, *packed_inputs(row, shortest=2))
+    except (RuntimeError, TypeError, ValueError) as error:
+        _log.info("%s computes each sequence whole: %s", type(asked).__name__, error)
+        return False
+    return distance <= _TOLERANCE.get(asked.dtype, 1e-3)
 
 
 def packs(model: nn.Module) -> bool:
@@ -83,14 +113,26 @@ def packs(model: nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
-def packed_inputs(batch: Batch) -> dict[str, Any]:
-    """What a model that packs is called with, for column `tokens` of at least one token."""
+def packed_inputs(batch: Batch, shortest: int | None = None) -> tuple[dict[str, Any], Tensor | None]:
+    """What a model that packs is called with, for column `tokens` of at least one token.
+
+    Args:
+        batch: of the sequences.
+        shortest: what sequences begin with alike, of so many tokens at least, is in the row once; None: nothing is.
+
+    Returns:
+        Arguments of the call; and [N] the place of each token in the row, None where they are in order.
+    """
     packed = batch.packed()
     borders = {f"cu_seq_lens_{side}": packed.cumulative_lengths for side in ("q", "k")}
     longest = {f"max_length_{side}": packed.max_length for side in ("q", "k")}
-    row = {"input_ids": packed.tokens[None], "position_ids": packed.positions[None]}
     # No cache and no mask: with either transformers takes the row for one sequence.
-    return {**row, **borders, **longest, "use_cache": False}
+    inputs = {"input_ids": packed.tokens, "position_ids": packed.positions, **borders, **longest, "use_cache": False}
+    runs = [] if shortest is None else runs_of(batch, shortest)
+    row = shared_row(batch, runs) if saved_by(runs) else None
+    for name in ("input_ids", "position_ids"):
+        inputs[name] = (inputs[name] if row is None else inputs[name][row.first_U])[None]
+    return (inputs, None) if row is None else ({**inputs, "shared_row": row}, row.place_N)
 
 
 def _refusal(model: nn.Module, why: str) -> str:
@@ -98,10 +140,11 @@ def _refusal(model: nn.Module, why: str) -> str:
 
 
 def _probe_row(model: PreTrainedModel) -> Batch:
-    """Three sequences; the first and the last begin alike, so that an order of positions alone decides nothing."""
+    """Four sequences, of which the last two begin alike."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (6, 1, 9)]
+    rows.append([*rows[2][:5], *rows[0][:2]])
     return Batch.from_rows({"tokens": rows})
 
 
@@ -132,6 +175,7 @@ def _attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    shared_row: SharedRow | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention: returns [R, N, H, D] and no attention weights.
@@ -140,7 +184,24 @@ def _attention(
         attention_mask: what `_mask` made of it.
         s_aux: [H] sinks: logits that take their share of the softmax and give nothing.
         cu_seq_lens_q: [B + 1] where sequences begin in the only row; None: every row is a sequence.
+        shared_row: how the row becomes those sequences, where it has what they share once.
     """
+    if shared_row is not None:
+        output_1NHD, _ = _attention(
+            module,
+            shared_row.spread(query_RHND),
+            shared_row.spread(key_RKND),
+            shared_row.spread(value_RKND),
+            attention_mask,
+            scaling,
+            dropout,
+            softcap,
+            s_aux,
+            cu_seq_lens_q,
+            max_length_q,
+            **rest,
+        )
+        return shared_row.gathered(output_1NHD), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     is_window = attention_mask is not None and attention_mask.dtype == torch.int64

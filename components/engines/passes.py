@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.causal import evaluate
 from components.engines.config import PassLimits
+from components.engines.shared_prompts import micro_batches
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def evaluate_together(
-    batch: Batch, limits: PassLimits, device: torch.device, compute: Callable[[Batch], Tensor], is_collective: bool
+    model: M,
+    batch: Batch,
+    limits: PassLimits,
+    device: torch.device,
+    compute: Callable[[M, Batch], Tensor],
+    is_collective: bool,
 ) -> Tensor:
     """Apply `compute` to a batch in micro-batches, without gradients.
 
     Args:
+        model: whose passes they are.
         batch: this rank's; ranks may have different numbers of sequences.
         limits: of a micro-batch.
         device: where `compute` wants its micro-batch.
-        compute: micro-batch of n tokens -> [n].
+        compute: (model, micro-batch of n tokens) -> [n].
         is_collective: a pass gathers parameters, so that every rank has to make as many as the busiest one.
 
     Returns:
@@ -31,18 +42,18 @@ def evaluate_together(
     Raises:
         ValueError: passes are collective, and this rank has nothing to make them with.
     """
-    count = len(batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, limits.packing))
-    most = torch.tensor(count, device=device)
+    plan = micro_batches(batch, limits, model)
+    most = torch.tensor(len(plan), device=device)
     if is_collective:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    extra = int(most) - count
+    extra = int(most) - len(plan)
     if extra and not len(batch):
         raise ValueError(
             f"rank {dist.get_rank()} has no sequence to evaluate, and the model is partitioned over the ranks, which "
             "compute together; send at least one sequence to every rank"
         )
-    result_N = evaluate(batch, limits.max_tokens, device, compute, limits.max_sequences, limits.packing)
+    result_N = evaluate(batch, plan, device, partial(compute, model))
     with torch.no_grad():
         for _ in range(extra):
-            compute(batch.select(batch.lengths.argmin().view(1)).to(device))
+            compute(model, batch.select(batch.lengths.argmin().view(1)).to(device))
     return result_N

@@ -30,6 +30,13 @@ from components.engines.lora import Adapters
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in
 from components.engines.router_loss import Routers
+from components.engines.shared_prompts import (
+    runs_of,
+    saved_by,
+    shared_micro_batches,
+    shares_of_runs,
+    shares_prompts,
+)
 from components.engines.weight_average import WeightAverage
 from components.heartbeat import beat
 from components.rl.aggregation import LossOutput, Totals
@@ -184,14 +191,8 @@ class TrainEngine(ABC):
                 raise ValueError("the model has no adapters, and its weights are trained; set lora_rank")
             with self.adapters.off():
                 return self.forward(batch, compute)
-        model = self.model.eval()
-        return evaluate_together(
-            batch,
-            self.config.forward_limits,
-            self.device,
-            lambda micro: compute(model, micro),
-            self._passes_are_collective,
-        )
+        model, limits = self.model.eval(), self.config.forward_limits
+        return evaluate_together(model, batch, limits, self.device, compute, self._passes_are_collective)
 
     def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
         """One optimizer step on `minibatch`.
@@ -215,7 +216,7 @@ class TrainEngine(ABC):
         """
         self._check_awake()
         totals = _totals(minibatch)
-        plans = _plan(minibatch, self.world_size, self.config, group_size)
+        plans = _plan(minibatch, self.world_size, self.config, group_size, shares_prompts(self.model))
         own = plans[self.rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
@@ -481,10 +482,17 @@ def _totals(minibatch: Batch) -> Totals:
     return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
 
 
-def _plan(minibatch: Batch, world_size: int, config: TrainConfig, group_size: int = 1) -> list[list[Tensor]]:
+def _plan(
+    minibatch: Batch, world_size: int, config: TrainConfig, group_size: int = 1, shares: bool = False
+) -> list[list[Tensor]]:
     """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
     if len(minibatch) % group_size:
         raise ValueError(f"the minibatch has {len(minibatch)} sequences, which are no groups of {group_size}")
+    runs = runs_of(minibatch) if shares and group_size == 1 else []
+    if saved_by(runs):
+        lengths_B = minibatch.lengths
+        parts = shares_of_runs(lengths_B, runs, world_size)
+        return [shared_micro_batches(lengths_B, part, config.max_tokens, config.max_sequences) for part in parts]
     length_GS = minibatch.lengths.view(-1, group_size)
     # What a group takes in a micro-batch: of padded rows the longest decides.
     cost_G = length_GS.sum(1) if config.packing else group_size * length_GS.amax(1)

@@ -93,7 +93,8 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
             columns = {"old_logprob": train_engine.forward(rollouts, logprobs)}
             if reference is not None:
                 on_reference = partial(logprobs, reference.to(train_engine.device))
-                columns["reference_logprob"] = evaluate(rollouts, own.max_tokens, train_engine.device, on_reference)
+                plan = rollouts.micro_batch_indices(own.max_tokens)
+                columns["reference_logprob"] = evaluate(rollouts, plan, train_engine.device, on_reference)
             # 4. Advantage: (reward - mean of its group) / standard deviation of its group, the same for each token.
             advantage_B = group_norm(rollouts["reward"], rollouts["prompt_id"])
             experience = rollouts.with_tokens(**columns, advantage=advantage_B[rollouts.sequence_ids])

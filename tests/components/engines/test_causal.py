@@ -113,14 +113,14 @@ def test_evaluation_in_micro_batches_keeps_the_order(tied_model: Path, batch: Ba
         sizes.append(len(micro_batch))
         return token_logprobs(model, micro_batch).logprob_N
 
-    logprob_N = evaluate(batch, max_tokens, "cpu", compute)
+    logprob_N = evaluate(batch, batch.micro_batch_indices(max_tokens), "cpu", compute)
     torch.testing.assert_close(logprob_N, token_logprobs(model, batch).logprob_N.detach(), atol=1e-5, rtol=0)
     assert not logprob_N.requires_grad
     # By length 1, 2, 5, 8: of 8 tokens, padding included, only the first two fit together.
     assert sizes == {1: [1, 1, 1, 1], 8: [2, 1, 1], 10**6: [4]}[max_tokens]
-    assert evaluate(batch.select([]), max_tokens, "cpu", compute).tolist() == []
+    assert evaluate(batch.select([]), [], "cpu", compute).tolist() == []
     sizes.clear()
-    few_N = evaluate(batch, max_tokens, "cpu", compute, max_sequences=3)
+    few_N = evaluate(batch, batch.micro_batch_indices(max_tokens, 3), "cpu", compute)
     torch.testing.assert_close(few_N, logprob_N, atol=1e-5, rtol=0)
     assert sizes == {1: [1, 1, 1, 1], 8: [2, 1, 1], 10**6: [3, 1]}[max_tokens]
 

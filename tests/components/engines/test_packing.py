@@ -171,8 +171,8 @@ def test_what_cannot_be_packed_is_refused(folder_of: Callable[[str], Path], name
 
 
 def test_a_model_that_drops_the_borders_is_refused(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(batch: Batch) -> dict[str, Any]:
-        return {name: x for name, x in packed_inputs(batch).items() if "seq_lens" not in name}
+    def without(batch: Batch) -> tuple[dict[str, Any], None]:
+        return {name: x for name, x in packed_inputs(batch)[0].items() if "seq_lens" not in name}, None
 
     monkeypatch.setattr(packing, "packed_inputs", without)
     with pytest.raises(ValueError, match=r"(?=.*packing=False).* \d"):

@@ -1,0 +1,191 @@
+"""Sequences that begin alike are computed once as far as they are alike: a group's prompt is read once.
+
+    sequences   p q r a b    p q r c          row         p q r a b c
+                                              positions   0 1 2 3 4 3
+
+A token's state depends on nothing but the tokens up to it, so what sequences have in common has the same states in all
+of them. Every layer works on the row; attention alone is given each sequence whole, so that it computes for every token
+what it computes without sharing.
+
+Legend: `B` sequences, `N` all their tokens end to end, `U` tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from components.batch import Batch
+from components.engines.config import PassLimits
+
+SHORTEST = 16
+"""Tokens that sequences have in common, at least: with fewer it takes longer to lay them out than to compute them."""
+
+_MARK = "shares_prompts"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sequences that begin with the same tokens."""
+
+    members: list[int]
+    """Their positions in the batch."""
+    shared: int
+    """Tokens that all of them begin with, and that are followed by the same token in all. 0 where there is one
+    member."""
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed."""
+        return self.shared * (len(self.members) - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRow:
+    """Where the tokens of sequences lie in a row that has what they share once."""
+
+    place_N: Tensor
+    """[N] int64, of each token its place in the row."""
+    first_U: Tensor
+    """[U] int64, of each place the first token that lies there."""
+
+    def spread(self, x_1HUD: Tensor) -> Tensor:
+        """[1, H, N, D] each sequence whole, of what was computed for the row."""
+        heads, size = x_1HUD.shape[1], x_1HUD.shape[3]
+        x_UC = x_1HUD[0].transpose(0, 1).reshape(-1, heads * size)
+        # Its gradient sums what comes back to a place, several times as fast as that of index_select.
+        return embedding(self.place_N, x_UC).view(1, -1, heads, size).transpose(1, 2)
+
+    def gathered(self, x_1NHD: Tensor) -> Tensor:
+        """[1, U, H, D] each place once."""
+        heads, size = x_1NHD.shape[2:]
+        return embedding(self.first_U, x_1NHD.reshape(-1, heads * size)).view(1, -1, heads, size)
+
+
+def mark_shared_prompts(model: nn.Module, does: bool) -> None:
+    """Note at a model whether its attention takes a `SharedRow`."""
+    setattr(model, _MARK, does)
+
+
+def shares_prompts(model: nn.Module) -> bool:
+    """Whether a model, or the model in an engine, is given what sequences have in common once."""
+    return getattr(model, _MARK, False)
+
+
+def runs_of(batch: Batch, shortest: int = SHORTEST) -> list[Run]:
+    """Which sequences are laid out together, by their column `tokens`, so that much is saved; each is in one run.
+
+    Args:
+        batch: of the sequences.
+        shortest: tokens that those of a run have in common, at least.
+    """
+    rows = [row.numpy() for row in batch["tokens"].cpu().to(torch.int64).split(batch.lengths.tolist())]
+    # In bytes of this order numbers that are not negative compare as they do themselves.
+    order = sorted(range(len(rows)), key=[row.astype(">i8").tobytes() for row in rows].__getitem__)
+    common = [_common(rows[i], rows[j]) for i, j in pairwise(order)]
+    return _cut(order, common, shortest)
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that two begin with, but for the last of these, which has another token after it in each."""
+    most = min(len(one), len(other))
+    differs = one[:most] != other[:most]
+    alike = int(differs.argmax()) if differs.any() else most
+    return max(0, alike - 1)
+
+
+def _cut(order: list[int], common: list[int], shortest: int) -> list[Run]:
+    """Neighbours that are together, given what each has in common with the next.
+
+    From those that have most in common: two stretches become one where that saves at least as much as both by
+    themselves.
+    """
+    stretches = {i: [Run([member], 0)] for i, member in enumerate(order)}
+    begins = list(range(len(order)))  # of the stretch that ends here
+    ends = list(range(len(order)))  # of the stretch that begins here
+    for i in sorted(range(len(common)), key=common.__getitem__, reverse=True):
+        first, last = begins[i], ends[i + 1]
+        apart = stretches.pop(first) + stretches.pop(i + 1)
+        together = Run(order[first : last + 1], common[i])
+        is_better = common[i] >= shortest and together.saved >= saved_by(apart)
+        stretches[first] = [together] if is_better else apart
+        begins[last], ends[first] = first, last
+    return [run for _, runs in sorted(stretches.items()) for run in runs]
+
+
+def saved_by(runs: Iterable[Run]) -> int:
+    """Tokens that need not be computed."""
+    return sum(run.saved for run in runs)
+
+
+def shared_row(batch: Batch, runs: list[Run]) -> SharedRow:
+    """Where the tokens of `batch` lie, run after run: what its members share, then what each has for itself."""
+    shared_B = torch.zeros(len(batch), dtype=torch.int64)
+    start_B, own_B = torch.zeros_like(shared_B), torch.zeros_like(shared_B)
+    lengths, end = batch.lengths.tolist(), 0
+    for run in runs:
+        start_B[run.members] = end
+        shared_B[run.members] = run.shared
+        end += run.shared
+        for member in run.members:
+            own_B[member] = end - run.shared
+            end += lengths[member] - run.shared
+    sequence_N, position_N = batch.sequence_ids.cpu(), batch.packed().positions.cpu()
+    is_shared_N = position_N < shared_B[sequence_N]
+    place_N = torch.where(is_shared_N, start_B[sequence_N], own_B[sequence_N]) + position_N
+    first_U = torch.full((end,), len(place_N)).scatter_reduce(0, place_N, torch.arange(len(place_N)), "amin")
+    return SharedRow(place_N.to(batch.lengths.device), first_U.to(batch.lengths.device))
+
+
+def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
+    """Positions for micro-batches whose rows have at most `max_tokens`, together every member of the runs once.
+
+    A run that does not fit is cut, and what it shares is then in both parts. A sequence longer than the budget stands
+    alone.
+
+    Args:
+        lengths_B: tokens of each sequence.
+        runs: which are laid out together.
+        max_tokens: of a row.
+        max_sequences: of a micro-batch; 0 sets no limit.
+    """
+    parts: list[list[int]] = []
+    tokens = 0
+    lengths = lengths_B.tolist()
+    for run in runs:
+        has_shared = False
+        for member in run.members:
+            added = lengths[member] - run.shared * has_shared
+            is_full = bool(parts) and len(parts[-1]) == max_sequences
+            if not parts or is_full or tokens + added > max_tokens:
+                parts.append([])
+                tokens, added = 0, lengths[member]
+            parts[-1].append(member)
+            tokens += added
+            has_shared = True
+    return [torch.tensor(part) for part in parts]
+
+
+def micro_batches(batch: Batch, limits: PassLimits, model: nn.Module) -> list[Tensor]:
+    """Positions for the micro-batches of a pass of `model`, together every sequence once."""
+    if limits.packing and shares_prompts(model):
+        runs = runs_of(batch)
+        if saved_by(runs):
+            return shared_micro_batches(batch.lengths, runs, limits.max_tokens, limits.max_sequences)
+    return batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, limits.packing)
+
+
+def shares_of_runs(lengths_B: Tensor, runs: list[Run], ranks: int) -> list[list[Run]]:
+    """Runs for each rank, such that all compute about as many tokens; few of them are cut, a part for each rank."""
+    if len(runs) < 4 * ranks:
+        parts = [part for run in runs for part in torch.tensor(run.members).tensor_split(ranks)]
+        shared = [run.shared for run in runs for _ in range(ranks)]
+        runs = [Run(part.tolist(), shared[i]) for i, part in enumerate(parts) if len(part)]
+    cost_R = torch.tensor([int(lengths_B[run.members].sum()) - run.saved for run in runs])
+    return [[runs[i] for i in share] for share in Batch(cost_R).balanced_shares(ranks)]
