@@ -287,7 +287,7 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     inputs, state_M, follower_M = _predecessors(model, batch)
     label_M = batch["tokens"].to(state_M.device, torch.int64)[follower_M]
     scale, head = temperature or 1.0, plain_head(model)
-    shared_M = state_M if "shared_row" in inputs else None
+    shared_M = state_M if inputs["input_ids"].numel() < len(state_M) else None
     if shared_M is not None:
         # What sequences share predicts the same tokens in all of them: every place of the row has one label.
         state_M = torch.arange(inputs["input_ids"].shape[1], device=state_M.device)

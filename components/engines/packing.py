@@ -5,10 +5,11 @@ A model that packs gets the row, positions that start anew with each sequence, a
 names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
 
     on a GPU, in half precision     torch's variable-length kernel, where it can what the layer wants
-    else                            sequence by sequence: torch's SDPA, or plain tensor functions for caps and sinks
+    else                            sequences of about one length at a time (packed_row.py): torch's SDPA, or plain
+                                    tensor functions for caps and sinks
 
-Legend: `B` sequences, `N` all their tokens end to end, `T` tokens of one, `R` rows of a call that is not packed, `H`
-query heads, `K` key heads, `D` size of a head.
+Legend: `B` sequences, `N` all their tokens end to end, `U` places of their row, `T` tokens of one sequence, `R` rows of
+a call, `H` query heads, `K` key heads, `D` size of a head.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from components.batch import Batch
+from components.engines.packed_row import PackedRow, picked
 from components.engines.precision import as_multiplied
 from components.engines.router_loss import Routers
-from components.engines.shared_prompts import SharedRow, mark_shared_prompts, runs_of, saved_by, shared_row
+from components.engines.shared_prompts import mark_shared_prompts, runs_of, saved_by, shared_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,16 +125,15 @@ def packed_inputs(batch: Batch, shortest: int | None = None) -> tuple[dict[str, 
     Returns:
         Arguments of the call; and [N] the place of each token in the row, None where they are in order.
     """
-    packed = batch.packed()
-    borders = {f"cu_seq_lens_{side}": packed.cumulative_lengths for side in ("q", "k")}
-    longest = {f"max_length_{side}": packed.max_length for side in ("q", "k")}
-    # No cache and no mask: with either transformers takes the row for one sequence.
-    inputs = {"input_ids": packed.tokens, "position_ids": packed.positions, **borders, **longest, "use_cache": False}
     runs = [] if shortest is None else runs_of(batch, shortest)
-    row = shared_row(batch, runs) if saved_by(runs) else None
-    for name in ("input_ids", "position_ids"):
-        inputs[name] = (inputs[name] if row is None else inputs[name][row.first_U])[None]
-    return (inputs, None) if row is None else ({**inputs, "shared_row": row}, row.place_N)
+    place_N, first_U = shared_places(batch, runs) if saved_by(runs) else (None, None)
+    row, packed = PackedRow(batch, place_N, first_U), batch.packed()
+    token_U, position_U = (x if first_U is None else x[first_U] for x in (packed.tokens, packed.positions))
+    # No cache and no mask: with either transformers takes the row for one sequence.
+    inputs = {"input_ids": token_U[None], "position_ids": position_U[None], "packed_row": row, "use_cache": False}
+    for side in ("q", "k"):  # for flash attention
+        inputs |= {f"cu_seq_lens_{side}": row.borders, f"max_length_{side}": row.longest}
+    return inputs, place_N
 
 
 def _refusal(model: nn.Module, why: str) -> str:
@@ -173,9 +174,7 @@ def _attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    shared_row: SharedRow | None = None,
+    packed_row: PackedRow | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention: returns [R, N, H, D] and no attention weights.
@@ -183,31 +182,14 @@ def _attention(
     Args:
         attention_mask: what `_mask` made of it.
         s_aux: [H] sinks: logits that take their share of the softmax and give nothing.
-        cu_seq_lens_q: [B + 1] where sequences begin in the only row; None: every row is a sequence.
-        shared_row: how the row becomes those sequences, where it has what they share once.
+        packed_row: where sequences lie in the only row; None: every row is a sequence.
     """
-    if shared_row is not None:
-        output_1NHD, _ = _attention(
-            module,
-            shared_row.spread(query_RHND),
-            shared_row.spread(key_RKND),
-            shared_row.spread(value_RKND),
-            attention_mask,
-            scaling,
-            dropout,
-            softcap,
-            s_aux,
-            cu_seq_lens_q,
-            max_length_q,
-            **rest,
-        )
-        return shared_row.gathered(output_1NHD), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     is_window = attention_mask is not None and attention_mask.dtype == torch.int64
     is_masked, plain = attention_mask is not None and not is_window, softcap is None and s_aux is None
     odd = rest.get("position_bias") is not None or rest.get("is_causal") is False or not _is_causal(module)
-    if odd or (is_masked and (cu_seq_lens_q is not None or not plain)):
+    if odd or (is_masked and (packed_row is not None or not plain)):
         raise ValueError(f"{type(module).__name__} has a mask or a bias beside its order; set packing=False")
     if is_masked:
         arguments = {"scaling": scaling, "dropout": dropout, **rest}
@@ -216,13 +198,13 @@ def _attention(
     query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
     window = None if attention_mask is None else int(attention_mask)
     scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
-    if cu_seq_lens_q is not None and plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
-        return _by_kernel(query_RHND, key_RKND, value_RKND, cu_seq_lens_q, max_length_q, scale, window), None
-    lengths = [query_RHND.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    if packed_row is not None and plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
+        return _by_kernel(query_RHND, key_RKND, value_RKND, packed_row, scale, window), None
     attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=s_aux), scale, dropout, window)
-    parts = zip(*(x.split(lengths, 2) for x in (query_RHND, key_RKND, value_RKND)), strict=True)
-    output = torch.cat([attend(query, key, value) for query, key, value in parts], 2)
-    return output.transpose(1, 2).contiguous(), None
+    if packed_row is None:
+        return attend(query_RHND, key_RKND, value_RKND).transpose(1, 2).contiguous(), None
+    parts = zip(*map(packed_row.in_rectangles, (query_RHND, key_RKND, value_RKND)), strict=True)
+    return packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts]), None
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -282,24 +264,26 @@ def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:
 
 
 def _by_kernel(
-    query_1HND: Tensor,
-    key_1KND: Tensor,
-    value_1KND: Tensor,
-    borders: Tensor,
-    longest: int | None,
-    scale: float,
-    window: int | None,
+    query_1HUD: Tensor, key_1KUD: Tensor, value_1KUD: Tensor, row: PackedRow, scale: float, window: int | None
 ) -> Tensor:
-    """[1, N, H, D]."""
+    """[1, U, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    group = query_1HND.shape[1] // key_1KND.shape[1]
+    group = query_1HUD.shape[1] // key_1KUD.shape[1]
     # Not the kernel's own grouping, which is not in every release of torch.
-    key_1HND, value_1HND = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KND, value_1KND))
-    query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1).contiguous() for x in (query_1HND, key_1HND, value_1HND))
-    assert longest is not None
+    key_1HUD, value_1HUD = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KUD, value_1KUD))
+    inputs = (x[0].transpose(0, 1).contiguous() for x in (query_1HUD, key_1HUD, value_1HUD))
+    query_NHD, key_NHD, value_NHD = (picked(x_UHD, row.place_N) for x_UHD in inputs)
     seen = (-1 if window is None else window - 1, 0)
-    output: Any = varlen_attn(
-        query_NHD, key_NHD, value_NHD, borders, borders, longest, longest, scale=scale, window_size=seen
+    output_NHD: Any = varlen_attn(
+        query_NHD,
+        key_NHD,
+        value_NHD,
+        row.borders,
+        row.borders,
+        row.longest,
+        row.longest,
+        scale=scale,
+        window_size=seen,
     )
-    return output[None]
+    return picked(output_NHD, row.first_U)[None]

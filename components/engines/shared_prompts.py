@@ -7,7 +7,7 @@ A token's state depends on nothing but the tokens up to it, so what sequences ha
 of them. Every layer works on the row; attention alone is given each sequence whole, so that it computes for every token
 what it computes without sharing.
 
-Legend: `B` sequences, `N` all their tokens end to end, `U` tokens of the row.
+Legend: `B` sequences, `N` all their tokens end to end, `U` places of the row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from components.batch import Batch
 from components.engines.config import PassLimits
 
-SHORTEST = 16
+SHORTEST = 4
 """Tokens that sequences have in common, at least: with fewer it takes longer to lay them out than to compute them."""
 
 _MARK = "shares_prompts"
@@ -46,30 +45,8 @@ class Run:
         return self.shared * (len(self.members) - 1)
 
 
-@dataclass(frozen=True, eq=False)
-class SharedRow:
-    """Where the tokens of sequences lie in a row that has what they share once."""
-
-    place_N: Tensor
-    """[N] int64, of each token its place in the row."""
-    first_U: Tensor
-    """[U] int64, of each place the first token that lies there."""
-
-    def spread(self, x_1HUD: Tensor) -> Tensor:
-        """[1, H, N, D] each sequence whole, of what was computed for the row."""
-        heads, size = x_1HUD.shape[1], x_1HUD.shape[3]
-        x_UC = x_1HUD[0].transpose(0, 1).reshape(-1, heads * size)
-        # Its gradient sums what comes back to a place, several times as fast as that of index_select.
-        return embedding(self.place_N, x_UC).view(1, -1, heads, size).transpose(1, 2)
-
-    def gathered(self, x_1NHD: Tensor) -> Tensor:
-        """[1, U, H, D] each place once."""
-        heads, size = x_1NHD.shape[2:]
-        return embedding(self.first_U, x_1NHD.reshape(-1, heads * size)).view(1, -1, heads, size)
-
-
 def mark_shared_prompts(model: nn.Module, does: bool) -> None:
-    """Note at a model whether its attention takes a `SharedRow`."""
+    """Note at a model whether its attention knows what sequences share."""
     setattr(model, _MARK, does)
 
 
@@ -124,8 +101,12 @@ def saved_by(runs: Iterable[Run]) -> int:
     return sum(run.saved for run in runs)
 
 
-def shared_row(batch: Batch, runs: list[Run]) -> SharedRow:
-    """Where the tokens of `batch` lie, run after run: what its members share, then what each has for itself."""
+def shared_places(batch: Batch, runs: list[Run]) -> tuple[Tensor, Tensor]:
+    """Where the tokens of `batch` lie in a row, run after run: what its members share, then what each has for itself.
+
+    Returns:
+        [N] int64, of each token its place; [U] int64, of each place the first token that lies there.
+    """
     shared_B = torch.zeros(len(batch), dtype=torch.int64)
     start_B, own_B = torch.zeros_like(shared_B), torch.zeros_like(shared_B)
     lengths, end = batch.lengths.tolist(), 0
@@ -140,7 +121,7 @@ def shared_row(batch: Batch, runs: list[Run]) -> SharedRow:
     is_shared_N = position_N < shared_B[sequence_N]
     place_N = torch.where(is_shared_N, start_B[sequence_N], own_B[sequence_N]) + position_N
     first_U = torch.full((end,), len(place_N)).scatter_reduce(0, place_N, torch.arange(len(place_N)), "amin")
-    return SharedRow(place_N.to(batch.lengths.device), first_U.to(batch.lengths.device))
+    return place_N.to(batch.lengths.device), first_U.to(batch.lengths.device)
 
 
 def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, max_sequences: int = 0) -> list[Tensor]:

@@ -16,6 +16,7 @@ from components.engines import packing
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
 from components.engines.config import TrainConfig
 from components.engines.opening import open_engine
+from components.engines.packed_row import PackedRow
 from components.engines.packing import packed_inputs, packs
 from tests.components.engines import packing_cases
 from tests.components.engines.ranks import run_ranks
@@ -172,7 +173,7 @@ def test_what_cannot_be_packed_is_refused(folder_of: Callable[[str], Path], name
 
 def test_a_model_that_drops_the_borders_is_refused(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(batch: Batch) -> tuple[dict[str, Any], None]:
-        return {name: x for name, x in packed_inputs(batch)[0].items() if "seq_lens" not in name}, None
+        return {name: x for name, x in packed_inputs(batch)[0].items() if name != "packed_row"}, None
 
     monkeypatch.setattr(packing, "packed_inputs", without)
     with pytest.raises(ValueError, match=r"(?=.*packing=False).* \d"):
@@ -200,10 +201,10 @@ def test_dropout_of_attention_keeps_its_share(tied_model: Path) -> None:
     model = load_policy(tied_model, packing=True)
     attention: Any = next(module for module in model.modules() if hasattr(module, "attention_dropout"))
     ones_1HSD = torch.ones(1, 8, 500, 2)
-    borders = torch.arange(501, dtype=torch.int32)
+    row = PackedRow(Batch([1] * 500, {"tokens": torch.zeros(500, dtype=torch.int64)}))
     for softcap in (None, 5.0):
         output, _ = packing._attention(
-            attention, ones_1HSD, ones_1HSD, ones_1HSD, None, dropout=0.25, softcap=softcap, cu_seq_lens_q=borders
+            attention, ones_1HSD, ones_1HSD, ones_1HSD, None, dropout=0.25, softcap=softcap, packed_row=row
         )
         assert sorted({round(x, 4) for x in output.unique().tolist()}) == [0.0, 1.3333]
         assert float((output != 0).float().mean()) == pytest.approx(0.75, abs=0.02)
@@ -225,7 +226,7 @@ def test_soft_cap_window_and_sinks_by_hand() -> None:
         scaling=1.0,
         softcap=5.0,
         s_aux=torch.tensor([1.0]),
-        cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32),
+        packed_row=PackedRow(Batch.from_rows({"tokens": [[4, 4, 4]]})),
     )
     assert output[0, 2].item() == pytest.approx((math.exp(capped[0]) * 1 + math.exp(capped[1]) * 10) / total)
 

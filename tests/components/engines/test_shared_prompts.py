@@ -13,6 +13,7 @@ from components.batch import Batch
 from components.engines import causal
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
 from components.engines.config import PassLimits
+from components.engines.packed_row import PackedRow
 from components.engines.packing import packed_inputs
 from components.engines.shared_prompts import (
     Run,
@@ -20,7 +21,7 @@ from components.engines.shared_prompts import (
     micro_batches,
     runs_of,
     shared_micro_batches,
-    shared_row,
+    shared_places,
     shares_of_runs,
     shares_prompts,
 )
@@ -62,26 +63,42 @@ def test_a_system_prompt_of_all_gives_way_to_longer_prompts_of_groups() -> None:
 
 def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
     batch = batch_of([*P, 1], [7, 7], [*P, 6, 6])
-    row = shared_row(batch, [Run([0, 2], 3), Run([1], 0)])
+    place_N, first_U = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 7 7
-    assert row.place_N.tolist() == [0, 1, 2, 3, 4, 8, 9, 0, 1, 2, 5, 6, 7]
-    assert row.first_U.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 5, 6]
-    assert batch["tokens"][row.first_U].tolist() == [*P, 1, 5, 6, 6, 7, 7]
-    inputs, place_N = packed_inputs(batch, shortest=3)
-    assert place_N is not None
+    assert place_N.tolist() == [0, 1, 2, 3, 4, 8, 9, 0, 1, 2, 5, 6, 7]
+    assert first_U.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 5, 6]
+    assert batch["tokens"][first_U].tolist() == [*P, 1, 5, 6, 6, 7, 7]
+    inputs, found_N = packed_inputs(batch, shortest=3)
+    assert found_N is not None
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1]]
-    assert inputs["input_ids"][0, place_N].tolist() == batch["tokens"].tolist()
+    assert inputs["input_ids"][0, found_N].tolist() == batch["tokens"].tolist()
 
 
-def test_a_row_is_spread_and_gathered_and_gradients_add_up() -> None:
-    row = shared_row(batch_of([*P, 1], [*P, 6]), [Run([0, 1], 3)])
-    x_1HUD = torch.arange(14.0).view(1, 1, 7, 2).requires_grad_()
-    spread = row.spread(x_1HUD)
-    assert spread[0, 0, :, 0].tolist() == [0, 2, 4, 6, 8, 0, 2, 4, 10, 12]
-    assert torch.equal(row.gathered(spread.transpose(1, 2)).transpose(1, 2), x_1HUD)
-    spread.sum().backward()
+def test_attention_gets_sequences_whole_and_by_length_and_gradients_add_up() -> None:
+    batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
+    places = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
+    row = PackedRow(batch, *places)
+    # 30 tokens; 6; and 5, which are filled up.
+    assert row.rectangles.shapes == [(1, 30), (2, 6)]
+    x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
+    longest, others = row.in_rectangles(x_1HUD)
+    assert longest.flatten().tolist() == list(range(8, 38))
+    assert others[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
+    assert others[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
+    assert row.from_rectangles([longest, others]).flatten().tolist() == list(range(38))
+    weight = torch.tensor([[1.0] * 6, [10.0] * 5 + [0.0]]).view(2, 1, 6, 1)
+    (others * weight).sum().backward()
     assert x_1HUD.grad is not None
-    assert x_1HUD.grad[0, 0, :, 0].tolist() == [2, 2, 2, 1, 1, 1, 1]
+    assert x_1HUD.grad.flatten().tolist() == [11, 11, 11, 10, 10, 1, 1, 1, *[0] * 30]
+
+
+def test_sequences_of_one_length_are_a_rectangle_as_they_lie() -> None:
+    row = PackedRow(batch_of([1, 2, 3], [4, 5, 6]))
+    assert row.rectangles.place_F is None
+    x_1HUD = torch.arange(12.0).view(1, 2, 6, 1)
+    (x_RHTD,) = row.in_rectangles(x_1HUD)
+    assert x_RHTD.squeeze(-1).tolist() == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+    assert torch.equal(row.from_rectangles([x_RHTD]).transpose(1, 2), x_1HUD)
 
 
 def test_micro_batches_count_what_is_shared_once_in_each() -> None:
