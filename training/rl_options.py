@@ -271,7 +271,12 @@ class RLOptions(RunOptions):
     def frozen_engine(self) -> FrozenConfig:
         """The engine of a model that is not trained: it computes as the policy does, in as large micro-batches."""
         own = self.train.for_run(1, self.seed)
-        return FrozenConfig(precision=own.precision, limits=own.forward_limits, layout=self.placement.frozen_models)
+        return FrozenConfig(
+            precision=own.precision,
+            limits=own.forward_limits,
+            packing=own.packing,
+            layout=self.placement.frozen_models,
+        )
 
     @property
     def micro_batch_size(self) -> str:
@@ -315,7 +320,7 @@ class RLOptions(RunOptions):
         idle += [(True, name, why) for name, why in idle_options(self)]
         found = without_effect(idle, given)
         compares = self.has_reference_role or self.needs_old_logprobs
-        if compares and self.train.precision != "fp32" and not self.train.packing:
+        if compares and self.train.precision != "fp32" and self.train.packing is False:
             found.append(
                 f"train.precision={self.train.precision} with train.packing=false: padding changes how "
                 "log-probabilities are rounded, so that KL and ratio start near 0 and 1, and not at them"

@@ -55,7 +55,7 @@ def load_policy(
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
-    packing: bool = False,
+    packing: bool | None = False,
     empty: bool = False,
 ) -> PreTrainedModel:
     """A causal language model from a folder or a hub name.
@@ -66,7 +66,8 @@ def load_policy(
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         attn_implementation: as transformers names it, such as "sdpa" or "flash_attention_2"; None: its own choice.
         packing: compute the sequences of a batch end to end in one row, without padding, each for itself; with an
-            attention of ours, unless `attn_implementation` is flash attention.
+            attention of ours, unless `attn_implementation` is flash attention. None: if it can, and a warning is logged
+            that says why it cannot.
         empty: leave the parameters on the meta device; a training engine, or `fill`, reads what a rank keeps. A model
             that cannot be read in parts is loaded whole, and a warning is logged that says why.
 
@@ -110,13 +111,22 @@ def _open(
     return model, model
 
 
-def _fit(model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool, checkpointing: bool) -> None:
+def _fit(
+    model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool | None, checkpointing: bool
+) -> None:
     """Let `model` pack, or see to it that its attention computes what the model is; and checkpoint its layers."""
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if packing:
-        use_packing(model, probe)
-        return
+    own: Any = model.config._attn_implementation
+    if packing is not False:
+        try:
+            use_packing(model, probe)
+            return
+        except ValueError as why:
+            if packing:
+                raise
+            _log.warning("sequences are padded: %s", why)
+            model.set_attn_implementation(own)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap is None or model.config._attn_implementation != "sdpa":
         return
@@ -224,7 +234,7 @@ def load_value_model(
     value_head_prefix: str = "score",
     normalize: bool = False,
     needs_head: bool = False,
-    packing: bool = False,
+    packing: bool | None = False,
     empty: bool = False,
 ) -> ValueModel:
     """A value model from a value model's folder, a reward model's, or any policy's.

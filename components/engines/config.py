@@ -62,9 +62,10 @@ class TrainOptions:
     """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
     forward_max_tokens: int = 0
     """`max_tokens` of passes without gradients, which need less memory. 0: as in training."""
-    packing: bool = False
-    """Lay the sequences of a micro-batch end to end instead of padding them; attention stays within each. Changes no
-    results but for rounding; faster where lengths differ."""
+    packing: bool | None = None
+    """Lay the sequences of a micro-batch end to end instead of padding them, and compute what they begin with alike, as
+    the prompt of a group, once; attention stays within each. Changes no results but for rounding. Default: where the
+    model can."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     lora_rank: int = 0
@@ -156,7 +157,6 @@ class TrainConfig(TrainOptions):
         return PassLimits(
             max_tokens=self.forward_max_tokens or self.max_tokens,
             max_sequences=self.forward_max_sequences or self.max_sequences,
-            packing=self.packing,
         )
 
     def learning_rate_at(self, step: int) -> float:
@@ -179,8 +179,6 @@ class PassLimits:
     """Tokens with their padding; a longer sequence stands alone."""
     max_sequences: int = 0
     """Sequences; 0 sets no limit."""
-    packing: bool = False
-    """The model packs, so that there is no padding to count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +188,8 @@ class FrozenConfig:
     precision: str = "fp32"
     """"fp32", "bf16" or "bf16_autocast", as of the model that it is compared with."""
     limits: PassLimits = PassLimits()
+    packing: bool | None = False
+    """As `load_policy` takes it."""
     layout: str = "whole"
     """"whole" on its device; "sharded" over the ranks, which gather a layer for each pass over it; or "offloaded":
     sharded, and what a rank keeps is in host memory."""

@@ -86,7 +86,7 @@ def open_frozen_policy(
         path,
         weight_type(config.precision),
         attn_implementation=attn_implementation,
-        packing=config.limits.packing,
+        packing=config.packing,
         empty=is_read_by_parts(config),
     )
     return FrozenEngine(model, config)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig, VLLMRolloutConfig
-from components.engines.packing import packs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,15 +21,7 @@ def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
     Args:
         model: perhaps made empty, then the engine reads its weights; it is partitioned and cast (bf16) in place.
         config: of this engine.
-
-    Raises:
-        ValueError: the model was loaded with another `packing` than `config` has.
     """
-    if packs(model) != config.packing:
-        raise ValueError(
-            f"the engine is told packing={config.packing}, and its model was loaded with packing={packs(model)}; give "
-            "load_policy or load_value_model the engine's"
-        )
     if config.engine == "fsdp":
         from components.engines.fsdp_engine import FSDPEngine
 

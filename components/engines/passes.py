@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines.causal import evaluate
 from components.engines.config import PassLimits
-from components.engines.shared_prompts import micro_batches
+from components.engines.packing import packs
+from components.engines.shared_prompts import runs_of, saved_by, shared_micro_batches, shares_prompts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -57,3 +58,12 @@ def evaluate_together(
         for _ in range(extra):
             compute(model, batch.select(batch.lengths.argmin().view(1)).to(device))
     return result_N
+
+
+def micro_batches(batch: Batch, limits: PassLimits, model: nn.Module) -> list[Tensor]:
+    """Positions for the micro-batches of a pass of `model`, together every sequence once."""
+    if shares_prompts(model):
+        runs = runs_of(batch)
+        if saved_by(runs):
+            return shared_micro_batches(batch.lengths, runs, limits.max_tokens, limits.max_sequences)
+    return batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, packs(model))

@@ -38,7 +38,7 @@ class RewardModel:
         """
         Args:
             path: a folder or hub name that `AutoModelForSequenceClassification` with num_labels=1 wrote.
-            config: of its engine; it does not pack. Scores are float32 in any precision.
+            config: of its engine. Scores are float32 in any precision.
             normalize: scores minus the `mean`, by the `std`, that are in the model's config.json.
             value_head_prefix: the head's weights are called `<prefix>.weight`.
             attn_implementation: as transformers names it; None: its own choice.
@@ -54,6 +54,7 @@ class RewardModel:
             value_head_prefix=value_head_prefix,
             normalize=normalize,
             needs_head=True,
+            packing=config.packing,
             empty=is_read_by_parts(config),
         )
         self._engine = FrozenEngine(model, config)

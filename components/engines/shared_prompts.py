@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.config import PassLimits
 
 SHORTEST = 4
 """Tokens that sequences have in common, at least: with fewer it takes longer to lay them out than to compute them."""
@@ -151,15 +150,6 @@ def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, ma
             tokens += added
             has_shared = True
     return [torch.tensor(part) for part in parts]
-
-
-def micro_batches(batch: Batch, limits: PassLimits, model: nn.Module) -> list[Tensor]:
-    """Positions for the micro-batches of a pass of `model`, together every sequence once."""
-    if limits.packing and shares_prompts(model):
-        runs = runs_of(batch)
-        if saved_by(runs):
-            return shared_micro_batches(batch.lengths, runs, limits.max_tokens, limits.max_sequences)
-    return batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, limits.packing)
 
 
 def shares_of_runs(lengths_B: Tensor, runs: list[Run], ranks: int) -> list[list[Run]]:

@@ -27,6 +27,7 @@ from components.engines.engine_state import EngineState, whole_shape
 from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
+from components.engines.packing import packs
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in
 from components.engines.router_loss import Routers
@@ -216,7 +217,8 @@ class TrainEngine(ABC):
         """
         self._check_awake()
         totals = _totals(minibatch)
-        plans = _plan(minibatch, self.world_size, self.config, group_size, shares_prompts(self.model))
+        packing, shares = packs(self.model), shares_prompts(self.model)
+        plans = _plan(minibatch, self.world_size, self.config, group_size, packing, shares)
         own = plans[self.rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
@@ -252,7 +254,7 @@ class TrainEngine(ABC):
             return loss_fn(self._trained, micro, totals)
         with self.routers.watched() as logits:
             output = loss_fn(self._trained, micro, totals)
-        share = self.routers.loss(logits, micro, self.config.packing) * (len(micro) / totals.sequences)
+        share = self.routers.loss(logits, micro, packs(self.model)) * (len(micro) / totals.sequences)
         metrics = output.metrics | {"router_aux_loss": share.detach()}
         return LossOutput(output.loss + coefficient * share, metrics)
 
@@ -483,7 +485,12 @@ def _totals(minibatch: Batch) -> Totals:
 
 
 def _plan(
-    minibatch: Batch, world_size: int, config: TrainConfig, group_size: int = 1, shares: bool = False
+    minibatch: Batch,
+    world_size: int,
+    config: TrainConfig,
+    group_size: int = 1,
+    packing: bool = False,
+    shares: bool = False,
 ) -> list[list[Tensor]]:
     """Which sequences each rank has in each of its micro-batches. Every rank computes this for all."""
     if len(minibatch) % group_size:
@@ -495,11 +502,11 @@ def _plan(
         return [shared_micro_batches(lengths_B, part, config.max_tokens, config.max_sequences) for part in parts]
     length_GS = minibatch.lengths.view(-1, group_size)
     # What a group takes in a micro-batch: of padded rows the longest decides.
-    cost_G = length_GS.sum(1) if config.packing else group_size * length_GS.amax(1)
+    cost_G = length_GS.sum(1) if packing else group_size * length_GS.amax(1)
     max_groups = max(1, config.max_sequences // group_size) if config.max_sequences else 0
     plans = []
     for share in Batch(length_GS.sum(1), {}).balanced_shares(world_size):
-        cuts = Batch(cost_G[share], {}).micro_batch_indices(config.max_tokens, max_groups, config.packing)
+        cuts = Batch(cost_G[share], {}).micro_batch_indices(config.max_tokens, max_groups, packing)
         plans.append([_members(share[index], group_size) for index in cuts])
     return plans
 

@@ -72,8 +72,10 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
     sampling = SamplingConfig(temperature=own.temperature, max_new_tokens=own.max_new_tokens, seed=own.seed)
     options = TrainOptions(learning_rate=own.learning_rate, max_tokens=own.max_tokens)
     parts = own.prompts_per_step * own.samples_per_prompt // own.mini_batch_size
-    train_engine = open_engine(load_policy(model_path), options.for_run(own.steps * own.epochs * parts, own.seed))
-    reference: Any = load_policy(model_path).eval() if own.kl_coef else None  # is never trained
+    train_engine = open_engine(
+        load_policy(model_path, packing=None), options.for_run(own.steps * own.epochs * parts, own.seed)
+    )
+    reference: Any = load_policy(model_path, packing=None).eval() if own.kl_coef else None  # is never trained
 
     def logprobs(model: nn.Module, micro: Batch) -> Tensor:
         return token_logprobs(model, micro, own.temperature).logprob_N

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
-from components.engines.config import FrozenConfig, TrainConfig, TrainOptions
+from components.engines.config import TrainConfig, TrainOptions
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
@@ -303,12 +303,6 @@ class PPOConfig(PPORunOptions):
     def freezes_models(self) -> bool:
         """See `RLOptions.freezes_models`."""
         return super().freezes_models or self.reward_model.path is not None
-
-    @property
-    def reward_engine(self) -> FrozenConfig:
-        """The engine of a reward model, which does not pack."""
-        own = self.frozen_engine
-        return replace(own, limits=replace(own.limits, packing=False))
 
     def critic_engine(self, steps: int) -> TrainConfig:
         """The engine of the critic's ranks, in a run of so many steps."""

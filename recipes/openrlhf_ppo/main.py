@@ -64,7 +64,7 @@ class PPOCommand(PolicyCommand[PPOConfig]):
         batch, sleeps = config.mini_batch_size, config.placement.learners_sleep
         actor, critic, start = config.train_engine(1), config.critic_engine(1), config.critic_start
         estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        frozen, paths = config.reward_engine, config.reward_model.paths
+        frozen, paths = config.frozen_engine, config.reward_model.paths
         rewards = [estimate.inferred(Role.REWARD, path, frozen, size, has_head=False) for path in paths]
         return {
             Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),

@@ -130,7 +130,6 @@ class LearnerOptions(PolicyTrainOptions):
     zero_stage: int = 3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
-    packing: bool = True
     gradient_checkpointing: bool = True
     lr_warmup_steps: int = 0
     """Training steps in which the learning rate rises from 0, in place of lr_warmup_ratio."""

@@ -27,7 +27,8 @@ class Actor(SupervisedModel[DPOConfig]):
         """Load a frozen model, sharded over the ranks where the policy is."""
         train = self.config.engine(1)
         layout = "sharded" if train.stage == 3 else "whole"
-        own = FrozenConfig(precision=train.precision, limits=train.forward_limits, layout=layout)
+        limits, packing = train.forward_limits, train.packing
+        own = FrozenConfig(precision=train.precision, limits=limits, packing=packing, layout=layout)
         self.reference = open_frozen_policy(model_path, own, self.config.model.attn_implementation)
 
     @trainer_invocation(post_func=Batch.concat)

@@ -27,7 +27,7 @@ class Reward(FrozenWorker):
         self.models = [
             RewardModel(
                 path,
-                self.config.reward_engine,
+                self.config.frozen_engine,
                 normalize=own.normalize,
                 value_head_prefix=own.value_head_prefix,
                 attn_implementation=self.config.model.attn_implementation,

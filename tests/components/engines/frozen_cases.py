@@ -26,7 +26,7 @@ LORA = {"zero-0": "fp32", "zero-3": "bf16_autocast", "fsdp-3": "bf16"}
 """Which engine has adapters in which precision."""
 PRECISIONS = ("fp32", "bf16", "bf16_autocast")
 LAYOUTS = ("whole", "sharded", "offloaded")
-LIMITS = PassLimits(max_tokens=20, packing=True)
+LIMITS = PassLimits(max_tokens=20)
 
 
 def frozen(folder: str, precision: str, layout: str, values: bool = False) -> FrozenEngine[Any]:

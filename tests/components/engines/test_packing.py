@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.engines import packing
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
-from components.engines.config import TrainConfig
-from components.engines.opening import open_engine
 from components.engines.packed_row import PackedRow
 from components.engines.packing import packed_inputs, packs
 from tests.components.engines import packing_cases
@@ -241,9 +240,15 @@ def test_micro_batches_count_what_is_computed(batch: Batch) -> None:
     assert [index.tolist() for index in batch.micro_batch_indices(22, 3, packing=True)] == [[1, 3, 2], [0]]
 
 
-def test_an_engine_takes_the_packing_that_its_model_was_loaded_with(tied_model: Path) -> None:
-    with pytest.raises(ValueError, match=says("packing=True", "packing=False", "load_")):
-        open_engine(load_policy(tied_model), TrainConfig(packing=True))
+def test_a_model_that_cannot_pack_is_padded_where_nobody_asked(
+    folder_of: Callable[[str], Path], batch: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert packs(load_policy(folder_of("llama"), packing=None))
+    assert not caplog.messages
+    plain, padded = load_policy(folder_of("bloom")), load_policy(folder_of("bloom"), packing=None)
+    assert not packs(padded)
+    assert re.search(says("Bloom", "padded"), " ".join(caplog.messages))
+    assert torch.equal(both(padded, batch), both(plain, batch))
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from components.engines.causal import load_policy, load_value_model, state_value
 from components.engines.config import PassLimits
 from components.engines.packed_row import PackedRow
 from components.engines.packing import packed_inputs
+from components.engines.passes import micro_batches
 from components.engines.shared_prompts import (
     Run,
     mark_shared_prompts,
-    micro_batches,
     runs_of,
     shared_micro_batches,
     shared_places,
@@ -218,7 +218,7 @@ def test_a_mixture_of_experts_computes_every_token(folder_of: Callable[[str], Pa
 
 def test_passes_are_planned_by_what_the_model_shares(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=2, samples=6)
-    limits = PassLimits(max_tokens=batch.num_tokens // 2 + 14, packing=True)
+    limits = PassLimits(max_tokens=batch.num_tokens // 2 + 14)
     shared, whole = (load_policy(tied_model, packing=True) for _ in range(2))
     mark_shared_prompts(whole, False)
     assert [len(micro_batches(batch, limits, model)) for model in (shared, whole)] == [1, 2]

@@ -134,8 +134,8 @@ def test_a_group_is_never_parted(
     made: tuple[Batch, int], ranks: int, max_tokens: int, max_sequences: int, packing: bool
 ) -> None:
     batch, size = made
-    config = TrainConfig(max_tokens=max_tokens, max_sequences=max_sequences, packing=packing)
-    plans = _plan(batch, ranks, config, size)
+    config = TrainConfig(max_tokens=max_tokens, max_sequences=max_sequences)
+    plans = _plan(batch, ranks, config, size, packing)
     assert len(plans) == ranks
     cuts = [index.tolist() for plan in plans for index in plan]
     assert sorted(position for cut in cuts for position in cut) == list(range(len(batch)))
