@@ -151,7 +151,7 @@ SHORT = """data.path=task:sort data.max_samples=200 evaluation.held_out=40 data.
 """Five optimizer steps."""
 VARIANTS = {
     "plain": ["checkpoint.every=2"],
-    "packed": ["train.packing=true"],
+    "padded": ["train.packing=false"],
     "fine": ["train.micro_batch_size=3"],
     "fsdp": ["train.engine=fsdp"],
     "resumed": [],
@@ -160,7 +160,7 @@ VARIANTS = {
 TIES = {
     "level": "",
     "level, bf16": "bf16=true",
-    "level, packed": "train.packing=true train.engine=fsdp",
+    "level, padded": "train.packing=false train.engine=fsdp",
     "level, adapters": "train.lora_rank=4",
 }
 
@@ -248,7 +248,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
     assert {name: attrgetter(name)(config) for name in names} == {name: f"{tmp_path}/{name}" for name in names}
 
 
-@pytest.mark.parametrize("other", ["packed", "fine", "fsdp"])
+@pytest.mark.parametrize("other", ["padded", "fine", "fsdp"])
 def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other: str) -> None:
     assert difference(runs["plain"], runs[other]) < 1e-4
     for one, two in zip(runs["plain"].metrics, runs[other].metrics, strict=True):

@@ -33,13 +33,13 @@ GUIDE = """--save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 
     --rejected_key rejected --packing_samples --gradient_checkpointing --use_wandb true"""
 """The options of the published command, without model, data, folder and the attention, which needs a GPU."""
 SAME = {
-    "packed": "train.packing=true train.max_tokens=100",
+    "padded": "train.packing=false train.max_tokens=100",
     "three pairs at a time": "train.micro_batch_size=3",
     "recomputed": "train.gradient_checkpointing=true",
     "deepspeed 1": "train.zero_stage=1",
     "deepspeed 2": "train.zero_stage=2",
     "deepspeed 3": "train.zero_stage=3",
-    "fsdp 3": "train.engine=fsdp train.zero_stage=3 train.packing=true",
+    "fsdp 3": "train.engine=fsdp train.zero_stage=3",
 }
 """Ways to train that change nothing."""
 

@@ -48,7 +48,7 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     # Room for 32 of the longest, 512 + 1024 tokens.
     assert (engine.max_tokens, engine.forward_max_tokens) == (32 * 1536, 8 * 1536)
     assert (engine.learning_rate, engine.weight_decay, engine.betas) == (1e-6, 0.01, (0.9, 0.999))
-    assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
+    assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, None, False, "fsdp")
     assert config.steps(7473 * config.data.epochs) == 15 * 7473 // 1024 == 109
     assert config.placement.frozen_models == "offloaded"
     sinks = config.log.sinks()
