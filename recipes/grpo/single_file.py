@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,8 +28,9 @@ from components.data.open_reward import open_reward
 from components.data.prompts import PromptSource, load_rows
 from components.data.samples import add_rewards, for_samples, shuffled_minibatches
 from components.data.text import load_tokenizer
-from components.engines.causal import evaluate, load_policy, token_logprobs
-from components.engines.config import HFRolloutConfig, SamplingConfig, TrainOptions
+from components.engines.causal import load_policy, token_logprobs
+from components.engines.config import FrozenConfig, HFRolloutConfig, PassLimits, SamplingConfig, TrainOptions
+from components.engines.frozen_engine import open_frozen_policy
 from components.engines.opening import open_engine, open_rollout_engine
 from components.engines.weight_sync import WeightPublisher
 from components.rl.advantages import group_norm
@@ -75,7 +75,8 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
     train_engine = open_engine(
         load_policy(model_path, packing=None), options.for_run(own.steps * own.epochs * parts, own.seed)
     )
-    reference: Any = load_policy(model_path, packing=None).eval() if own.kl_coef else None  # is never trained
+    frozen = FrozenConfig(limits=PassLimits(max_tokens=own.max_tokens), packing=None)
+    reference = open_frozen_policy(model_path, frozen) if own.kl_coef else None  # is never trained
 
     def logprobs(model: nn.Module, micro: Batch) -> Tensor:
         return token_logprobs(model, micro, own.temperature).logprob_N
@@ -94,9 +95,7 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
             #    differ by rounding, and with them the ratio would not start at exactly 1.
             columns = {"old_logprob": train_engine.forward(rollouts, logprobs)}
             if reference is not None:
-                on_reference = partial(logprobs, reference.to(train_engine.device))
-                plan = rollouts.micro_batch_indices(own.max_tokens)
-                columns["reference_logprob"] = evaluate(rollouts, plan, train_engine.device, on_reference)
+                columns["reference_logprob"] = reference.forward(rollouts, logprobs)
             # 4. Advantage: (reward - mean of its group) / standard deviation of its group, the same for each token.
             advantage_B = group_norm(rollouts["reward"], rollouts["prompt_id"])
             experience = rollouts.with_tokens(**columns, advantage=advantage_B[rollouts.sequence_ids])
