@@ -12,6 +12,8 @@ arithmetic.
       - {why: every step is logged, harmless: 1, names: [logging_steps]}
     refused:             # not taken; `why` says what to use instead
       - {why: give one dataset, names: [dataset_probs], switches: [mix_datasets]}
+    defaults:            # option here: its default there, wherever any option is written by its name there
+      train.lr_warmup_from_zero: true
 
 A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. A switch may be written on
 the command line without a value.
@@ -161,6 +163,7 @@ class Adapter:
     computed: Mapping[str, Any] = field(default_factory=dict)
     no_effect: Mapping[str, Refused] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     compute: Compute | None = None
 
     @classmethod
@@ -175,11 +178,13 @@ class Adapter:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         table = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
         chosen = [table[section] for section in sections] or [table]
-        parts: dict[str, dict[str, Any]] = {"options": {}, "computed": {}, "no_effect": {}, "refused": {}}
+        names = ("options", "computed", "no_effect", "refused", "defaults")
+        parts: dict[str, dict[str, Any]] = {name: {} for name in names}
         for section in chosen:
             for option, names in section.get("names", {}).items():
                 parts["options"] |= dict.fromkeys(names.split(), Target(option))
             parts["options"] |= _targets(section.get("options", {}))
+            parts["defaults"] |= section.get("defaults", {})
             for kind, names in section.get("computed", {}).items():
                 parts["computed"] |= dict.fromkeys(names, KINDS[kind])
             for part in ("no_effect", "refused"):
@@ -230,6 +235,8 @@ class Adapter:
         found.notes += [f"no effect of {_some(list(dict.fromkeys(names)))}: {why}" for why, names in idle.items()]
         if raw and self.compute is not None:
             self._compute(raw, found, after)
+        if raw or any(own != name for name, own in found.written.items()):
+            found.options = [Given(name, value) for name, value in self.defaults.items()] + found.options
         return found
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:

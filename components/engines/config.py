@@ -50,12 +50,16 @@ class TrainOptions:
     """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
     """Decoupled decay per step, in units of the learning rate. Vectors (norms, biases) are exempt."""
+    weight_decay_all: bool = False
+    """Vectors decay too."""
     max_grad_norm: float = 1.0
     """Gradients whose global 2-norm is larger are scaled down to it. 0 = no clipping, only measuring."""
     lr_scheduler: str = "constant"
     """What follows the warm-up: "constant", "linear" (down to min_lr_ratio) or "cosine_with_min_lr"."""
     lr_warmup_ratio: float = 0.0
     """Share of the run's optimizer steps in which the learning rate rises linearly from 0."""
+    lr_warmup_from_zero: bool = False
+    """The first of these has a learning rate of 0, as in transformers, and moves nothing."""
     min_lr_ratio: float = 0.0
     """Where the decay ends, as a share of learning_rate. Unused by "constant"."""
     max_tokens: int = 16384
@@ -134,6 +138,8 @@ class TrainConfig(TrainOptions):
 
     total_steps: int = 0
     """Optimizer steps of the whole run, where the schedule ends. 0 = unknown: no warm-up, no decay."""
+    steps_per_rate: int = 1
+    """Optimizer steps in a row with the same learning rate, which a schedule counts as one."""
     max_sequences: int = 0
     """Sequences of a micro-batch, at most; 0 sets no limit. Changes no results."""
     forward_max_sequences: int = 0
@@ -145,6 +151,7 @@ class TrainConfig(TrainOptions):
         super().__post_init__()
         _one_of(self, "precision", CHOSEN_PRECISIONS)
         _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
+        _at_least(self, 1, "steps_per_rate")
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
             raise ValueError(
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
@@ -161,12 +168,14 @@ class TrainConfig(TrainOptions):
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0; constant beyond total_steps."""
-        warmup_steps = math.ceil(self.total_steps * self.lr_warmup_ratio)
+        step //= self.steps_per_rate
+        total_steps = self.total_steps // self.steps_per_rate
+        warmup_steps = math.ceil(total_steps * self.lr_warmup_ratio)
         if step < warmup_steps:
-            return self.learning_rate * (step + 1) / warmup_steps
+            return self.learning_rate * (step + (not self.lr_warmup_from_zero)) / warmup_steps
         if self.lr_scheduler == "constant":
             return self.learning_rate
-        progress = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
         remaining = 1 - progress if self.lr_scheduler == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 

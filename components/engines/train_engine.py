@@ -449,7 +449,7 @@ class TrainEngine(ABC):
 def adam_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """The optimizer of what is trained in `model`."""
     return torch.optim.AdamW(
-        _parameter_groups(model, config.weight_decay),
+        _parameter_groups(model, config.weight_decay, config.weight_decay_all),
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.eps,
@@ -457,10 +457,10 @@ def adam_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module, weight_decay: float, is_for_all: bool) -> list[dict[str, Any]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if weight_decay == 0:
-        return [{"params": parameters, "weight_decay": 0.0}]
+    if weight_decay == 0 or is_for_all:
+        return [{"params": parameters, "weight_decay": weight_decay}]
     # ds_shape: of the whole parameter, which DeepSpeed may have partitioned.
     matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
     vectors = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) <= 1]
@@ -481,7 +481,7 @@ def _totals(minibatch: Batch) -> Totals:
             f"{mask} is False for all {minibatch.num_tokens} tokens of the minibatch, so nothing can be "
             "learned; leave such minibatches out"
         )
-    return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()))
+    return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()), rows=len(minibatch))
 
 
 def _plan(

@@ -25,6 +25,8 @@ class Totals:
     """Tokens that are trained on."""
     sequences: int
     """Sequences that have such a token."""
+    rows: int = 0
+    """All sequences, those without such a token too."""
 
 
 @dataclass(frozen=True, slots=True)

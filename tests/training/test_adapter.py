@@ -15,6 +15,7 @@ from training.schema import ConfigError, Options
 
 TABLE = """
 shared:
+  defaults: {train.warmup_from_zero: true}
   names:
     model.path: pretrain actor.model_name_or_path
     data.max_samples: max_samples
@@ -77,6 +78,7 @@ class Train(Options):
     """A group."""
 
     precision: str = "auto"
+    warmup_from_zero: bool = False
 
 
 @dataclass(kw_only=True)
@@ -101,6 +103,13 @@ def test_all_names_of_an_option_set_it(name: str) -> None:
     assert load_config(Schema, [name, "m"]).model.path == "m"
 
 
+def test_a_default_of_the_system_is_that_of_whoever_writes_in_its_names() -> None:
+    assert not load_config(Schema, ["--model.path", "m"]).train.warmup_from_zero
+    assert load_config(Schema, ["--pretrain", "m"]).train.warmup_from_zero
+    assert load_config(Schema, ["--max_len", "9"]).train.warmup_from_zero
+    assert not load_config(Schema, ["--pretrain", "m", "train.warmup_from_zero=false"]).train.warmup_from_zero
+
+
 def test_a_value_is_called_otherwise_or_refused_with_what_to_use() -> None:
     assert load_config(Schema, ["--param_dtype", "BF16"]).train.precision == "bf16"
     with pytest.raises(ConfigError, match=says("param_dtype=fp16", "use bf16")):
@@ -117,7 +126,11 @@ def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_lin
     words = ["--config", f"{tmp_path}/a.yaml", "--max_len", "300"]
     assert load_config(Schema, words).data == Data(max_samples=5, max_prompt_tokens=200)
     assert CommandLine(Schema, words).notes == ["max_samples is known here"]
-    assert CommandLine(Schema, words).named == {"data.max_samples", "data.max_prompt_tokens"}
+    assert CommandLine(Schema, words).named == {
+        "data.max_samples",
+        "data.max_prompt_tokens",
+        "train.warmup_from_zero",
+    }
 
 
 def test_what_has_no_effect_is_noted_once_per_reason_unless_it_asks_for_what_is_so() -> None:

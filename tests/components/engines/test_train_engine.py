@@ -1,5 +1,6 @@
 """The engines of both libraries: a plain process and two ranks, each started once; every test reads their record."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
 from components.engines.config import TrainConfig
 from components.engines.hf_engine import HFRolloutEngine, SamplingConfig
+from components.engines.train_engine import adam_of
 from components.rl.aggregation import Totals
 from tests.components.engines import train_cases as cases
 from tests.components.engines.ranks import WORLD_SIZES, run_ranks
@@ -290,10 +292,10 @@ def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> Non
 
     batch = Batch.from_rows({"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[False, True, True], [False, True]]})
     batch = batch.with_tokens(loss_mask=batch["loss_mask"].bool())
-    assert _totals(batch) == Totals(tokens=3, sequences=2)
+    assert _totals(batch) == Totals(tokens=3, sequences=2, rows=2)
     actions_N = torch.tensor([False, False, True, False, False])
-    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=1)
-    assert _totals(batch.only("tokens")) == Totals(tokens=5, sequences=2)
+    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=1, rows=2)
+    assert _totals(batch.only("tokens")) == Totals(tokens=5, sequences=2, rows=2)
     with pytest.raises(ValueError, match=says("loss_mask", "5 tokens")):
         _totals(batch.with_tokens(loss_mask=torch.zeros(5, dtype=torch.bool)))
     with pytest.raises(ValueError, match="train_step"):
@@ -306,11 +308,11 @@ def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
     # Lengths 2, 0, 1, 3, of which the second has no token, and the first none that is trained on.
     batch = Batch(torch.tensor([2, 0, 1, 3]), {"tokens": torch.arange(6)})
     mask_N = torch.tensor([False, False, True, True, False, True])
-    assert _totals(batch) == Totals(tokens=6, sequences=3)
-    assert _totals(batch.with_tokens(action_mask=mask_N)) == Totals(tokens=3, sequences=2)
+    assert _totals(batch) == Totals(tokens=6, sequences=3, rows=4)
+    assert _totals(batch.with_tokens(action_mask=mask_N)) == Totals(tokens=3, sequences=2, rows=4)
     # Where both are there, the action mask says what is trained on.
     both = batch.with_tokens(action_mask=mask_N, loss_mask=torch.ones(6, dtype=torch.bool))
-    assert _totals(both) == Totals(tokens=3, sequences=2)
+    assert _totals(both) == Totals(tokens=3, sequences=2, rows=4)
 
 
 def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
@@ -329,6 +331,26 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
     assert [rates("cosine_with_min_lr")[step] for step in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx(
         [0.5, 1.0, 1.0, 0.868198, 0.55, 0.1, 0.1]
     )
+
+
+def test_a_warm_up_from_zero_is_one_step_behind_and_several_steps_may_have_one_rate() -> None:
+    config = TrainConfig(learning_rate=1.0, lr_warmup_ratio=0.4, lr_warmup_from_zero=True, total_steps=10)
+    assert [config.learning_rate_at(step) for step in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
+    # 5 rates of two steps, of which ceil(0.4 * 5) = 2 rise.
+    pairs = dataclasses.replace(config, steps_per_rate=2)
+    assert [pairs.learning_rate_at(step) for step in range(6)] == [0, 0, 0.5, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize(("decays_all", "norm"), [(False, 1.0), (True, 0.95)])
+def test_vectors_decay_where_that_is_asked_for(decays_all: bool, norm: float) -> None:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    adam = adam_of(model, TrainConfig(learning_rate=0.1, weight_decay=0.5, weight_decay_all=decays_all))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adam.step()
+    assert [model.weight.item(), model.bias.item()] == pytest.approx([0.95, norm])
 
 
 @pytest.mark.parametrize(
