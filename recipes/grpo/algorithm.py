@@ -4,6 +4,8 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` res
 entry t of a per-token column is about token t.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from components.batch import Batch
@@ -22,7 +24,8 @@ def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
     """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's responses."""
     reward_B = shaped_rewards(samples, config)
     mask_N = samples["action_mask"]
-    compare = advantages.group_norm if config.algorithm.std_norm else advantages.group_mean_baseline
+    normalise = partial(advantages.group_norm, epsilon=config.algorithm.std_epsilon)
+    compare = normalise if config.algorithm.std_norm else advantages.group_mean_baseline
     advantage_B = compare_samples(samples, reward_B, compare)  # with those of the same `prompt_id`
     samples = samples.with_sequences(shaped_reward=reward_B)
     samples = samples.with_tokens(advantage=advantage_B[samples.sequence_ids] * mask_N)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from training.rl_options import PolicyOptions, RLOptions, without_effect
+from training.schema import where
 
 
 @dataclass(kw_only=True)
@@ -16,6 +17,8 @@ class AlgorithmOptions(PolicyOptions):
 
     std_norm: bool = True
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
+    std_epsilon: float = where(1e-4, std_norm=True)
+    """Added to that deviation, so that rewards which differ by rounding alone teach next to nothing."""
     ratio: Literal["token", "sequence"] = "token"
     """Whose importance-sampling ratio is clipped: each token's, or the geometric mean over the response (GSPO, whose
     aggregation and much smaller clip range are in gspo.yaml)."""

@@ -62,7 +62,7 @@ def compared(reward_X: Tensor, group_X: Tensor, config: MultiTurnConfig) -> Tens
         case "rloo":
             return advantages.rloo(reward_X, group_X)
         case "grpo":
-            return advantages.group_norm(reward_X, group_X)
+            return advantages.group_norm(reward_X, group_X, config.algorithm.std_epsilon)
         case "gpg":
             return advantages.gpg(reward_X, group_X)
         case "grpo_passk":
