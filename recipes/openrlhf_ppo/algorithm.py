@@ -4,6 +4,9 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column is about token t.
 """
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import Tensor, nn
 
 from components.batch import Batch
@@ -12,7 +15,7 @@ from components.engines.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
-from components.rl.masked import token_mean
+from components.rl.masked import sequence_means, token_mean
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
 from training import ppo_loss
@@ -23,7 +26,7 @@ from .config import PPOConfig
 COMPARISONS = {
     "reinforce_baseline": advantages.group_mean_baseline,
     "rloo": advantages.rloo,
-    "grpo": advantages.group_norm,
+    "grpo": partial(advantages.group_norm, epsilon=1e-9),
     "dr_grpo": advantages.group_mean_baseline,
     "gpg": advantages.gpg,
     "grpo_passk": advantages.grpo_passk,
@@ -112,8 +115,16 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig
 class AdaptedKL(ppo_loss.AdaptedKL):
     """The weight of the KL."""
 
-    def adapt(self, experience: Batch) -> None:
-        """Adapt it to the responses that a step was trained on."""
-        if self.config.algorithm.kl_target is not None:
-            kl_N = experience["logprob"] - experience["reference_logprob"]
-            self.follow(float(kl_N[experience["action_mask"]].mean()), len(experience))
+    def adapt(self, experience: Batch, metrics: Mapping[str, float]) -> None:
+        """Adapt it to the responses that a step was trained on: to the KL as it came off their rewards, the mean over
+        responses of their mean, or as it was in the loss.
+        """
+        own = self.config.algorithm
+        if own.kl_target is None:
+            return
+        kl = metrics.get("actor/kl_loss", 0.0)
+        if own.kl_in_reward:
+            mask_N = experience["action_mask"]
+            kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, own.kl_estimator)
+            kl = float(sequence_means(kl_N, mask_N, experience.lengths).mean())
+        self.follow(kl, len(experience))

@@ -71,9 +71,10 @@ class PPOTrainer(BaseTrainer):
                 metrics[f"critic/{name}"] = float(experience[name][experience["action_mask"]].mean())
         if self.is_actor_trained:
             updates["actor"] = remote_call.actor_update(step, self.kl.coef)
-            self.kl.adapt(experience)
         for role, update in updates.items():
             metrics |= {f"{role}/{name}": value for name, value in update.result()[0].items()}
+        if self.is_actor_trained:
+            self.kl.adapt(experience, metrics)
         return metrics
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from components.batch import Batch
 from components.rl.aggregation import Totals
-from recipes.openrlhf_ppo.algorithm import add_advantages, policy_loss, shaped_rewards
+from recipes.openrlhf_ppo.algorithm import AdaptedKL, add_advantages, policy_loss, shaped_rewards
 from recipes.openrlhf_ppo.config import AlgorithmOptions, PPOConfig
 from training.options import DataOptions, ModelOptions, RolloutOptions
 from training.ppo_loss import mark_tokens
@@ -205,6 +205,27 @@ def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str,
     settings = config(**({"correction": "tis", "correction_range": (0.5, 2.0)} | options))
     experience = add_advantages(batch, settings, 0.0)
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("own", "kl"),
+    [
+        # d is 1/2 at the only token of the first response: 1/8 by k2, of four responses.
+        ({"kl_estimator": "k1"}, 0.125),
+        ({"kl_estimator": "k2"}, 0.03125),
+        ({"kl_in_reward": False, "kl_estimator": "k2"}, 0.7),
+    ],
+)
+def test_the_weight_of_the_kl_follows_the_estimator_over_responses_or_the_kl_of_the_loss(
+    own: dict[str, Any], kl: float
+) -> None:
+    reference_N = torch.zeros(12)
+    reference_N[1] = -0.5
+    batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=reference_N)
+    # A target a tenth below the KL is what a tenth of the four samples over the horizon of 100 adds.
+    control = AdaptedKL(config(kl_coef=1.0, kl_target=kl / 1.1, kl_horizon=100, **own))
+    control.adapt(batch, {"actor/kl_loss": 0.7})
+    assert control.coef == pytest.approx(1 + 0.1 * 4 / 100)
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
