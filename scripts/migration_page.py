@@ -124,7 +124,7 @@ What is different on purpose:
   are processes of their own, `rollout`, each on the devices of as many ranks of `actor` on its node.
 - **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have
   defaults, and win.
-- **`lr_warmup_steps`** counts steps of the run, as there; the learning rate changes with each optimizer step.
+- **`lr_warmup_steps`** counts steps of the run, as there; all optimizer steps of one have the same learning rate.
 - **`critic_warmup`** has no effect without a critic; there the policy would wait all the same.
 - **`rollout_correction`** takes rejected tokens out of the loss; their responses count among those to their prompt.
 - **KL estimates** are kept within 10 nats, k1 and k2 too. docs/algorithms.md lists every formula, and every place where

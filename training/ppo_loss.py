@@ -32,7 +32,8 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
             taus = {"tau_positive": own.tau_positive, "tau_negative": own.tau_negative}
             return policy_losses.sapo_loss(*columns, **taus)
         case "dppo_tv" | "dppo_kl" as kind:
-            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip)
+            cap = {} if own.dual_clip is None else {"ratio_cap": own.dual_clip}
+            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip, **cap)
         case "clip_cov":
             return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
         case "kl_cov":

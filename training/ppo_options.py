@@ -31,8 +31,9 @@ class PPOOptions(PolicyOptions):
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
     with dppo_tv and dppo_kl it bounds the divergence."""
-    dual_clip: float | None = where(None, policy_loss=("ppo",))
-    """A token with a negative advantage costs at most this many times it, above 1. Null: any."""
+    dual_clip: float | None = where(None, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
+    """A token with a negative advantage costs at most this many times it, above 1. Null: any. With dppo_tv and dppo_kl
+    the most that a ratio weighs; null: 20."""
     tau_positive: float = where(1.0, policy_loss=("sapo",))
     """sapo: how fast its gate closes for tokens with a positive advantage."""
     tau_negative: float = where(1.05, policy_loss=("sapo",))

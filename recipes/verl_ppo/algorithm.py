@@ -5,6 +5,7 @@ entry t of a per-token column is about token t.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,14 +33,23 @@ WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> Batch:
     """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
-    step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask`, when their responses have been
-    rewarded and compared; `sampled_mask` is what it was.
+    step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask` once their responses have been
+    rewarded, so that what they earned themselves is in no return; `sampled_mask` is what it was.
     """
-    own, mask_N, lengths_B = config.algorithm, experience["action_mask"], experience.lengths
+    own, lengths_B = config.algorithm, experience.lengths
     kl_N = kl_of(experience, config) if own.kl_in_reward and config.needs_reference else None
-    reward_N = token_rewards(experience["reward"], kl_N, kl_coef, mask_N, lengths_B)
+    reward_N = token_rewards(experience["reward"], kl_N, kl_coef, experience["action_mask"], lengths_B)
     total_B = experience.sum_tokens(reward_N)
-    experience = experience.with_sequences(shaped_reward=total_B)
+    trained = experience.with_sequences(shaped_reward=total_B)
+    if not own.bypass:
+        trained = correct(trained, config)
+        if not bool(trained["action_mask"].any()):
+            raise ValueError(
+                f"algorithm.rejection={own.rejection} rejects every token of a step; raise algorithm."
+                "rejection_threshold, or look for what the engine that samples computes otherwise (rollout_corr/kl)"
+            )
+    experience = experience if own.estimate_rejected else trained
+    mask_N = experience["action_mask"]
     if own.estimator == "gae":
         advantage_N, return_N = advantages.gae(reward_N, experience["value"], mask_N, lengths_B, own.gamma, own.lam)
     elif own.estimator == "reinforce_plus_plus":
@@ -49,16 +59,9 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
     else:
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
-    if not own.bypass:
-        experience = correct(experience, config)
-        if not bool(experience["action_mask"].any()):
-            raise ValueError(
-                f"algorithm.rejection={own.rejection} rejects every token of a step; raise algorithm."
-                "rejection_threshold, or look for what the engine that samples computes otherwise (rollout_corr/kl)"
-            )
     if own.estimator in WHITENED:
-        advantage_N = advantages.whiten(advantage_N, experience["action_mask"])
-    return experience.with_tokens(advantage=chosen(experience["action_mask"], advantage_N), **{"return": return_N})
+        advantage_N = advantages.whiten(advantage_N, trained["action_mask"])
+    return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
 
 
 def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tensor:
@@ -120,7 +123,7 @@ def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
             *columns, level=own.correction_level, low=low, high=high, outside=outside
         )
         if own.correction_normalize:
-            weight_N = weight_N / weight_N[mask_N].mean().clamp(min=1e-8)
+            weight_N = weight_N / mean_weight(weight_N, experience, own.correction_level).clamp(min=1e-8)
         experience = experience.with_tokens(correction=weight_N)
     for level, estimator, least, most in own.rejections:
         kept_N = correction.rejection_weights(*columns, level=level, estimator=estimator, low=least, high=most)
@@ -128,6 +131,20 @@ def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
     if not own.rejection:
         return experience
     return experience.with_tokens(action_mask=mask_N, sampled_mask=experience["action_mask"])
+
+
+def mean_weight(weight_N: Tensor, experience: Batch, level: str) -> Tensor:
+    """The mean over tokens, or where every token of a sequence has its weight, over sequences."""
+    mask_N = experience["action_mask"]
+    if level == "token":
+        return weight_N[mask_N].mean()
+    acts_B = experience.sum_tokens(mask_N) > 0
+    return sequence_means(weight_N, mask_N, experience.lengths)[acts_B].mean()
+
+
+def of_all(totals: Totals) -> Totals:
+    """Sequences of which all tokens were rejected count in means over sequences, as 0."""
+    return replace(totals, sequences=totals.rows)
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
@@ -139,7 +156,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         reduce_loss,
         mask_N=mask_N,
         lengths_B=micro.lengths,
-        totals=totals,
+        totals=of_all(totals),
         aggregation=own.loss_aggregation,
         max_length=own.loss_length or config.rollout.max_new_tokens,
     )
@@ -172,7 +189,7 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOCo
     tokens = clipped_value_loss(*values, clip=own.value_clip)
     aggregation = own.loss_aggregation or config.algorithm.loss_aggregation
     longest = config.algorithm.loss_length or config.rollout.max_new_tokens
-    return reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest)
+    return reduce_loss(tokens, mask_N, micro.lengths, of_all(totals), aggregation, longest)
 
 
 class AdaptedKL(ppo_loss.AdaptedKL):

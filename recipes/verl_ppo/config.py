@@ -46,7 +46,7 @@ class AlgorithmOptions(PPOOptions):
     """gdpo: numbers that the reward function returns, which are normalised each for itself."""
     gdpo_weights: list[float] | None = None
     """gdpo: their weights. Default: 1 each."""
-    dual_clip: float | None = where(3.0, policy_loss=("ppo",))
+    dual_clip: float | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"
     """How tokens are weighed: each the same (token-mean), each response the same (seq-mean-token-mean), or each
@@ -63,13 +63,16 @@ class AlgorithmOptions(PPOOptions):
     correction_level: Literal["token", "sequence", "geometric"] = where("token", correction=("tis", "icepop"))
     """Whose probability is weighed: the token's, its sequence's, or the geometric mean over that."""
     correction_normalize: bool = where(False, correction=("tis", "icepop"))
-    """Divide the weights by their mean over the step."""
+    """Divide the weights by their mean over the step's tokens, or over its sequences where these have one each."""
     rejection: str | None = None
     """Leave tokens or responses out whose probabilities differ too much between policy and engine: token_, seq_sum_ or
     seq_mean_ with k1, k2 or k3 behind it, or seq_max_ with k2 or k3; several with commas between."""
     rejection_threshold: str | None = where(None, rejection=True)
     """Bounds of these, one for all or one each: k1 `low_high` of the engine's probability over the policy's, or `high`,
     whose inverse is low; k2 and k3 the largest estimate, in nats."""
+    estimate_rejected: bool = where(False, rejection=True)
+    """What was rejected is left out of the loss alone. Otherwise what those tokens earned is in no return or value
+    either, the reward of a response too where its last token was rejected."""
     bypass: bool = False
     """Take the engine's log-probabilities for those of the policy before the step, which are not computed then. A
     rejection, and with policy_loss=reinforce a correction, compares the engine with the policy in each pass anew."""
@@ -130,9 +133,12 @@ class LearnerOptions(PolicyTrainOptions):
     zero_stage: int = 3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
+    weight_decay_all: bool = True
+    lr_warmup_from_zero: bool = True
     gradient_checkpointing: bool = True
     lr_warmup_steps: int = 0
-    """Training steps in which the learning rate rises from 0, in place of lr_warmup_ratio."""
+    """Training steps in which the learning rate rises from 0, in place of lr_warmup_ratio. All optimizer steps of a
+    training step have the same."""
     shuffle: bool = False
     """Take the responses in another order in each epoch."""
 
@@ -331,11 +337,10 @@ class VerlPPOConfig(PPORunOptions):
         """The training engine of "actor" or "critic", in a run of so many steps."""
         own = self.trained(part)
         per_step = own.epochs * (self.step_size // self.size_of(part))
-        config = own.for_run(steps * per_step, self.seed)
-        if not own.lr_warmup_steps:
-            return config
+        config = replace(own.for_run(steps * per_step, self.seed), steps_per_rate=per_step)
+        warmup = own.lr_warmup_steps or int(own.lr_warmup_ratio * steps)
         # Half a step less, so that no rounding adds one.
-        share = (own.lr_warmup_steps * per_step - 0.5) / config.total_steps
+        share = (warmup - 0.5) / steps if warmup else 0.0
         return replace(config, lr_warmup_ratio=min(share, 1.0))
 
     def train_engine(self, steps: int) -> TrainConfig:

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 
 from recipes.dpo.config import DPOConfig
+from recipes.grpo.config import GRPOConfig
 from recipes.openrlhf_ppo import config
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.reward_model.config import RewardModelConfig
@@ -57,7 +58,7 @@ def test_what_the_page_calls_an_option_is_one() -> None:
     verls += ["actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high", "reward_model.reward_manager"]
     verls += ["reward_model.enable"]
     dotted = {name for name in IN_CODE if re.fullmatch("(actor|critic|algorithm|reward_model)([.][a-z_]+)+", name)}
-    schemas = (PPOConfig, RewardModelConfig, DPOConfig)
+    schemas = (PPOConfig, RewardModelConfig, DPOConfig, GRPOConfig)
     options = {option.name for schema in schemas for option in options_of(schema)} | {"actor_rollout_ref", "low_high"}
     assert dotted - {"algorithm.py", "algorithm.rollout_correction"} - set(verls) - options == set()
     options |= {name.rpartition(".")[2] for name in verls if name.startswith("algorithm.rollout_correction.")}

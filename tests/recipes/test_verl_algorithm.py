@@ -132,6 +132,12 @@ def test_verls_names_of_the_kl_estimators_are_ours() -> None:
         ("rollout_is=token rollout_is_threshold=0.5_2.0", [0, 1, 1, 1, 1, 1, 1, 0], 8),
         ("rollout_is=sequence", [2, 2, 1, 1, 1, 1, 0.25, 0.25], 8),
         ("rollout_is=token rollout_is_batch_normalize=True", [x / (8.25 / 8) for x in (2, 1, 1, 1, 1, 1, 1, 0.25)], 8),
+        # Sequences have weights of 2, 1, 1 and 1/4; the geometric means are 2, 1, 1 and 1/2.
+        (
+            "rollout_is=sequence rollout_is_batch_normalize=True rollout_rs=seq_mean_k1 rollout_rs_threshold=1.5",
+            [x / (4.25 / 4) for x in (2, 2, 1, 1, 1, 1, 0.25, 0.25)],
+            4,
+        ),
         ("rollout_rs=token_k1 rollout_rs_threshold=2.0", None, 6),
         # The means over the responses are the roots, 2 and 1/2.
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=3.0", None, 8),
@@ -164,6 +170,48 @@ def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> 
     assert found["sampled_mask"].sum() == 8
 
 
+def test_means_of_weights_of_sequences_are_over_sequences_of_any_length() -> None:
+    # The first response has one token, which is 4 times as likely; the cut at 2 leaves 2, 1, 1 and 1/4.
+    batch = responses().with_tokens(action_mask=torch.tensor([False, True, False] + [False, True, True] * 3))
+    given = [f"algorithm.rollout_correction.{x}" for x in ("rollout_is=sequence", "rollout_is_batch_normalize=True")]
+    found = add_advantages(batch, config("algorithm.adv_estimator=grpo", *given), 0.0)
+    weights = [x / (4.25 / 4) for x in (2, 1, 1, 1, 1, 0.25, 0.25)]
+    assert found["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+
+
+def test_what_a_rejected_token_earned_is_in_no_return_unless_asked_for() -> None:
+    # The last response's last token has its reward of 5 and is a quarter as likely; the first one's first token goes.
+    rule = ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0"]
+    given = ["algorithm.adv_estimator=remax", *rule]
+    columns = responses(greedy_reward=torch.ones(4))
+    first = add_advantages(columns, config(*given), 0.0)["advantage"].reshape(4, 3)
+    assert first[:, 1:].tolist() == [[0, 3], [0, 0], [3, 3], [-1, 0]]
+    after = add_advantages(columns, config(*given, "algorithm.estimate_rejected=true"), 0.0)["advantage"].reshape(4, 3)
+    assert after[:, 1:].tolist() == [[0, 3], [0, 0], [3, 3], [4, 0]]
+
+
+def test_a_rejected_response_counts_in_the_mean_over_responses() -> None:
+    mask_N = torch.tensor([False, True, True, False, False, False])
+    columns = {"action_mask": mask_N, "rollout_logprob": torch.zeros(6), "advantage": torch.ones(6)}
+    micro = Batch([3, 3], {"tokens": torch.zeros(6, dtype=torch.int64), **columns, "logprob": torch.full((6,), -1.0)})
+    own = config("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.adv_estimator=grpo")
+    totals = Totals(tokens=2, sequences=1, rows=2)
+    # Four tokens, all equally likely, beside e^-1: a ratio of e/4 = 0.68, so that the loss of a token is -e/4.
+    loss = policy_loss(Even(), micro, totals, own).metrics["policy_loss"]
+    assert float(loss) == pytest.approx(-math.e / 4 / 2, abs=1e-6)
+
+
+def test_the_learning_rate_is_one_of_a_training_step_and_begins_at_0() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    own = config(f"{optim}.lr=1.0", f"{optim}.lr_warmup_steps_ratio=0.5")  # 8 prompts in mini-batches of 4
+    assert own.updates_per_step == 2
+    engine = own.train_engine(5)
+    # int(0.5 * 5) = 2 of 5 training steps rise, of two optimizer steps each.
+    assert [engine.learning_rate_at(step) for step in range(8)] == [0, 0, 0.5, 0.5, 1, 1, 1, 1]
+    assert (engine.weight_decay, engine.weight_decay_all) == (0.01, True)
+    assert config(f"{optim}.lr_warmup_steps=3").train_engine(5).learning_rate_at(4) == pytest.approx(1e-6 * 2 / 3)
+
+
 def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() -> None:
     # The second is a branch of the first: 4 and 4 are equal, and the third is their only rival.
     columns = {"branch": torch.tensor([0, 1, 0, 0]), "reward": torch.tensor([4.0, 4.0, 2.0, 5.0])}
@@ -182,6 +230,10 @@ def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() ->
         ("actor.clip_ratio_high=0.28 actor.clip_ratio_c=5.0", [-1.28, 4.0]),
         ("actor.policy_loss.loss_mode=gpg", [1.0, -1.0]),
         ("actor.policy_loss.loss_mode=cispo", [1.2, -1.2]),
+        # Minus the ratio, 3 at most, times the advantage and the log-probability of -1; 20 at most where that is unset.
+        ("actor.policy_loss.loss_mode=dppo_tv actor.clip_ratio=1.0", [1.5, -3.0]),
+        ("actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio=9.0 actor.clip_ratio_c=2.0", [1.5, -2.0]),
+        ("actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio=9.0 actor.clip_ratio_c=30.0", [1.5, -4.0]),
         # 4 / tau times the sigmoid of tau (r - 1).
         (
             "actor.policy_loss.loss_mode=sapo actor.tau_pos=2.0 actor.tau_neg=1.0",
@@ -198,7 +250,7 @@ def test_each_surrogate_is_what_it_is_by_hand(options: str, expected: list[float
     assert surrogate(logprob_N, micro, config(*given)).loss_N.tolist() == pytest.approx(expected, abs=1e-5)
     # In bypass mode it is the engine's policy that the ratio is taken to, and that is the same here.
     bypass = config(*given, "algorithm.rollout_correction.bypass_mode=True")
-    if "clip_ratio" in options:
+    if "clip_ratio" in options and "dppo" not in options:
         assert surrogate(logprob_N, micro, bypass).loss_N.tolist() == pytest.approx([-1.0, 1.0])
 
 
