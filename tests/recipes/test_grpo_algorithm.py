@@ -37,7 +37,7 @@ def responses() -> Batch:
 @pytest.mark.parametrize(
     ("std_norm", "worth"),
     [
-        # Group 7 has 1 and 3, group 5 has 4 and 2: means 2 and 3, both standard deviations the square root of 2; and 1e-4.
+        # Group 7 has 1 and 3, group 5 has 4 and 2: means 2 and 3, both standard deviations the square root of 2.
         (True, [x / (2**0.5 + 1e-4) for x in (-1, 1, 1, -1)]),
         (False, [-1.0, 1.0, 1.0, -1.0]),
     ],
