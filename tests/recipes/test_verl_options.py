@@ -48,7 +48,7 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     # Room for 32 of the longest, 512 + 1024 tokens.
     assert (engine.max_tokens, engine.forward_max_tokens) == (32 * 1536, 8 * 1536)
     assert (engine.learning_rate, engine.weight_decay, engine.betas) == (1e-6, 0.01, (0.9, 0.999))
-    assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, None, False, "fsdp")
+    assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
     assert config.steps(7473 * config.data.epochs) == 15 * 7473 // 1024 == 109
     assert config.placement.frozen_models == "offloaded"
     sinks = config.log.sinks()
@@ -74,7 +74,8 @@ def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> Non
     actor, critic = config.engine("actor", 10), config.engine("critic", 10)
     assert (actor.max_tokens, actor.max_sequences, actor.learning_rate) == (24000, 0, 1e-6)
     assert (critic.max_tokens, critic.learning_rate, config.reward.model_max_tokens) == (98304, 1e-5, 70000)
-    assert (critic.total_steps, critic.adam_offload, critic.lr_warmup_ratio) == (80, True, 0.05)
+    # A warm-up of 0.05 of ten training steps is none.
+    assert (critic.total_steps, critic.adam_offload, critic.lr_warmup_ratio) == (80, True, 0.0)
     assert config.roles == ["actor_rollout", "critic", "rm"]
     assert config.placement.workers("rm") == 8
 
@@ -119,10 +120,10 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     assert re.search(says(*facts, "last 2"), config.arithmetic(150))
     assert (config.size_of("actor"), config.size_of("critic")) == (128, 256)
     assert (config.engine("actor", 6).total_steps, config.engine("critic", 6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
-    # The warm-up counts steps of the run: 3 of 8 optimizer steps.
+    # The warm-up counts training steps, and begins with 0: each of three has 8 optimizer steps of one rate.
     engine = config.engine("actor", 6)
-    assert engine.learning_rate_at(0) == pytest.approx(1e-6 / 24)
-    assert engine.learning_rate_at(22) < engine.learning_rate_at(23) == engine.learning_rate_at(24) == 1e-6
+    rates = [engine.learning_rate_at(step) for step in (0, 7, 8, 15, 16, 23, 24)]
+    assert rates == pytest.approx([0, 0, 1e-6 / 3, 1e-6 / 3, 2e-6 / 3, 2e-6 / 3, 1e-6])
     assert small(*epochs, "trainer.total_training_steps=5").steps(450) == 5
 
 
