@@ -215,6 +215,12 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     if not sampling.is_whole:
         logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
     logprob_AV = logprob_AV.log_softmax(-1)
+    # One logit that is no number makes its whole row so.
+    if bool(logprob_AV[:, 0].isnan().any()):
+        raise FloatingPointError(
+            "the policy's logits are not finite: its weights have diverged, or were damaged; go back to an earlier "
+            "checkpoint, and lower train.learning_rate"
+        )
     if sampling.temperature == 0:
         token_A = logprob_AV.argmax(-1)
     else:

@@ -201,6 +201,15 @@ def test_a_token_of_probability_0_is_never_drawn(engine: HFRolloutEngine) -> Non
     assert _invert(logprob_AV, uniform_A).tolist() == [1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_have_diverged_are_named_as_such(tied_model: Path, temperature: float) -> None:
+    engine = HFRolloutEngine(tied_model)
+    for weight in engine.model.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=says("not finite", "diverged", "checkpoint", "train.learning_rate")):
+        engine.generate(some_prompts(), SamplingConfig(temperature=temperature, max_new_tokens=2))
+
+
 def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
     # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
     logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
