@@ -397,7 +397,7 @@ def sandbox(fault: str) -> Line:
     """What programs of a policy run in; `fault` says why there are no namespaces."""
     if not fault:
         return line("sandbox", "programs of a policy have namespaces of their own")
-    mend = "run as root, allow unprivileged user namespaces, or set TROUPE_SANDBOX=unsafe if files here may be lost"
+    mend = "run as root, allow unprivileged user namespaces, or set sandbox=unsafe if files here may be lost"
     return line("sandbox", f"no programs of a policy are run: {fault}", NOTE, mend)
 
 

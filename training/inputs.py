@@ -4,6 +4,7 @@ process starts. Nothing here needs torch before a model of the user's own has to
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,16 +122,25 @@ def check_prompts(
 
 
 def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
-    """See that template and tokenizer fit together; a model that is still to be made is not looked at.
+    """See that model, template and tokenizer fit together; a model that is still to be made is not looked at.
 
     Raises:
         ValueError: they do not.
     """
+    from components.hub import find_model
     from training.warm_start import WARM_START_PREFIX
 
     if not model.path.startswith(WARM_START_PREFIX):
         # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
-        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], model.tokenizer(), seed)
+        tokenizer = model.tokenizer()
+        embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", math.inf)
+        # Tokens that were added later may lie beyond it: no text need hold them.
+        if tokenizer.vocab_size > embedded:
+            raise ValueError(
+                f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
+                f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
+            )
+        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], tokenizer, seed)
 
 
 def read_prompts(

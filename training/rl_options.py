@@ -133,6 +133,9 @@ class RLOptions(RunOptions):
     """Responses, or episodes, to each."""
     max_steps: int | None = None
     """Training steps, at most. Default: as many as the prompts fill."""
+    sandbox: Literal["isolated", "unsafe"] = "isolated"
+    """Where programs that the policy wrote run: in namespaces of their own, or where the system forbids these with
+    limits alone, and with the files and the network of this user."""
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)

@@ -231,7 +231,8 @@ def _can_isolate() -> bool:
     if os.environ.get(PERMISSION) != "unsafe":
         raise SandboxError(
             f"programs of the policy cannot be kept from the files of this user: {fault}. Run as root, allow "
-            f"unprivileged user namespaces, or set {PERMISSION}=unsafe in the environment where these files may be lost"
+            f"unprivileged user namespaces, or where these files may be lost set sandbox=unsafe "
+            f"(in a script {PERMISSION}=unsafe in the environment)"
         )
     _warn(fault)
     return False

@@ -89,8 +89,11 @@ def head_fault(model: Path) -> str:
     """Why vLLM cannot sample from this model on a CPU; empty when it can, or nothing is known of it."""
     if not (model / "config.json").is_file():
         return ""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+    except (ValueError, AttributeError):
+        return ""  # the recipe's own checks say what is wrong with it
     if not {"hidden_size", "num_attention_heads"} <= config.keys():
         return ""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
