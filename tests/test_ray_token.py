@@ -39,7 +39,7 @@ if __name__ == "__main__":
         (port,) = (int(file.read_text()) for file in session.glob("dashboard_agent_listen_port_*"))
         counted = sum(RoleGroup("counter").count(["to", "be", "or"]))
         print(json.dumps({"counted": counted, "gcs": ray.get_runtime_context().gcs_address, "jobs_port": port,
-            "token": os.environ["RAY_AUTH_TOKEN_PATH"]}), flush=True)
+            "token": os.environ["RAY_AUTH_TOKEN_PATH"], "session": str(session)}), flush=True)
         sys.stdin.read()
 """
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('joined')"
@@ -59,9 +59,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     assert job.stdin is not None
     assert job.stdout is not None
     lines = iter(job.stdout)
-    yield json.loads(next(line for line in lines if line.startswith("{")))
+    found = json.loads(next(line for line in lines if line.startswith("{")))
+    assert Path(found["session"]).is_dir()
+    yield found
     job.stdin.close()
     assert job.wait(120) == 0
+    assert not Path(found["session"]).exists(), "the folder of a Ray that has ended well is left behind"
 
 
 def post_a_job(host: str, port: int, headers: dict[str, str]) -> int:

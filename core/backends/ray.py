@@ -8,12 +8,14 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -137,6 +139,7 @@ class RayBackend:
         self._run_id = run_id
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
+        self._own_session: Path | None = None
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -185,7 +188,9 @@ class RayBackend:
             address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet
         )
         self._own_cluster.callback(ray.shutdown)
-        started = vars(importlib.import_module("ray._private.worker"))["_global_node"].all_processes
+        node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
+        self._own_session = Path(node.get_session_dir_path())
+        started = node.all_processes
         self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]
 
     def fault(self) -> str:
@@ -276,8 +281,12 @@ class RayBackend:
         self._group = None
 
     def stop(self) -> None:
-        """End the cluster if it was started for this job."""
+        """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
+        session = None if self.fault() else self._own_session
         self._own_cluster.close()
+        if session is not None:
+            shutil.rmtree(session, ignore_errors=True)
+        self._own_session = None
         self._own_processes = []
 
 
