@@ -4,13 +4,13 @@ process starts. Nothing here needs torch before a model of the user's own has to
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.engines.choice import choose_attention
+from components.hub import find_model
 from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ def check_model(path: str, option: str = "model.path") -> None:
         ValueError: it cannot; the message says what to set.
     """
     from components.data.tasks import get_task
-    from components.hub import find_model
     from training.warm_start import WARM_START_PREFIX
 
     try:
@@ -69,7 +68,6 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
         ValueError: it cannot, or does not; the message says what to set.
     """
     from components.data.text import load_tokenizer, same_vocabulary
-    from components.hub import find_model
     from training.warm_start import WARM_START_PREFIX
 
     check_model(path, option)
@@ -127,13 +125,12 @@ def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, 
     Raises:
         ValueError: they do not.
     """
-    from components.hub import find_model
     from training.warm_start import WARM_START_PREFIX
 
     if not model.path.startswith(WARM_START_PREFIX):
         # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
         tokenizer = model.tokenizer()
-        embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", math.inf)
+        embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", sys.maxsize)
         # Tokens that were added later may lie beyond it: no text need hold them.
         if tokenizer.vocab_size > embedded:
             raise ValueError(

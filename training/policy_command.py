@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from components.data.sandbox import PERMISSION
 from components.engines.memory import Need
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
@@ -112,8 +111,7 @@ class PolicyCommand(Command[C]):
         """See `Command.plan`."""
         config = self.resolved(asked)
         job = self.build_job(config)
-        if config.sandbox == "unsafe":
-            job.global_env = {**job.global_env, PERMISSION: config.sandbox}
+        job.global_env |= {"TROUPE_SANDBOX": "unsafe"} if config.sandbox == "unsafe" else {}
         data, train = config.data, config.train
         kernels = config.model.attn_implementation
         attention = f", attention {kernels}" if kernels else ""
