@@ -60,7 +60,7 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
     if own.estimator in WHITENED:
-        advantage_N = advantages.whiten(advantage_N, trained["action_mask"])
+        advantage_N = advantages.whiten(advantage_N, trained["action_mask"], unbiased=True)
     return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
 
 

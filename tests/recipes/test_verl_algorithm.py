@@ -51,6 +51,8 @@ def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
 
 
 ROOT3 = math.sqrt(3)
+UNBIASED = math.sqrt(7 / 8)
+"""Of eight tokens: the deviation over their count is this times that over their count less one."""
 
 
 @pytest.mark.parametrize(
@@ -69,11 +71,11 @@ ROOT3 = math.sqrt(3)
         # All are equally long, so that the baseline is the mean.
         ("algorithm.adv_estimator=opo", [1, -2, 1, 0]),
         # 1, -2, 1, 0: their mean is 0, and that of the squares 6/4.
-        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", [1 / 1.5**0.5, -2 / 1.5**0.5, 1 / 1.5**0.5, 0]),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", [UNBIASED / 1.5**0.5 * x for x in (1, -2, 1, 0)]),
         # 4, 1, 4, 5: mean 3.5, squares about it .25, 6.25, .25, 2.25, of which the mean is 2.25.
-        ("algorithm.adv_estimator=reinforce_plus_plus", [1 / 3, -5 / 3, 1 / 3, 1]),
+        ("algorithm.adv_estimator=reinforce_plus_plus", [UNBIASED / 3 * x for x in (1, -5, 1, 3)]),
         # Returns less values, 1, -2, 1, 2, about their mean .5: .25, 6.25, .25, 2.25 again.
-        ("algorithm.adv_estimator=gae", [1 / 3, -5 / 3, 1 / 3, 1]),
+        ("algorithm.adv_estimator=gae", [UNBIASED / 3 * x for x in (1, -5, 1, 3)]),
     ],
 )
 def test_each_estimator_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
