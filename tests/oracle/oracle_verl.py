@@ -1,5 +1,7 @@
 """The real verl beside recipes/verl_ppo: the same keys, responses and weights, three training steps."""
 
+# pyright: reportMissingImports=false
+# verl is in the environment that scripts/oracle.sh makes, and in no other.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -121,14 +123,14 @@ class Model:
 
 
 def theirs(case: Case, path: str) -> Trace:
-    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    defaults = OmegaConf.load(Path(verl.__path__[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml")
     config: Any = OmegaConf.merge(defaults, OmegaConf.from_dotlist(keys_of(case, path)))
     own = config.algorithm
     # As its main program does: the actor and critic are told of the mini-batch in responses, the former of the rollout.
     options = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     policy = Model(AutoModelForCausalLM.from_pretrained(path), options.optim)
     reference = AutoModelForCausalLM.from_pretrained(path)
-    critic = None
+    critic, critic_options = None, None
     if own.adv_estimator == "gae":
         critic_options = omega_conf_to_dataclass(config.critic)
         critic = Model(value_model(path), critic_options.optim)
