@@ -45,7 +45,7 @@ def test_what_begins_alike_is_one_run_but_for_the_last_token_that_is_alike() -> 
 
 
 def test_one_that_is_the_beginning_of_another_keeps_a_token_of_its_own() -> None:
-    # The same twice, and a third that goes on: 4 tokens alike, of which the last is each one's own.
+    # The same twice, and a third that continues: 4 tokens alike, of which the last is each one's own.
     assert runs_of(batch_of(P, [*P, 1], P), 2) == [Run([0, 2, 1], 3)]
     assert runs_of(batch_of([5], [5]), 1) == [Run([0], 0), Run([1], 0)]
 
