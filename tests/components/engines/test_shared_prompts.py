@@ -176,7 +176,7 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_bit_of_a_log_prob_depends_on_what_is_shared(tied_model: Path, dtype: str) -> None:
+def test_log_probs_of_groups_are_bit_for_bit_those_of_whole_sequences(tied_model: Path, dtype: str) -> None:
     # Old log-probs, the reference's and those of training are computed in other parts of a batch.
     batch = shared_cases.groups(0, prompts=4, samples=4)
     model = load_policy(tied_model, dtype, packing=True).eval()
