@@ -36,7 +36,7 @@ from fault_report import Case, Report  # noqa: E402
 READY_S = 180.0
 LIMIT_S = 180.0
 """From the fault to the end of the job. Ray declares a silent node dead after 65 s, where nothing else is set."""
-GONE_S = 30.0
+GONE_S = 120.0
 PAUSE_S = 5.0
 LOOK_S = 0.1
 KILL = "pids=$(pgrep -f -- '[-]-gcs-address=%s') && kill -KILL $pids $(pgrep -P \"$(echo $pids | tr ' ' ,)\")"
