@@ -16,7 +16,8 @@ class AgentInstanceBase(ABC):
         """Begin the episode.
 
         Args:
-            states: `observation` (the prompt's text), `label` (of the data); a copy of the episode's own.
+            states: `observation` (the prompt's text), `label` (of the data), `extra_info` (the data's other columns); a
+                copy of the episode's own.
             kwargs: room for what later versions may add.
 
         Returns:

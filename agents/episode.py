@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,8 @@ class EpisodeTask:
     """Which of the prompt's samples."""
     sampling: SamplingConfig
     """How its turns are drawn; `max_new_tokens` is the limit of one turn."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The data's other columns."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from agents.options import AgentOptions
 from agents.rendering import feedback_tokens, first_tokens
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
-from components.data.rewards import read_columns, takes_responses
+from components.data.reward_functions import by_names
 
 STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 """Of an episode that ends with its turn, by why that ended."""
@@ -47,7 +47,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """
         episode, environment = Episode(list(task.tokens), len(task.tokens)), self.pool.open()
         try:
-            states = {"observation": task.prompt, "label": copy.deepcopy(task.label)}
+            given = {"label": task.label, "extra_info": task.extra_info}
+            states = {"observation": task.prompt, **copy.deepcopy(given)}
             observation = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
                 tokens = first_tokens(policy.encoder, observation, task.prompt)
@@ -100,8 +101,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     def __init__(self, reward: Callable[..., Any] | None = None) -> None:
         """
         Args:
-            reward: called in a thread as a reward file's `reward_func(queries, prompts, labels)`, with lists of one;
-                and with `responses` where it takes that.
+            reward: called in a thread as a reward file's function is (see `by_names`), with lists of one.
         """
         self.reward = reward
         self._limit_s = AgentOptions.step_timeout_s
@@ -121,11 +121,12 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         if self.reward is None or turn.finish == "abort":
             return episode
         query = policy.decode(episode.tokens)
-        ask = partial(self.reward, [query], [task.prompt], [copy.deepcopy(task.label)])
-        if takes_responses(self.reward):
-            ask = partial(ask, responses=[policy.decode(episode.tokens[turn.start :], skip_special_tokens=True)])
+        ids = episode.tokens[turn.start :]
+        row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids}
+        texts = [policy.decode(ids, skip_special_tokens=True)]
+        ask = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
         try:
-            columns = read_columns(await in_time(in_thread(ask), self._limit_s), 1)
+            columns = await in_time(in_thread(ask), self._limit_s)
         except Overdue:
             limit = f"{self._limit_s:g} s (agent.step_timeout_s)"
             raise TimeoutError(f"the reward gave no response within {limit}") from None

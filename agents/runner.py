@@ -216,9 +216,10 @@ def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
     texts = prompts.objects.get("prompt") or [""] * len(prompts)  # who responds without an agent reads tokens alone
     labels = prompts.objects.get("label") or [None] * len(prompts)
     ids = zip(prompts["prompt_id"].tolist(), prompts["sample_id"].tolist(), strict=True)
-    rows = zip(prompts.lists("tokens"), texts, labels, ids, strict=True)
-    for tokens, text, label, (prompt_id, sample_id) in rows:
-        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling)
+    others = prompts.objects.get("extra_info") or [None] * len(prompts)
+    rows = zip(prompts.lists("tokens"), texts, labels, ids, others, strict=True)
+    for tokens, text, label, (prompt_id, sample_id), other in rows:
+        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, other or {})
 
 
 class _Failures:

@@ -109,7 +109,7 @@ class PolicyRun(Run[Batch]):
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
-        return add_rewards(rollouts, self.reward, self.tokenizer, self.info)
+        return add_rewards(rollouts, self.reward, self.tokenizer, self.info, self.step)
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""

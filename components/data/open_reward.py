@@ -6,7 +6,7 @@ B sequences, P parts of the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward | RewardSum:
-    """Open a reward: the name of a scorer, a .py file that defines `reward_func`, or URLs with commas between them.
+    """Open a reward: the name of a scorer, a function of a .py file (`FILE.py` or `FILE.py:NAME`), or
+    URLs with commas between them.
 
     Or a weighted sum of such, each with its weight: `0.7*gsm8k + 0.3*style.py + 1*http://a:5000/score`.
     """
@@ -42,18 +43,19 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerRewa
     return _open_one(spec, settings) if parts == [(1.0, spec)] else RewardSum(parts, settings)
 
 
-def _open_one(spec: str, settings: RewardSettings) -> WorkerReward | RemoteReward:
+def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> WorkerReward | RemoteReward:
     if "://" in spec:
         from components.data.remote_reward import RemoteReward
 
         return RemoteReward(reward_urls(spec), settings)
-    return WorkerReward(spec, settings)
+    return WorkerReward(spec, settings, in_sum=in_sum)
 
 
 class RewardSum(Closing):
     """Rewards every sequence by each part, at the same time, and adds up.
 
-    A response that failed in one part has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
+    A response that failed in one part has failed. One for which a part has no reward, None, is rewarded by the others
+    alone; where no part has one, it has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
     itself as `<part>_log_<name>`; a part is called by its scorer, its file or its server.
     """
 
@@ -63,7 +65,7 @@ class RewardSum(Closing):
         self._weights = [weight for weight, _ in parts]
         self._names = _names([spec for _, spec in parts])
         with ExitStack() as opened:
-            self._sources = [opened.enter_context(_open_one(spec, settings)) for _, spec in parts]
+            self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
 
     def __call__(
@@ -73,6 +75,7 @@ class RewardSum(Closing):
         labels: Sequence[Any],
         *,
         responses: Sequence[str] | None = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> RewardOutput:
         """Reward B sequences: the weighted sum of the rewards, and the weighted mean of the scores.
 
@@ -81,7 +84,7 @@ class RewardSum(Closing):
 
         def ask(index: int) -> tuple[int, RewardOutput]:
             try:
-                return index, self._sources[index](queries, prompts, labels, responses=responses)
+                return index, self._sources[index](queries, prompts, labels, responses=responses, rows=rows)
             except Exception as error:
                 error.add_note(f"in the part {self._names[index]!r} of a sum of rewards")
                 raise
@@ -102,6 +105,8 @@ class RewardSum(Closing):
             for place, reason in output.failures.items()
         }
         count = len(outputs[0].reward_B)
+        absent = [set(output.absent) for output in outputs]
+        failures |= dict.fromkeys(set.intersection(*absent), "every part of the sum of rewards returned None")
         if len(failures) > allowed_failures(count, self._settings.max_failed_share):
             first = failures[min(failures)]
             raise RewardError(
@@ -116,7 +121,11 @@ class RewardSum(Closing):
         # In double precision, so that all parts right is a score of 1 and not a little beside it.
         weight_P = torch.tensor(self._weights, dtype=torch.float64)
         reward_B = weight_P @ torch.stack([output.reward_B.double() for output in outputs])
-        score_B = weight_P @ torch.stack([output.score_B.double() for output in outputs]) / weight_P.sum()
+        counts_PB = torch.ones(len(outputs), count, dtype=torch.float64)
+        for part, places in enumerate(absent):
+            counts_PB[part, list(places)] = 0.0
+        weight_B = (weight_P @ counts_PB).clamp(min=weight_P.min())
+        score_B = weight_P @ torch.stack([output.score_B.double() for output in outputs]) / weight_B
         reward_B, score_B = reward_B.float(), score_B.float()
         for column_B in (reward_B, score_B, *logs.values()):
             column_B[list(failures)] = 0.0

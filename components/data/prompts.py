@@ -45,7 +45,7 @@ def load_rows(
     seed: int = 0,
     probs: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Load prompts as rows of `{"input", "label", "datasource"}`.
+    """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` where there are further columns.
 
     `datasource` says where a row came from: the task's name, the row's own field `datasource`, or "default".
 
@@ -230,8 +230,8 @@ class PromptSource:
             Batch.from_rows({"tokens": [[0]]}, objects=first).to_table()
         except ValueError as error:
             raise ValueError(
-                f"batches are generated ahead, and no checkpoint can hold their labels ({error}); make labels text, "
-                "numbers, lists or objects of these, or train without asynchronous.enabled (async_train)"
+                f"batches are generated ahead, and no checkpoint can hold their labels or columns ({error}); make "
+                "these text, numbers, lists or objects of these, or train without asynchronous.enabled (async_train)"
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,14 +332,22 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
                 )
         check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
         datasource = record.get("datasource")
-        rows.append(
-            {
-                "input": record[input_key],
-                "label": "" if label_key is None else record[label_key],
-                "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
-            }
-        )
+        row = {
+            "input": record[input_key],
+            "label": "" if label_key is None else record[label_key],
+            "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
+        }
+        if others := _other_columns(record, input_key, label_key):
+            row["extra_info"] = others
+        rows.append(row)
     return rows
+
+
+def _other_columns(record: Mapping[str, Any], input_key: str, label_key: str | None) -> dict[str, Any]:
+    """What rewards and agents may read under its own name; a prompt of chat messages as `prompt`, as TRL has it."""
+    told = {input_key, "datasource"} | ({"label"} if label_key == "label" else set())
+    others = {name: value for name, value in record.items() if name not in told}
+    return others if isinstance(record[input_key], str) else {"prompt": record[input_key]} | others
 
 
 def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:

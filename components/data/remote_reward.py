@@ -18,7 +18,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,6 +74,7 @@ class RemoteReward(Closing):
         labels: Sequence[Any],
         *,
         responses: Sequence[str] | None = None,  # noqa: ARG002 - servers find them in the queries
+        rows: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - for functions of files
     ) -> RewardOutput:
         """Reward B sequences.
 

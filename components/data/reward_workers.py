@@ -18,24 +18,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from components.data.child_process import Child, described, load_file, run_child, serve_calls, short_line
+from components.data.reward_functions import by_names, read_rewards
 from components.data.rewards import (
-    FUNCTION_NAME,
     Closing,
     Columns,
     RewardError,
     RewardOutput,
     RewardSettings,
     check_lengths,
+    is_reward_file,
     join_columns,
-    read_columns,
-    takes_responses,
+    reward_function,
 )
 from components.data.score_functions import ScoreCode, load_scores
 from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
@@ -63,6 +63,8 @@ class RewardWorkers(Closing):
 
     _takes_all = False
     """Whether one call gets all responses of a batch, and the time of all of them."""
+    _may_be_absent = False
+    """Whether a response without a reward, None, is no failure: another part of a sum has one."""
 
     def __init__(self, source: str, load: Callable[[], Callable[..., Any]], settings: RewardSettings) -> None:
         """Start the children.
@@ -129,6 +131,8 @@ class RewardWorkers(Closing):
                     if verdict == "ok":
                         beat()
                         parts.append((chunk, *found))
+                        for place in () if self._may_be_absent else found[0].absent:
+                            self._fail(chunk[place], columns, failures, "it returned None", "")
                     elif len(chunk) > 1:
                         again = f"asking again for each of its {len(chunk)} responses alone"
                         _log.warning("%s: %s; %s", self.source, found[0], again)
@@ -228,12 +232,14 @@ class _Worker:
 
 
 class WorkerReward(RewardWorkers):
-    """A scorer or a user's `reward_func`."""
+    """A scorer, or a function of a user's file."""
 
-    def __init__(self, spec: str, settings: RewardSettings) -> None:
+    def __init__(self, spec: str, settings: RewardSettings, *, in_sum: bool = False) -> None:
         """Start the children; ValueError when the file of `spec` cannot be loaded."""
-        if spec.endswith(".py"):
-            source, load = f"{FUNCTION_NAME} in {spec!r}", partial(_load_file, Path(spec).expanduser().resolve())
+        self._may_be_absent, self._is_file = in_sum, is_reward_file(spec)
+        if self._is_file:
+            path, name = reward_function(spec)
+            source, load = f"{name} in {str(path)!r}", partial(_load_file, path, name)
         else:
             source, load = f"scorer {spec!r}", partial(_load_scorer, get_scorer(spec), get_style(spec), module_of(spec))
         super().__init__(source, load, settings)
@@ -245,13 +251,19 @@ class WorkerReward(RewardWorkers):
         labels: Sequence[Any],
         *,
         responses: Sequence[str] | None = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> RewardOutput:
         """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
         check_lengths(self.source, len(queries), prompts=prompts, labels=labels)
         if responses is None:
             responses = [_response_of(query, prompt) for query, prompt in zip(queries, prompts)]
         check_lengths(self.source, len(queries), responses=responses)
-        return self.rewards([queries, prompts, labels, responses])
+        columns: list[Sequence[Any]] = [queries, prompts, labels, responses]
+        if self._is_file:
+            rows = [{}] * len(queries) if rows is None else rows
+            check_lengths(self.source, len(queries), rows=rows)
+            columns.append(rows)
+        return self.rewards(columns)
 
 
 class ScoreWorkers(RewardWorkers):
@@ -305,20 +317,18 @@ def _serve(channel: socket.socket) -> None:
                 functions.append(pickle.loads(message["load"])())
                 return ("ok",)
             found = functions[0](*message)
-            return "ok", found if isinstance(found, Columns) else read_columns(found, len(message[0]))
+            return "ok", found if isinstance(found, Columns) else read_rewards(found, len(message[0]))
         except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
             return "failed", *described(error)
 
     serve_calls(channel, reply)
 
 
-def _load_file(path: Path) -> Callable[..., Any]:
-    function = getattr(load_file(path), FUNCTION_NAME)
+def _load_file(path: Path, name: str) -> Callable[..., Any]:
+    function = getattr(load_file(path), name)
     if not callable(function):
-        raise ValueError(f"{FUNCTION_NAME} is a {type(function).__name__}; make it a function")
-    if takes_responses(function):
-        return lambda queries, prompts, labels, responses: function(queries, prompts, labels, responses=responses)
-    return lambda queries, prompts, labels, _responses: function(queries, prompts, labels)
+        raise ValueError(f"{name} is a {type(function).__name__}; make it a function")
+    return by_names(function)
 
 
 def _load_scorer(scorer: Scorer, style: Style, module: str | None) -> Callable[..., Any]:

@@ -7,12 +7,12 @@ B sequences. Nothing here imports torch before the first rewards are there, so t
 from __future__ import annotations
 
 import ast
-import inspect
 import math
 import numbers
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FUNCTION_NAME = "reward_func"
-"""What a reward file defines: reward_func(queries, prompts, labels, **kwargs)."""
+FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
+"""What a reward file calls its function, where its name does not follow the path, as in `style.py:brevity`."""
+
+_FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -76,6 +79,8 @@ class RewardOutput:
     """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs 0 or NaN."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     """What else was said of each, in words."""
+    absent: list[int] = field(default_factory=list)
+    """Places for which a part of a sum has no reward (None); it stands as 0 above."""
 
 
 class RewardError(RuntimeError):
@@ -92,6 +97,7 @@ class RewardSource(Protocol):
         labels: Sequence[Any],
         *,
         responses: Sequence[str] | None = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> RewardOutput:
         """Reward B sequences.
 
@@ -101,6 +107,7 @@ class RewardSource(Protocol):
             labels: as the data has them.
             responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
                 response is what follows the prompt in its query.
+            rows: what else is known of each, see `by_names` of reward_functions.py; only functions of files read it.
         """
         ...
 
@@ -128,10 +135,40 @@ def check_reward(spec: str) -> None:
     for _, part in reward_parts(spec):
         if "://" in part:
             reward_urls(part)
-        elif part.endswith(".py"):
-            check_defines(part, "reward file", [FUNCTION_NAME], f"{FUNCTION_NAME}(queries, prompts, labels, **kwargs)")
+        elif is_reward_file(part):
+            reward_function(part)
         else:
             get_scorer(part)
+
+
+def is_reward_file(part: str) -> bool:
+    """Whether a part of a reward is a Python file, maybe with the name of a function of it."""
+    return _FILE.fullmatch(part) is not None
+
+
+def reward_function(part: str) -> tuple[Path, str]:
+    """The file of a part, and the name of its function: the one that is given, else one of FUNCTION_NAMES, else the
+    only one that the file defines. The file is not run.
+
+    Raises:
+        ValueError: it is not there, no valid Python, or does not define it.
+    """
+    found = _FILE.fullmatch(part)
+    assert found is not None, part
+    path, name = found["path"], found["name"]
+    usage = "reward_func(queries, prompts, labels, **kwargs), or give the name of a function: FILE.py:NAME"
+    if name is not None:
+        check_defines(path, "reward file", [name], f"{name}, which {part!r} names", may_be_async=True)
+        return Path(path).expanduser().resolve(), name
+    if Path(path).expanduser().is_file():
+        with suppress(SyntaxError, ValueError):
+            body = ast.parse(Path(path).expanduser().read_bytes()).body
+            named = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+            public = [name for name in named if not name.startswith("_")]
+            if len(public) == 1 and not set(public).intersection(FUNCTION_NAMES):
+                return Path(path).expanduser().resolve(), public[0]
+    defined = names_in(check_defines(path, "reward file", FUNCTION_NAMES, usage, may_be_async=True))
+    return Path(path).expanduser().resolve(), next(name for name in FUNCTION_NAMES if name in defined)
 
 
 def reward_parts(spec: str) -> list[tuple[float, str]]:
@@ -195,25 +232,29 @@ def check_defines(
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} {spec!r} is not valid Python: {error}") from error
-    found: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.AsyncFunctionDef):
-            found.add(node.name if may_be_async else f"async {node.name}")
-        elif isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update(alias.asname or alias.name for alias in node.names)
+    found = names_in(tree)
+    if not may_be_async:
+        found = {f"async {name}" if name in _async_names(tree) else name for name in found}
     if not found.intersection(names):
         raise ValueError(f"{what} {spec!r} does not define {usage}; found: {', '.join(sorted(found)) or 'nothing'}")
     return tree
 
 
-def takes_responses(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is given `responses`, beside queries, prompts and labels."""
-    parameters = inspect.signature(function).parameters
-    return "responses" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def names_in(tree: ast.Module) -> set[str]:
+    """What a file defines at its top level, as far as can be seen."""
+    found = _async_names(tree)
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return found
+
+
+def _async_names(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
 
 
 # What is below is shared by reward code and reward servers: the same columns go in, the same responses are accepted.
@@ -227,6 +268,8 @@ class Columns:
     scores: list[float]
     logs: dict[str, list[float]]
     texts: dict[str, list[str | None]] = field(default_factory=dict)
+    absent: list[int] = field(default_factory=list)
+    """For which of them there is no reward, without anything having failed; it stands as 0 above."""
 
 
 def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
@@ -244,8 +287,8 @@ def read_columns(result: Any, count: int) -> Columns:
     if not isinstance(result, Mapping) or "rewards" not in result:
         keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
         raise ValueError(
-            f"returned a {type(result).__name__}{keys}; return a dict with 'rewards' (one number per query) "
-            "and, if you like, 'scores' and 'extra_logs'"
+            f"returned a {type(result).__name__}{keys}; return one number for each response, in a list or as 'rewards' "
+            "of a dict, which may have 'scores' and 'extra_logs' too"
         )
     rewards = _numbers(result["rewards"], count, "'rewards'")
     given = result.get("scores")
@@ -299,6 +342,7 @@ def join_columns(
         logs={name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()},
         failures=dict(sorted(failures.items())),
         texts=dict(sorted(texts.items())),
+        absent=sorted(places[place] for places, columns in parts for place in columns.absent),
     )
 
 

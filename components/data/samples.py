@@ -6,7 +6,7 @@ B responses or episodes, N all their tokens end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from components.rl.correction import importance_weights
 
@@ -29,15 +29,21 @@ def for_samples(prompts: Batch, count: int) -> Batch:
 
 
 def add_rewards(
-    samples: Batch, source: RewardSource | None, tokenizer: PreTrainedTokenizerBase, info: Callable[[str], None]
+    samples: Batch,
+    source: RewardSource | None,
+    tokenizer: PreTrainedTokenizerBase,
+    info: Callable[[str], None],
+    step: int = 0,
 ) -> Batch:
     """Let reward code read the responses as text.
 
     Args:
-        samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`.
+        samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`; reward functions of files also
+            read `datasource` and `extra_info`, the data's other columns, where they are there.
         source: of the rewards; None: the responses are episodes, whose environments have rewarded them.
         tokenizer: of the policy.
         info: is given which answers have no reward, the first few by name.
+        step: of training; such functions may read it.
 
     Returns:
         With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0), and a `log_<name>` for
@@ -48,15 +54,28 @@ def add_rewards(
         log_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, info)
         return samples
     queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
-    output = source(queries, samples["prompt"], samples["label"], responses=response_texts(samples, tokenizer))
+    texts, rows = response_texts(samples, tokenizer), _rows(samples, step)
+    output = source(queries, samples["prompt"], samples["label"], responses=texts, rows=rows)
     return with_rewards(samples, output, info)
+
+
+def _rows(samples: Batch, step: int) -> list[dict[str, Any]]:
+    """What reward functions may read of each response beside its text; see `by_names`."""
+    others = samples["extra_info"] if "extra_info" in samples else [None] * len(samples)
+    sources = samples["datasource"] if "datasource" in samples else [""] * len(samples)
+    about = zip(sources, others, _response_tokens(samples), strict=True)
+    names = ("data_source", "columns", "completion_ids")
+    return [dict(zip(names, (source, of or {}, ids))) | {"step": step} for source, of, ids in about]
 
 
 def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What follows each prompt, without special tokens."""
+    return tokenizer.batch_decode(_response_tokens(samples), skip_special_tokens=True)
+
+
+def _response_tokens(samples: Batch) -> list[list[int]]:
     starts = samples["prompt_length"].tolist()
-    responses = [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
-    return tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
 
 
 def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], what: str = "reward") -> Batch:

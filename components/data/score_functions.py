@@ -137,7 +137,7 @@ def _by_source(code: ScoreCode, data_source: str, **columns: Any) -> Any:
 
 def _score_lists(function: ScoreFunction, *columns: Sequence[Any]) -> Columns:
     sources, _, responses, labels, extras = columns
-    found = _awaited(function(data_sources=sources, solution_strs=responses, ground_truths=labels, extra_infos=extras))
+    found = awaited(function(data_sources=sources, solution_strs=responses, ground_truths=labels, extra_infos=extras))
     found = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(found, Sequence) or len(found) != len(sources):
         size = f" of length {len(found)}" if isinstance(found, Sequence) else ""
@@ -149,10 +149,12 @@ def _score_each(function: ScoreFunction, *columns: Sequence[Any]) -> Columns:
     sources, _, responses, labels, extras = columns
     names = ("data_source", "solution_str", "ground_truth", "extra_info")
     rows = zip(sources, responses, labels, extras, strict=True)
-    return read_scores([_awaited(function(**dict(zip(names, row, strict=True)))) for row in rows])
+    return read_scores([awaited(function(**dict(zip(names, row, strict=True)))) for row in rows])
 
 
-def _awaited(found: Any) -> Any:
+def awaited(found: Any) -> Any:
+    """What a function returned, once it is there; an async one is waited for."""
+
     async def wait() -> Any:
         return await found
 

@@ -107,9 +107,10 @@ class RewardTrial:
         target = self.target
         source, _, name = target.address.rpartition(":")
         if target.kind == "scorer" and not watched:
-            if target.address not in scorer_names():
-                register_scorer(target.address, target.value)
-            return target.address
+            name = f"{target.address}()"  # without the brackets it would be a file's function
+            if name not in scorer_names():
+                register_scorer(name, target.value)
+            return name
         if source.endswith(".py") and name == FUNCTION_NAME and not watched:
             return source
         path = self._folder / ("watched.py" if watched else "opened.py")

@@ -39,14 +39,15 @@ class Watched:
             result = self._function(*arguments, **named)
         except ValueError as error:
             raise Refused(str(error)) from error
-        names = ("queries", "prompts", "labels", *named)
+        names = (*("queries", "prompts", "labels")[: len(arguments)], *named)
         then, now = ([*positional, *named.values()] for positional, named in (before, (arguments, named)))
         for name, old, new in zip(names, then, now):
             if new != old:
                 raise ChangedArguments(f"{name} were {old!r:.100}, and then {new!r:.100}")
         if isinstance(result, Mapping) and result.get("scores") is not None:
             # Of what cannot be read, whoever reads the result says why.
-            for score in read_columns(result, len(arguments[0])).scores:
+            given = [*arguments, *named.values()]
+            for score in read_columns(result, len(given[0])).scores:
                 if not 0 <= score <= 1:
                     raise ScoreOutOfRange(f"it gave the score {score:g}")
         return result

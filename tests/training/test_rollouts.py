@@ -99,9 +99,16 @@ class Lengths:
         self.asked: tuple[Any, ...] = ()
 
     def __call__(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], *, responses: Any = None
+        self,
+        queries: Sequence[str],
+        prompts: Sequence[str],
+        labels: Sequence[Any],
+        *,
+        responses: Any = None,
+        rows: Any = None,
     ) -> RewardOutput:
         self.asked = (queries, prompts, labels, responses)
+        self.rows = rows
         reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(responses)])
         failures = {i: f"no number in {i}" for i in self.failing}
         return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(queries))}, failures)

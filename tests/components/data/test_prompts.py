@@ -46,10 +46,12 @@ def inputs(rows: list[dict[str, Any]]) -> str:
 def test_rows_are_prompt_label_and_where_they_come_from(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", RECORDS)
     assert load_rows(source, "question", "answer") == [
-        {"input": "ab", "label": 1, "datasource": "default"},
-        {"input": "ba", "label": 2, "datasource": "default"},
+        {"input": "ab", "label": 1, "datasource": "default", "extra_info": {"answer": 1, "more": 0}},
+        {"input": "ba", "label": 2, "datasource": "default", "extra_info": {"answer": 2, "more": 0}},
     ]
-    assert load_rows(source, "question", max_rows=1) == [{"input": "ab", "label": "", "datasource": "default"}]
+    assert load_rows(source, "question", max_rows=1) == [
+        {"input": "ab", "label": "", "datasource": "default", "extra_info": {"answer": 1, "more": 0}}
+    ]
 
 
 def test_a_label_may_be_any_value_and_a_record_names_its_own_datasource(tmp_path: Path) -> None:

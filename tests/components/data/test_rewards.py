@@ -59,9 +59,7 @@ def test_what_cannot_be_opened_is_refused_without_running_the_file(tmp_path: Pat
     with pytest.raises(ValueError, match=says(tmp_path / "nothing.py")):
         check_reward(str(tmp_path / "nothing.py"))
     with pytest.raises(ValueError, match=says("reward.py", "reward_func(", "score")):
-        check_reward(reward_file(tmp_path, "raise SystemExit\ndef score(): ...\n"))
-    with pytest.raises(ValueError, match=says("reward_func(", "async reward_func")):
-        check_reward(reward_file(tmp_path, "async def reward_func(queries, prompts, labels): ...\n"))
+        check_reward(reward_file(tmp_path, "raise SystemExit\ndef score(): ...\ndef other(): ...\n"))
     for body in ("def reward_func(:\n", "def reward_func(): ...\n\0"):
         with pytest.raises(ValueError, match=says("reward.py", "Python")):
             check_reward(reward_file(tmp_path, body))
