@@ -5,7 +5,7 @@ process starts. Nothing here needs torch before a model of the user's own has to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.data.prompts import PromptSource
+    from components.data.rewards import RewardSettings
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -86,7 +87,12 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
 
 
 def check_prompts(
-    model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, reward: str | None, seed: int
+    model: ModelOptions,
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    reward: str | None,
+    seed: int,
+    settings: RewardSettings | None = None,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -96,6 +102,7 @@ def check_prompts(
         evaluation: of the held-out prompts.
         reward: what `open_reward` is to open; None: the environment of an agent rewards.
         seed: of the run.
+        settings: of reward code; its functions are called with the first row.
 
     Returns:
         How many rows there are to train on, the too long ones included.
@@ -103,7 +110,7 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
-    from components.data.rewards import check_reward, reward_parts
+    from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
     check_model(model.path)
@@ -116,7 +123,30 @@ def check_prompts(
         for row in (rows[0], *heldout[:1]):
             get_scorer(scorer)("", str(row["label"]))
     check_template(model, data, rows, seed)
+    for part in filter(is_reward_file, sorted(parts)):
+        try_reward(part, rows[0], settings)
     return len(rows)
+
+
+def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | None = None) -> None:
+    """Call a reward function of a file once, in a process of its own, with a row whose label is the response.
+
+    Raises:
+        ValueError: it takes what there is not, fails, or returns what is no reward.
+    """
+    from components.data.reward_workers import WorkerReward
+    from components.data.rewards import RewardSettings
+
+    prompt, response = str(row["input"]), str(row["label"])
+    about = {"data_source": row["datasource"], "columns": row.get("extra_info") or {}, "completion_ids": [0]}
+    one = replace(settings or RewardSettings(), workers=1, max_failed_share=1.0)
+    with WorkerReward(part, one, in_sum=True) as function:
+        tried = function([prompt + response], [prompt], [row["label"]], responses=[response], rows=[about])
+    if tried.failures:
+        raise ValueError(
+            f"reward.source={part}: called with the first row of the data, its label as the response, "
+            f"{function.source} fails: {tried.failures[0]}"
+        )
 
 
 def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:

@@ -144,7 +144,8 @@ class PolicyCommand(Command[C]):
 
     def count_prompts(self, config: C) -> int:
         """How many rows there are to train on; see `check_prompts`."""
-        return check_prompts(config.model, config.data, config.evaluation, config.reward_source, config.seed)
+        own = config
+        return check_prompts(own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings())
 
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""
