@@ -220,10 +220,10 @@ class RewardOptions(Options):
     """What a response is worth."""
 
     source: str | None = None
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, the URL of a reward server (several with
-    commas between), or a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, `reasoning_gym`, or a task's
-    own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and logged by itself. Default:
-    that of the task which data.path names."""
+    """A Python file with a reward function, `FILE.py` or `FILE.py:NAME`, in the signature of TRL, OpenRLHF or verl; the
+    URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
+    `reasoning_gym`, or a task's own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and
+    logged by itself. Default: that of the task which data.path names."""
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0
