@@ -82,6 +82,7 @@ BROUGHT_ABOUT = {
     "data.path=rows.jsonl": "data.path=... names no task",
     "data.max_samples=3": "... gives ... prompts",
     "reward.source=reward.py": "reward file ... does not define",
+    "reward.source=reward.py:score": "reward.source=...: called with the first row",
     "model.path=./huge data.path=task:sort": "it cannot fit",
     "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",
     "run_dir=taken": "run_dir=... is being written by",
@@ -102,7 +103,7 @@ def test_a_wrong_option_ends_with_a_message_that_the_page_explains(
     (tmp_path / "huge/config.json").write_text(json.dumps(HUGE))
     (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "rows.jsonl").write_text('{"question": "ba>", "answer": "ab"}\n' * 100)
-    (tmp_path / "reward.py").write_text("def score(answer, label): ...\n")
+    (tmp_path / "reward.py").write_text("def score(answer, label): ...\ndef other(): ...\n")
     code = "import sys; from training.tracking import open_run_folder; open_run_folder(sys.argv[1])"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(tmp_path / "taken")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

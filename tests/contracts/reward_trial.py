@@ -12,7 +12,14 @@ import pytest
 
 from components.data.open_reward import open_reward
 from components.data.reward_workers import WorkerReward
-from components.data.rewards import FUNCTION_NAME, RewardError, RewardOutput, RewardSettings, RewardSource
+from components.data.rewards import (
+    FUNCTION_NAME,
+    RewardError,
+    RewardOutput,
+    RewardSettings,
+    RewardSource,
+    is_reward_file,
+)
 from components.data.scorers import register_scorer, scorer_names
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target
@@ -107,7 +114,8 @@ class RewardTrial:
         target = self.target
         source, _, name = target.address.rpartition(":")
         if target.kind == "scorer" and not watched:
-            name = f"{target.address}()"  # without the brackets it would be a file's function
+            # Without the brackets it would be a file's reward function.
+            name = f"{target.address}()" if is_reward_file(target.address) else target.address
             if name not in scorer_names():
                 register_scorer(name, target.value)
             return name
