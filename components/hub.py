@@ -42,6 +42,8 @@ def find_model(path: str) -> PretrainedConfig:
 
     folder = Path(path).expanduser()
     is_folder = folder.exists() or path.startswith(("/", ".", "~"))
+    if is_folder and not folder.exists():
+        raise ValueError("it does not exist")
     if is_folder and not (folder / "config.json").is_file():
         raise ValueError("there is no model (no config.json in it); give a folder that has one")
     reason = None if is_folder else why_unreachable(path, "model")

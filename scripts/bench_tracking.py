@@ -40,6 +40,7 @@ from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
 from training.config import CommandLine  # noqa: E402
 from training.schema import ConfigError  # noqa: E402
 from training.tracking import EventLog, Tracker  # noqa: E402
+from training.tracking.tracker import ROLLOUTS  # noqa: E402
 
 BLOCKS_FILE = "blocks.json"
 OURS = (
@@ -81,8 +82,8 @@ class SwitchedTracker(Tracker):
     def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._do(lambda: self.tracker.samples(step, rows))
 
-    def rollouts(self, step: int, batch: Batch) -> None:
-        self._do(lambda: self.tracker.rollouts(step, batch))
+    def rollouts(self, step: int, batch: Batch, name: str = ROLLOUTS) -> None:
+        self._do(lambda: self.tracker.rollouts(step, batch, name))
 
     def update_summary(self, **fields: Any) -> None:
         self._do(lambda: self.tracker.update_summary(**fields))

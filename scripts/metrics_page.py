@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from migration_page import ROOT, current, table  # which makes the project importable
 
-from training.tracking.alarms import ALARMS, NOT_A_NUMBER
+from training.tracking.alarms import ALARMS, NOT_A_NUMBER, advice
 from training.tracking.metrics import GROUPS, Metric
 
 PAGE = "docs/metrics.md"
@@ -59,7 +59,7 @@ def page() -> str:
         head = ("metric", "unit", "better", "meaning")
         lines += [f"## {start or 'Of verl'}", "", ABOUT[start], "", *table(head, rows), ""]
     rows = [
-        (alarm.name, f"`{alarm.watches}`" if alarm in ALARMS else alarm.watches, alarm.when, alarm.advice)
+        (alarm.name, f"`{alarm.watches}`" if alarm in ALARMS else alarm.watches, alarm.when, advice(alarm))
         for alarm in (*ALARMS, NOT_A_NUMBER)
     ]
     lines += [ALARM_HEAD, "", *table(("alarm", "watches", "sounds", "try"), rows)]

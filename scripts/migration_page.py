@@ -76,7 +76,7 @@ What is different on purpose:
   tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
   server is back, the same command resumes from there.
 - **Reward code** runs in processes of its own, with a deadline. A response whose reward cannot be computed is named,
-  counted (`reward/failed`) and gets 0; above a tenth of a batch (and two responses) the run stops.
+  counted (`reward/failed`) and left out; above a tenth of a batch (and two responses) the run stops.
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best one by `eval_dataset`.
 """
 

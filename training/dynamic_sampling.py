@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from components.batch import Batch
+from components.data.samples import with_reward
 from components.rl.advantages import group_std
 from components.rl.rewards import groups_within
 
@@ -91,7 +94,8 @@ class PromptFilter:
         return batch if enough else None
 
     def _that_teach(self, responses: Batch) -> Batch:
-        scores, (low, high) = (responses["score"], responses["prompt_id"]), self.bounds
-        if low is None or high is None:
-            return responses.select(group_std(*scores) > 0)
-        return responses.select(groups_within(*scores, low, high))
+        """All responses of the prompts that pass, also those without a reward, which are counted later."""
+        judged, (low, high) = with_reward(responses), self.bounds
+        scores = judged["score"], judged["prompt_id"]
+        passes_B = group_std(*scores) > 0 if low is None or high is None else groups_within(*scores, low, high)
+        return responses.select(torch.isin(responses["prompt_id"], judged["prompt_id"][passes_B]))

@@ -10,13 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from components.batch import Batch
-from components.data.samples import for_samples
+from components.data.rewards import RewardError
+from components.data.samples import for_samples, with_reward
 from components.engines.config import SamplingConfig
 from training.evaluation_metrics import best_metric, heldout_metrics
-from training.tracking import console_line
-
-SCORES = (("eval/score", 1.0), ("eval/score_greedy", 0.0))
-"""The two scores of every run, and the temperature of the responses behind each."""
 
 
 @dataclass(kw_only=True)
@@ -29,51 +26,50 @@ class Evaluation:
     prompts: Batch | None
     """As `PromptSource.take` gives them."""
     response: Callable[[Batch, SamplingConfig], Batch]
-    """(prompts with `sample_id`, sampling) -> one scored response to each, with `action_mask`, `score`, `prompt_id`,
-    `datasource`, `truncated` and any `log_...`. It should draw the same random numbers every time.
+    """(prompts with `sample_id`, sampling) -> one scored response to each, with `action_mask`, `score`,
+    `reward_failed`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random numbers
+    every time.
     """
     sampling: SamplingConfig
-    """Of the responses behind pass1 and passN."""
     samples_per_prompt: int
-    """N."""
     best_metric_key: str
     """See `best_metric`."""
     info: Callable[[str], None]
     """Shows a line to the user."""
+    greedy: bool = False
+    """Whether the likeliest response to each prompt is scored too, as `eval/score_greedy`."""
     further: Callable[[Batch], Mapping[str, float]] = lambda _: {}
-    """Metrics of a recipe's own, of the responses behind pass1 and passN."""
+    """Metrics of a recipe's own, of the same responses."""
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     """At the "start", where `start` was called, and at the "end", the last evaluation."""
     best: tuple[str, float] | None = None
     """Name and value of the best metric so far."""
 
-    def start(self, step: int) -> None:
-        """Score the policy before it is trained, or where held-out prompts were named for the first time."""
+    def start(self) -> dict[str, float]:
+        """Evaluate the policy before it is trained, or where held-out prompts were named for the first time; returns
+        metrics, none where that was done before.
+        """
         if self.prompts is None or self.scores.get("start"):
-            return
-        self.scores["start"] = self.score() | self.evaluate()
+            return {}
+        self.scores["start"] = self.evaluate()
         self._deciding(self.scores["start"])  # a best_metric_key that is none is found out now
-        when = f"as it was resumed after step {step}" if step else "before training"
-        self.info(f"{when}: {console_line(step, shown(self.scores['start']))}")
+        return self.scores["start"]
 
-    def at_step(self, is_last: bool) -> dict[str, float]:
+    def at_step(self) -> dict[str, float]:
         """Evaluate in the middle of a run, or at its last step; returns metrics."""
-        self.scores["end"] = self.evaluate() | (self.score() if is_last else {})
+        self.scores["end"] = self.evaluate()
         return self.scores["end"]
 
-    def score(self) -> dict[str, float]:
-        """Mean score, sampled at temperature 1 and greedy."""
-        if self.prompts is None:
-            return {}
-        usual = replace(self.sampling, top_p=1.0, top_k=0)
-        drawn = {name: replace(usual, temperature=temperature) for name, temperature in SCORES}
-        return {name: float(self.responses(sampling, 1)["score"].mean()) for name, sampling in drawn.items()}
-
     def evaluate(self) -> dict[str, float]:
-        """pass1 and passN, by source (see `heldout_metrics`), and the recipe's own."""
+        """The score and what else `heldout_metrics` says, by source too; the greedy score, where it is asked for; and
+        the recipe's own.
+
+        Raises:
+            RewardError: no response has a reward.
+        """
         if self.prompts is None:
             return {}
-        responses = self.responses(self.sampling, self.samples_per_prompt)
+        responses, failed = self._rewarded(self.sampling, self.samples_per_prompt)
         metrics = heldout_metrics(
             responses["score"],
             responses["prompt_id"],
@@ -82,7 +78,20 @@ class Evaluation:
             responses["truncated"],
             {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")},
         )
+        if self.greedy:
+            greedy, failed_too = self._rewarded(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0), 1)
+            metrics |= {"score_greedy": float(greedy["score"].mean())}
+            failed += failed_too
+        metrics["failed"] = float(failed)
         return {f"eval/{name}": value for name, value in metrics.items()} | dict(self.further(responses))
+
+    def _rewarded(self, sampling: SamplingConfig, count: int) -> tuple[Batch, int]:
+        """`count` responses to each prompt, those that have a reward, and how many have none."""
+        responses = self.responses(sampling, count)
+        rewarded = with_reward(responses)
+        if not len(rewarded):
+            raise RewardError(f"none of {len(responses)} responses to held-out prompts has a reward")
+        return rewarded, len(responses) - len(rewarded)
 
     def responses(self, sampling: SamplingConfig, count: int) -> Batch:
         """`count` scored responses to each prompt."""
@@ -103,23 +112,22 @@ class Evaluation:
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         return best_metric(heldout, self.best_metric_key)
 
-    def finish(self, step: int) -> dict[str, Any] | None:
-        """Say what was gained, and sum it up as `score` of summary.json; None without prompts. Where `start` was never
-        called, what that would have scored is None.
+    def finish(self) -> dict[str, Any] | None:
+        """Say what was gained, and sum it up as `score` of summary.json; None without prompts. What was not scored, at
+        the start or greedily, is None.
         """
         if self.prompts is None:
             return None
-        start, end = self.scores.get("start", {}), self.scores.get("end", {})
-        if "eval/score" not in end:  # the run ended at a step that was not known to be its last
-            end = self.scores["end"] = self.score() | self.evaluate()
-        self.info(f"after training: {console_line(step, shown(end))}")
-        sampled, greedy = (
-            f"{start[name]:.3f} -> {end[name]:.3f}" if start else f"{end[name]:.3f}" for name, _ in SCORES
-        )
-        self.info(f"score on {len(self.prompts)} held-out prompts: sampled {sampled}, greedy {greedy}")
-        names = {"start": start.get("eval/score"), "start_greedy": start.get("eval/score_greedy")}
-        names |= {"end": end["eval/score"], "end_greedy": end["eval/score_greedy"]}
-        return names | {"examples": len(self.prompts)}
+        start, end = self.scores.get("start", {}), self.scores.get("end") or self.at_step()
+        said: list[str] = []
+        found: dict[str, Any] = {"examples": len(self.prompts)}
+        for name, key, what in (("eval/score", "", "sampled"), ("eval/score_greedy", "_greedy", "greedy")):
+            first, last = start.get(name), end.get(name)
+            found |= {f"start{key}": first, f"end{key}": last}
+            if last is not None:
+                said.append(f"{what} {last:.3f}" if first is None else f"{what} {first:.3f} -> {last:.3f}")
+        self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(said)}")
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs."""
@@ -129,10 +137,3 @@ class Evaluation:
         """Go on with the scores of another run's part."""
         self.scores = state["scores"]
         self.best = state["best"] and tuple(state["best"])
-
-
-def shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a line for people shows of an evaluation."""
-    ends = tuple(name for name, _ in SCORES)
-    evals = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-    return {name: value for name, value in evals.items() if name in ends or "_pass" in name}

@@ -23,8 +23,8 @@ def heldout_metrics(
     truncated_B: Tensor,
     logged: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Scores and lengths of n responses to each held-out prompt, by the source of the prompt and over all. There is at
-    least one, and all prompts have as many.
+    """Scores and lengths of the responses to held-out prompts, by the source of the prompt and over all. There is at
+    least one; where rewards have failed, prompts may have fewer than others.
 
     Args:
         score_B: [B] score of each response.
@@ -35,10 +35,10 @@ def heldout_metrics(
         logged: further numbers, each [B]; NaN where a response has none.
 
     Returns:
-        For each source s, in the order of their names: `{s}_pass1`, the mean score; for n > 1 `{s}_pass{n}`, the mean
-        over its prompts of the best score; `{s}_response_length_mean` in tokens, `{s}_truncated_rate`, and
-        `{s}_{name}`, the mean of each logged number that is there. Over all: `response_length_mean`, `truncated_rate`
-        and `num_samples`, B.
+        Over all `score`, the mean over the responses, and for n > 1, the most responses that a prompt has, `pass{n}`,
+        the mean over the prompts of the best score; `response_length_mean` in tokens, `truncated_rate`, and
+        `num_samples`, B. The same but the last of each source s, in the order of their names, as `{s}_score`, and
+        `{s}_{name}`, the mean of each logged number that is there.
     """
     scores, lengths = score_B.tolist(), response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
@@ -47,14 +47,16 @@ def heldout_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
-    n = len(next(iter(by_prompt.values())))
-    metrics: dict[str, float] = {}
+    n = max(map(len, by_prompt.values()))
+    metrics = {"score": fmean(scores)}
+    if n > 1:
+        metrics[f"pass{n}"] = fmean(map(max, by_prompt.values()))
     for source in sorted(by_source):
         rows = by_source[source]
-        # First, so that a logged number called pass1 does not take the place of ours.
+        # First, so that a logged number called score does not take the place of ours.
         means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in (logged or {}).items()}
         metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
-        metrics[f"{source}_pass1"] = fmean(scores[i] for i in rows)
+        metrics[f"{source}_score"] = fmean(scores[i] for i in rows)
         if n > 1:
             best = (max(responses) for (of, _), responses in by_prompt.items() if of == source)
             metrics[f"{source}_pass{n}"] = fmean(best)
@@ -69,8 +71,8 @@ def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | N
 
     Args:
         metrics: of `heldout_metrics`.
-        key: a name, which may start with "eval/" or "eval_"; "": the first name in order that ends in `_pass1`;
-            "none": no step is the best.
+        key: a name, which may start with "eval/" or "eval_", and end in "_pass1" for "_score", as OpenRLHF has it; "":
+            score; "none": no step is the best.
 
     Returns:
         None for "none".
@@ -80,14 +82,12 @@ def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | N
     """
     if key == "none":
         return None
-    if key == "":
-        name = min((name for name in metrics if name.endswith("_pass1")), default="")
-    else:
-        plain = key.removeprefix("eval/").removeprefix("eval_")
-        name = key if key in metrics else plain
-    if name not in metrics:
+    plain = key.removeprefix("eval/").removeprefix("eval_") or "score"
+    names = (key, plain, f"{plain.removesuffix('_pass1')}_score")
+    name = next((name for name in names if name in metrics), None)
+    if name is None:
         raise ValueError(
-            f"no metric {key or '*_pass1'!r} to tell the best step by; set one of {sorted(metrics)}, '' for the first "
-            "that ends in _pass1, or 'none'"
+            f"no metric {key or plain!r} to tell the best step by; set one of {sorted(metrics)}, '' for score, or "
+            "'none'"
         )
     return name, metrics[name]

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=RunOptions)
 
+CHECKED_ROWS = 10_000
+"""So many prompts are read before anything starts; of more data, the trainer reads the others."""
+
 
 def resolved(config: C, gpus: int) -> C:
     """A configuration of these groups with everything filled in that was left to the machine: precision, attention,
@@ -93,6 +96,7 @@ def check_prompts(
     reward: str | None,
     seed: int,
     settings: RewardSettings | None = None,
+    max_new_tokens: int | None = None,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -103,9 +107,10 @@ def check_prompts(
         reward: what `open_reward` is to open; None: the environment of an agent rewards.
         seed: of the run.
         settings: of reward code; its functions are called with the first row.
+        max_new_tokens: see `check_encoding`.
 
     Returns:
-        How many rows there are to train on, the too long ones included.
+        How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
 
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
@@ -122,10 +127,10 @@ def check_prompts(
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
             get_scorer(scorer)("", str(row["label"]))
-    check_template(model, data, rows, seed)
+    too_long = check_encoding(model, data, rows, seed, max_new_tokens)
     for part in filter(is_reward_file, sorted(parts)):
         try_reward(part, rows[0], settings)
-    return len(rows)
+    return len(rows) - too_long
 
 
 def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | None = None) -> None:
@@ -149,25 +154,50 @@ def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | Non
         )
 
 
-def check_template(model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int) -> None:
-    """See that model, template and tokenizer fit together; a model that is still to be made is not looked at.
+def check_encoding(
+    model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int, max_new_tokens: int | None
+) -> int:
+    """See that model, template, tokenizer and lengths fit together, as far as the first CHECKED_ROWS rows show it.
+
+    Args:
+        model: of the policy.
+        data: of the prompts.
+        rows: of the prompts.
+        seed: of the run.
+        max_new_tokens: that may follow a prompt; None: what an agent reads and writes is not known yet.
+
+    Returns:
+        How many of these rows are left out, because they are too long.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not; or all prompts are too long.
     """
+    from components.data.tasks import get_task
+    from components.data.tiny_model import task_tokenizer
     from training.warm_start import WARM_START_PREFIX
 
-    if not model.path.startswith(WARM_START_PREFIX):
-        # One prompt shows it, however long it is; the trainer reads them all, and the long ones.
-        tokenizer = model.tokenizer()
-        embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", sys.maxsize)
-        # Tokens that were added later may lie beyond it: no text need hold them.
-        if tokenizer.vocab_size > embedded:
-            raise ValueError(
-                f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
-                f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
-            )
-        replace(data, max_prompt_tokens=sys.maxsize).source(rows[:1], tokenizer, seed)
+    rows = rows[:CHECKED_ROWS]
+    if model.path.startswith(WARM_START_PREFIX):  # it is still to be made
+        if max(len(str(row["input"])) for row in rows) <= data.max_prompt_tokens:
+            return 0  # without its tokenizer: a token has a character at least
+        return data.source(rows, task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX))), seed).too_long
+    tokenizer = model.tokenizer()
+    of_model = find_model(model.path).get_text_config()
+    embedded = getattr(of_model, "vocab_size", sys.maxsize)
+    # Tokens that were added later may lie beyond it: no text need hold them.
+    if tokenizer.vocab_size > embedded:
+        raise ValueError(
+            f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
+            f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
+        )
+    source = data.source(rows, tokenizer, seed)
+    positions, longest = getattr(of_model, "max_position_embeddings", None), source.longest_kept
+    if max_new_tokens and positions and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"model.path={model.path} has {positions} positions; a prompt of {longest} tokens and "
+            f"rollout.max_new_tokens={max_new_tokens} are more; lower that, or data.max_prompt_tokens"
+        )
+    return source.too_long
 
 
 def read_prompts(
@@ -185,4 +215,10 @@ def read_prompts(
         what = "held-out prompts" if heldout else "prompts"
         done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
         info(f"{count} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {done}")
+    is_plain = not data.apply_chat_template and data.input_template is None
+    if is_plain and not heldout and tokenizer.chat_template and isinstance(rows[0]["input"], str):
+        info(
+            "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "
+            "data.apply_chat_template=true"
+        )
     return source

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from core.backends import BackendName
 from training.checkpoint import check_resume
 from training.machines import cores_here
 from training.programs import start_program
+from training.schema import options_of
 from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
 from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
@@ -119,7 +121,7 @@ def run_job(
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
             for line in (f"run folder {run_dir}", *lines):
                 terminal.info(f"{recipe}: {line}")
-            observers = [events, terminal, alarm_observer(events, terminal)]
+            observers = [events, terminal, alarm_observer(events, terminal, options_in_use(job.config))]
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
         events.close()
@@ -167,9 +169,20 @@ def reporting(run_dir: Path) -> Iterator[None]:
                 print(f"report: {report}", flush=True)
 
 
-def alarm_observer(events: EventLog, terminal: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them."""
-    alarms = Alarms()
+def options_in_use(config: Any) -> set[str]:
+    """Names of the options that change something in a run with this configuration."""
+    names = {option.name for option in options_of(type(config))} if is_dataclass(config) else set[str]()
+    agent = getattr(config, "agent", None)
+    return names if agent and agent.func_path else {name for name in names if not name.startswith("agent.")}
+
+
+def alarm_observer(
+    events: EventLog, terminal: Callable[[Any], None], options: Collection[str]
+) -> Callable[[Any], None]:
+    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, with what
+    to try by these options.
+    """
+    alarms = Alarms(options)
     alarms.recall(events.path.parent)
 
     def look(event: Any) -> None:

@@ -548,10 +548,12 @@ class EvaluationOptions(Options):
     """How many of them. null: all, of a generated task 2,048."""
     every: int = where(-1, path=True)
     """Evaluate every so many steps; -1 only at the start and at the end."""
+    greedy: bool = where(False, path=True)
+    """Score the likeliest response to each prompt too, as eval/score_greedy."""
     at_start: bool = where(True, path=True)
     """Evaluate before the first step."""
     temperature: float = where(1.0, path=True)
-    """Of the responses behind pass1 and passN. The run's score is taken at temperature 1 and greedy besides."""
+    """Of the responses behind eval/score."""
     top_p: float = where(1.0, path=True)
     """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
     top_k: int = where(0, path=True)
@@ -559,8 +561,8 @@ class EvaluationOptions(Options):
     samples_per_prompt: int = where(4, path=True)
     """N: responses per held-out prompt."""
     best_metric: str = where("", path=True)
-    """The policy with the best of this metric is kept, as checkpoints/best says. Default: the first, by name, that ends
-    in _pass1; `none` keeps only the last policy."""
+    """The policy with the best of this metric is kept, as checkpoints/best says. Default: eval/score; `none` keeps only
+    the last policy."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from components.engines.memory import Need
+from components.engines.model_size import model_size
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.adapter import as_text
@@ -110,6 +111,8 @@ class PolicyCommand(Command[C]):
     def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
         config = self.resolved(asked)
+        if config.dry_run and not config.assume_devices:
+            _check_positions(config)
         job = self.build_job(config)
         job.global_env |= {"TROUPE_SANDBOX": "unsafe"} if config.sandbox == "unsafe" else {}
         data, train = config.data, config.train
@@ -145,7 +148,10 @@ class PolicyCommand(Command[C]):
     def count_prompts(self, config: C) -> int:
         """How many rows there are to train on; see `check_prompts`."""
         own = config
-        return check_prompts(own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings())
+        most = None if own.agent.func_path else own.rollout.max_new_tokens
+        return check_prompts(
+            own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings(), most
+        )
 
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""
@@ -161,3 +167,13 @@ class PolicyCommand(Command[C]):
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""
         return replace(config, model=config.model.prepared(Path(config.run_dir)))
+
+
+def _check_positions(config: RLOptions) -> None:
+    """ValueError where no prompt at all leaves room for a response; `check_prompts` looks at the prompts."""
+    size, most = model_size(config.model.path), config.rollout.max_new_tokens
+    if not config.agent.func_path and size is not None and 0 < size.positions <= most:
+        raise ConfigError(
+            f"rollout.max_new_tokens={most}, and model.path={config.model.path} has {size.positions} positions for "
+            "prompt and response together; lower it"
+        )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
 from components.data.open_reward import open_reward
-from components.data.samples import add_rewards, for_samples, main_branches, with_status
+from components.data.rewards import RewardError
+from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
 from components.engines.config import SamplingConfig
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
@@ -21,6 +22,8 @@ from training.policy_calls import PolicyCalls
 from training.rollout_queue import SampleStream, Stateful
 from training.rollouts import check_staleness, record_step, rollout_metrics
 from training.run import Run
+from training.tracking import console_line
+from training.tracking.tracker import UNREWARDED
 from training.weight_check import COLD, check_greedy, greedy_prompts
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ Score = Callable[[Batch], Batch]
 SHOWN = (
     "reward/score",
     "eval/score",
+    "eval/score_greedy",
     "rollout/response_length",
     "actor/approx_kl",
     "actor/entropy",
@@ -54,6 +58,8 @@ class PolicyRun(Run[Batch]):
     config: RLOptions
     generate: Generate
     """As the recipe does; known from `rollouts` on, like the scores."""
+    failed: Batch | None = None
+    """The step's rollouts without a reward; they are not trained on."""
     _scores: Sequence[Score]
     _score_heldout: Score
 
@@ -100,16 +106,53 @@ class PolicyRun(Run[Batch]):
         self._scores = scores or (self.add_rewards,)
         self._score_heldout = score_heldout or self._score
         if self.config.evaluation.at_start and not self.trainer.stop_requested:
-            self.evaluation.start(self.step)
+            self._evaluate_at_start()
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self._evaluate_and_log)
             for rollouts in self.stream:
                 self.calls.end_generation()
-                yield check_staleness(rollouts, self.version, self.stream.most_stale)
+                yield self._handed_out(check_staleness(rollouts, self.version, self.stream.most_stale))
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
         return add_rewards(rollouts, self.reward, self.tokenizer, self.info, self.step)
+
+    def rewarded(self, rollouts: Batch) -> Batch:
+        """The rollouts that have a reward; the others, of which a step may have a few, are written to `failed/`.
+
+        Raises:
+            RewardError: fewer are left than ranks train on them.
+        """
+        left = self._check_rewarded(rollouts)
+        self.failed = None
+        if len(left) < len(rollouts):
+            self.failed = rollouts.select(rollouts["reward_failed"] > 0)
+            self.tracker.rollouts(self.step, self.failed, UNREWARDED)
+            what = f"{len(self.failed)} of {len(rollouts)} {self.config.ROLLOUTS}"
+            where = UNREWARDED.format(step=self.step)
+            self.info(f"step {self.step}: {what} have no reward and are left out; they are in {where} of the run")
+        return left
+
+    def _check_rewarded(self, rollouts: Batch) -> Batch:
+        """Those that have a reward; see `rewarded`."""
+        left = with_reward(rollouts)
+        fewest = (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(len(left))
+        if len(left) < min(fewest, len(rollouts)):
+            raise RewardError(
+                f"{len(left)} of {len(rollouts)} {self.config.ROLLOUTS} have a reward; the optimizer steps of the "
+                f"ranks need {fewest}"
+            )
+        return left
+
+    def _handed_out(self, rollouts: Batch) -> Batch:
+        """What the loop is given of a step's rollouts."""
+        if "reward_failed" not in rollouts:  # the recipe asks for rewards later
+            return rollouts
+        try:
+            return self.rewarded(rollouts)
+        except RewardError:
+            self.stream.put_back()
+            raise
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
@@ -148,7 +191,8 @@ class PolicyRun(Run[Batch]):
 
     def measure(self, experience: Batch) -> dict[str, float]:
         """Metrics of a step beside those of the updates: its speed, its rollouts, the last checkpoint and the queue."""
-        found = self.count(experience) | rollout_metrics(experience, *self.config.algorithm.correction_range)
+        low, high = self.config.algorithm.correction_range
+        found = self.count(experience) | rollout_metrics(experience, low, high, self.failed)
         return found | self.checkpoints.metrics | self.stream.metrics
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -207,7 +251,10 @@ class PolicyRun(Run[Batch]):
 
     def _scored(self, rollouts: Batch) -> Batch:
         with self.phase("reward"):
-            return with_status(self._score(rollouts))
+            scored = with_status(self._score(rollouts))
+        if self.prompt_filter is None:  # which asks for others instead
+            self._check_rewarded(scored)
+        return scored
 
     def _score(self, rollouts: Batch) -> Batch:
         for score in self._scores:
@@ -230,7 +277,15 @@ class PolicyRun(Run[Batch]):
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the policy after a step; returns metrics."""
-        return self.evaluation.at_step(self.is_last_step)
+        return self.evaluation.at_step()
+
+    def _evaluate_at_start(self) -> None:
+        """Evaluate the policy before the first step, and log that as step 0."""
+        found = self.evaluation.start()
+        if found and not self.step:
+            self.tracker.log(0, self.rename(found), steps=self.steps)
+        elif found:  # its step has a line of metrics, from before the held-out prompts were named
+            self.info(f"as it was resumed: {console_line(self.step, {'eval/score': found['eval/score']})}")
 
     def describe_heldout(self, rollouts: Batch) -> Mapping[str, float]:  # noqa: ARG002 - for a recipe's own
         """Metrics of an evaluation's rollouts beside those that every run has."""
@@ -254,7 +309,7 @@ class PolicyRun(Run[Batch]):
         """Compare the policy with what it was at the start."""
         if self.config.checkpoint.export_path:
             self.export(Path(self.config.checkpoint.export_path).expanduser())
-        score = self.evaluation.finish(self.step)
+        score = self.evaluation.finish()
         # It may not have been known that this step is the last.
         if self.evaluation.is_best(self.evaluation.scores.get("end", {})):
             self.checkpoints.store.mark_best(self.step)
@@ -279,6 +334,7 @@ class PolicyRun(Run[Batch]):
             response=self.clock.outside_step("evaluate", self._respond_heldout),
             sampling=config.heldout_sampling,
             samples_per_prompt=config.evaluation.samples_per_prompt,
+            greedy=config.evaluation.greedy,
             best_metric_key=config.evaluation.best_metric,
             info=self.info,
             further=self.describe_heldout,

@@ -41,17 +41,19 @@ def keep_failed(run_dir: str, step: int, role: str, minibatch: Batch, rank: int)
     return f"the batch is in {path}"
 
 
-def rollout_metrics(samples: Batch, low: float | None = None, high: float | None = None) -> dict[str, float]:
+def rollout_metrics(
+    samples: Batch, low: float | None = None, high: float | None = None, failed: Batch | None = None
+) -> dict[str, float]:
     """Means over one step's responses, and how far the engine's log-probabilities are from the trainer's.
 
     Args:
         samples: with `tokens`, `action_mask`, `rollout_logprob` (the engine's) and, where there was a pass for them,
-            `logprob` (the trainer's) per token;
-            `reward`, `score`, `shaped_reward`, `reward_failed`, `truncated`, `prompt_id` and any `log_...` per
-            response, NaN where a response lacks it; of episodes `num_turns` and `status`; and what `check_staleness`
-            adds.
+            `logprob` (the trainer's) per token; `reward`, `score`, `shaped_reward`, `truncated`, `prompt_id` and any
+            `log_...` per response, NaN where a response lacks it; of episodes `num_turns` and `status`; and what
+            `check_staleness` adds.
         low: of the importance weights, beyond which a token counts as outside; None: not counted.
         high: the same, above.
+        failed: the step's responses without a reward, which are not among the samples.
 
     Returns:
         reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged ones that are there; where prompts have
@@ -66,7 +68,7 @@ def rollout_metrics(samples: Batch, low: float | None = None, high: float | None
         "reward/reward": float(reward_B.mean()),
         "reward/score": float(samples["score"].mean()),
         "reward/shaped": float(samples["shaped_reward"].mean()),
-        "reward/failed": float(samples["reward_failed"].sum()),
+        "reward/failed": float(0 if failed is None else len(failed)),
         "rollout/response_length": float(mask_N.sum() / len(samples)),
         "rollout/truncated_share": float(samples["truncated"].float().mean()),
     }
@@ -82,7 +84,7 @@ def rollout_metrics(samples: Batch, low: float | None = None, high: float | None
         metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
         if "reference_logprob" in samples:
             metrics["actor/kl_to_reference"] = float((samples["logprob"] - samples["reference_logprob"])[mask_N].mean())
-    return metrics | _logged(samples) | _episode_metrics(samples) | _staleness_metrics(samples)
+    return metrics | _logged(samples) | _episode_metrics(samples, failed) | _staleness_metrics(samples)
 
 
 def _logged(samples: Batch) -> dict[str, float]:
@@ -90,10 +92,11 @@ def _logged(samples: Batch) -> dict[str, float]:
     return {f"reward/{name.removeprefix('log_')}": mean for name, mean in means.items() if not math.isnan(mean)}
 
 
-def _episode_metrics(samples: Batch) -> dict[str, float]:
+def _episode_metrics(samples: Batch, failed: Batch | None) -> dict[str, float]:
     if "num_turns" not in samples:
         return {}
-    shares = {f"rollout/{status}_share": samples["status"].count(status) / len(samples) for status in STATUSES}
+    ended = [*samples["status"], *([] if failed is None else failed["status"])]
+    shares = {f"rollout/{status}_share": ended.count(status) / len(ended) for status in STATUSES}
     return shares | {"rollout/turns_mean": float(samples["num_turns"].float().mean())}
 
 

@@ -149,6 +149,9 @@ class PromptSource:
         """Rows left out because they exceed `max_prompt_tokens`."""
         self.cut = int((lengths[self._kept] > max_prompt_tokens).sum()) if max_prompt_tokens is not None else 0
         """Rows that are cut because they exceed it."""
+        longest = int(lengths[self._kept].max())
+        self.longest_kept = longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
+        """Tokens of the longest prompt that is handed out."""
         self._has_extra = any("extra_info" in row for row in rows)
         self._order = 0, self._shuffled(0)
 

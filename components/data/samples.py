@@ -46,8 +46,8 @@ def add_rewards(
         step: of training; such functions may read it.
 
     Returns:
-        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0), and a `log_<name>` for
-        whatever else the source gives.
+        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0: see `with_reward`), and
+        a `log_<name>` for whatever else the source gives.
     """
     if source is None:
         check_rewarded(samples)
@@ -89,6 +89,12 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
     return samples.with_sequences(reward=output.reward_B, score=output.score_B, reward_failed=failed_B, **logs)
 
 
+def with_reward(samples: Batch) -> Batch:
+    """The responses that have a reward; the others are in no baseline, no mean and no loss."""
+    failed_B = samples["reward_failed"] > 0
+    return samples.select(~failed_B) if bool(failed_B.any()) else samples
+
+
 def check_rewarded(samples: Batch) -> None:
     """ValueError unless an agent's executor has rewarded its episodes."""
     if "reward" not in samples:
@@ -101,7 +107,7 @@ def check_rewarded(samples: Batch) -> None:
 def log_failures(failures: Mapping[int, str], info: Callable[[str], None], what: str = "reward") -> None:
     """Name the first few responses that have no reward, and say how many more there are."""
     for index, reason in list(failures.items())[:NAMED_FAILURES]:
-        info(f"response {index} gets {what} 0, because its {what} failed: {reason}")
+        info(f"response {index} has no {what}: {reason}")
     if len(failures) > NAMED_FAILURES:
         info(f"and {len(failures) - NAMED_FAILURES} more failed")
 

@@ -54,10 +54,10 @@ class PPOTrainer(BaseTrainer):
             for future in asked:
                 found: Batch = future.result()
                 rollouts = rollouts.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
+            return self.policy_run.rewarded(rollouts)
         except RewardError:
             self.policy_run.put_back()
             raise
-        return rollouts
 
     def update(self, experience: Batch) -> dict[str, float]:
         """Train critic and actor, and adapt the weight of the KL; returns metrics."""

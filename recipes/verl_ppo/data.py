@@ -2,7 +2,7 @@
 looked at.
 """
 
-from training.inputs import check_model, check_reward_model, check_template
+from training.inputs import check_encoding, check_model, check_reward_model
 from training.schema import ConfigError
 
 from .config import VerlPPOConfig
@@ -24,7 +24,8 @@ def check_inputs(config: VerlPPOConfig) -> int:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows()
         check_rewards(config, rows, config.rows(heldout=True))
-        check_template(config.model, config.data, rows, config.seed)
+        most = None if config.agent.func_path else config.rollout.max_new_tokens
+        too_long = check_encoding(config.model, config.data, rows, config.seed, most)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return len(rows)
+    return len(rows) - too_long

@@ -41,7 +41,7 @@ def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {NAMES.get(name, name): value for name, value in metrics.items()}
 
 
-def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, float]:
+def experience_metrics(experience: Batch, config: VerlPPOConfig, failed: Batch | None = None) -> dict[str, float]:
     """What one step's responses are like.
 
     Args:
@@ -49,6 +49,7 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, fl
             [N] is True at these too, and `action_mask` no more; else it may be missing. Rewards before
             (`reward`) and after (`shaped_reward`) what the KL takes off them.
         config: of the run.
+        failed: the step's responses without a reward, which are not trained on.
 
     Returns:
         critic/: `{score,rewards}/{mean,max,min}` over the responses that are not empty,
@@ -59,11 +60,12 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig) -> dict[str, fl
         log-probabilities of its own, `training/...` and `rollout_corr/...`. And what is left of `rollout_metrics`.
     """
     own = config.algorithm
-    bounds = own.correction_range if own.correction != "none" and own.correction_level == "token" else ()
+    by_token = own.correction != "none" and own.correction_level == "token"
+    bounds = own.correction_range if by_token else (None, None)
     every = (
         experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
     )
-    told = renamed(rollout_metrics(every, *bounds))
+    told = renamed(rollout_metrics(every, *bounds, failed))
     metrics = {name: value for name, value in told.items() if name not in TOLD_BELOW}
     metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_tokens)
     if "num_turns" in experience:

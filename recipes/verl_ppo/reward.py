@@ -135,10 +135,11 @@ class RewardManager:
         model_B, function_B = scored["rm_score"].float(), scored["score"]
         knows_B = torch.tensor([self._code.knows(source) for source in scored["datasource"]])
         reward_B = model_B + self._weight * function_B
-        if self._weight:  # as in any sum of rewards, a response that has failed in a part of it has failed
-            reward_B = torch.where(scored["reward_failed"] > 0, 0.0, reward_B)
+        # As in any sum of rewards, a response that has failed in a part of it has failed.
+        failed_B = scored["reward_failed"] * float(self._weight != 0)
         return scored.with_sequences(
-            reward=reward_B,
+            reward=torch.where(failed_B > 0, 0.0, reward_B),
+            reward_failed=failed_B,
             score=torch.where(knows_B, function_B, model_B),
             log_model=model_B,
             log_function=torch.where(knows_B, function_B, torch.nan),

@@ -90,11 +90,9 @@ class VerlRun(PolicyRun):
         """Evaluate the policy as it is, log what was found, and end the run (evaluate_only)."""
         self.generate = self.awake(generate)
         self._score_heldout = score
-        found = self.evaluation.at_step(is_last=True)
+        found = self.evaluation.at_step()
         self.tracker.log(self.step, found)
-        if self.evaluation.prompts is not None:
-            end = {"end": found["eval/score"], "end_greedy": found["eval/score_greedy"]}
-            self.tracker.update_summary(score=end | {"examples": len(self.evaluation.prompts)})
+        self.tracker.update_summary(score=self.evaluation.finish())
         self.info("nothing was trained (evaluate_only)")
         self.close()
 
@@ -108,8 +106,8 @@ class VerlRun(PolicyRun):
     def measure(self, experience: Batch) -> dict[str, float]:
         """See `PolicyRun.measure`."""
         took = renamed(self.count(experience))
-        found = experience_metrics(experience, self.config) | took | self.checkpoints.metrics | self.stream.metrics
-        found |= performance(experience, took, self.config.placement.actor_ranks or 1)
+        found = experience_metrics(experience, self.config, self.failed) | self.checkpoints.metrics
+        found |= took | self.stream.metrics | performance(experience, took, self.config.placement.actor_ranks or 1)
         return found | {"training/global_step": float(self.step), "training/epoch": float(self.prompts.epoch)}
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -45,7 +45,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, a dict per step."""
+        """metrics.jsonl, a dict per step of training."""
+        return [line for line in self.lines if line["step"]]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, the evaluation before the training, which is step 0, included."""
         path = self.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -169,7 +174,7 @@ def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool
     if metric.name == "reward/<name>":
         return name.removeprefix("reward/") in logged
     if metric.name == "eval/<source>_<name>":
-        return any(name.startswith(other.removesuffix("pass1")) for other in names if other.endswith("_pass1"))
+        return any(name.startswith(other.removesuffix("score")) for other in names if other.endswith("_score"))
     return metric.name != "timing_per_token_ms/<phase>" or name.replace("per_token_ms", "s") in names
 
 

@@ -215,7 +215,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(runs: dict[str, RunFolder]) -
 def test_a_policy_that_is_its_own_reference_begins_with_ties_whatever_the_lengths(
     runs: dict[str, RunFolder], name: str
 ) -> None:
-    start = runs[name].metrics[0]
+    start = runs[name].lines[0]
     assert start["step"] == 0
     assert (start["eval/accuracy"], start["eval/margin"]) == (0.5, 0)
 
@@ -251,7 +251,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("other", ["padded", "fine", "fsdp"])
 def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other: str) -> None:
     assert difference(runs["plain"], runs[other]) < 1e-4
-    for one, two in zip(runs["plain"].metrics, runs[other].metrics, strict=True):
+    for one, two in zip(runs["plain"].lines, runs[other].lines, strict=True):
         for name in ("actor/loss", "actor/margin", "actor/nll", "eval/loss"):
             assert one.get(name) == pytest.approx(two.get(name), abs=1e-4)
 
@@ -271,7 +271,7 @@ def test_two_ranks_learn_what_one_learns(
 
 def test_another_model_can_be_the_reference(runs: dict[str, RunFolder], models: tuple[Path, Path]) -> None:
     run, z = runs["two models"], gaps(*models)
-    start = run.metrics[0]
+    start = run.lines[0]
     assert start["eval/loss"] == pytest.approx(sum(math.log(1 + math.exp(-0.7 * x)) for x in z) / 3, abs=1e-5)
     assert start["eval/margin"] == pytest.approx(0.7 * sum(z) / 3, abs=1e-5)
     assert start["eval/accuracy"] == pytest.approx(sum(x > 0 for x in z) / 3, abs=1e-5)
@@ -280,7 +280,7 @@ def test_another_model_can_be_the_reference(runs: dict[str, RunFolder], models: 
 
 def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, RunFolder], policy: Path) -> None:
     run = runs["adapters"]
-    first, *_, last = [line["eval/loss"] for line in run.metrics if "eval/loss" in line]
+    first, *_, last = [line["eval/loss"] for line in run.lines if "eval/loss" in line]
     assert last < first - 0.02
     saved, start = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -297,7 +297,7 @@ def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
     assert run.summary["steps"] == 40
     # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own responses.
-    assert run.metrics[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
+    assert run.lines[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
     end = run.run_dir / "checkpoints" / "step_40" / "hf"
     # Measured: greedy .04 -> .94, sampled .19 -> .75.
     assert truth(end, 0) > truth(start, 0) + 0.6

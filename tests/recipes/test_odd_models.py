@@ -51,3 +51,36 @@ def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(
 def test_sandbox_unsafe_reaches_every_process_of_the_run(word: str, environment: dict[str, str]) -> None:
     line = CommandLine(COMMAND.schema, [f"sandbox={word}", "data.path=task:sort", "model.path=warm_start:sort"])
     assert COMMAND.plan(COMMAND.asked(line), line).job.global_env == environment
+
+
+def test_lengths_that_do_not_fit_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    tokenizer = task_tokenizer(get_task("sort"))
+    tiny_model(tokenizer, seed=1, max_positions=64).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    own = [f"model.path={folder}", "data.path=task:sort", "data.max_samples=64", f"run_dir={tmp_path}/run"]
+    # No prompt at all leaves room for 64 tokens; one of 6 tokens does for 58.
+    for options in (["rollout.max_new_tokens=64", "dry_run=true"], ["rollout.max_new_tokens=59"]):
+        assert COMMAND.main([*own, *options]) == 2
+        assert re.search(says(f"model.path={folder}", "64 positions", options[0]), capsys.readouterr().err)
+    assert COMMAND.main([*own, "rollout.max_new_tokens=58", "dry_run=true"]) == 0
+    # Another machine's plan may be of a model of other lengths.
+    assert COMMAND.main([*own, "rollout.max_new_tokens=64", "dry_run=true", "assume_devices=8x2"]) == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("model", ["MODEL", "warm_start:sort"])
+def test_prompts_that_are_all_too_long_are_refused_before_anything_starts(
+    model: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [f"model.path={model.replace('MODEL', str(policy))}", "data.path=task:sort", "data.max_samples=64"]
+    assert COMMAND.main([*own, "data.max_prompt_tokens=5", f"run_dir={tmp_path}/run"]) == 2
+    assert re.search(says("64 prompts", "max_prompt_tokens=5", "6 tokens"), capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_that_does_not_exist_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMAND.main([f"model.path={tmp_path}/my-modle", "data.path=task:sort", f"run_dir={tmp_path}/run"]) == 2
+    assert re.search(says(f"model.path={tmp_path}/my-modle", "does not exist"), capsys.readouterr().err)

@@ -107,7 +107,7 @@ def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(policy: Path, tmp_p
     assert run.code == 0, run.err
     for entry in run.metrics:
         for source in ("easy", "hard"):
-            assert 0 <= entry[f"eval/{source}_pass1"] <= entry[f"eval/{source}_pass3"] <= 1
+            assert 0 <= entry[f"eval/{source}_score"] <= entry[f"eval/{source}_pass3"] <= 1
         assert entry["eval/num_samples"] == 36
     assert run.metrics[-1]["eval/score"] == run.summary["score"]["end"]
     best = max(run.metrics, key=lambda entry: (entry["eval/hard_pass3"], -entry["step"]))
@@ -247,7 +247,7 @@ def test_reward_code_that_fails_for_too_many_answers_ends_the_run(bytes_policy: 
     assert re.search(says("cannot judge this", "3 of 16"), line)  # it is enough to stop
 
 
-def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(bytes_policy: Path, tmp_path: Path) -> None:
+def test_a_response_without_a_reward_is_named_counted_and_left_out(bytes_policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(9,)"))
     rows = questions(tmp_path / "q.jsonl", 16)
     options = ["rollout_batch_size=16", "n_samples_per_prompt=1", "label_key=label", f"prompt_data={rows}"]
@@ -257,7 +257,11 @@ def test_an_answer_without_a_reward_is_named_counted_and_gets_nothing(bytes_poli
     assert run.metrics[0]["reward/failed"] == 1
     assert re.search(r"response \d+ .*cannot judge this", run.out)
     responses = rollouts(run)
-    assert responses["reward"] == [0.0 if label == 9 else float(label) for label in responses["label"]]
+    assert responses["reward"] == [float(label) for label in responses["label"]]
+    assert len(responses["label"]) == 15
+    assert 9 not in responses["label"]
+    failed = pyarrow.parquet.read_table(run.run_dir / "failed" / "step_000001-rewards.parquet")
+    assert failed["label"].to_pylist() == [9]
 
 
 # --- what cannot be

@@ -17,6 +17,7 @@ SMALL = [
     "prompt_data=task:sort",
     "reward.source=sort",
     "eval_dataset=task:sort",
+    "evaluation.greedy=true",
     "evaluation.max_samples=32",
     "max_samples=32",
     "rollout_batch_size=16",

@@ -143,7 +143,7 @@ def seen_in_training(runs: Runs, name: str) -> set[str]:
 def logged(run: RunFolder) -> torch.Tensor:
     """[steps, metrics] what training said, held-out pairs included."""
     names = ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm", "eval/loss", "eval/reward_std")
-    return torch.tensor([[float(line.get(name, 0)) for name in names] for line in run.metrics])
+    return torch.tensor([[float(line.get(name, 0)) for name in names] for line in run.lines])
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -218,7 +218,7 @@ def test_a_resumed_run_ends_with_the_same_weights(runs: Runs) -> None:
 
 
 def test_adapters_and_the_head_learn_and_what_is_saved_has_them_merged(runs: Runs) -> None:
-    losses = [line["eval/loss"] for line in runs.folders["adapters"].metrics if "eval/loss" in line]
+    losses = [line["eval/loss"] for line in runs.folders["adapters"].lines if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.1
     start, end = (load_file(folder / "model.safetensors") for folder in (runs.policy, runs.exported("adapters")))
     assert end.keys() == start.keys() | {"score.weight"}
@@ -248,7 +248,7 @@ def test_a_finished_run_started_again_says_what_it_said(runs: Runs) -> None:
 
 
 def test_a_margin_asks_for_more(runs: Runs) -> None:
-    plain, margin = (runs.folders[name].metrics[1] for name in ("plain", "with margins"))
+    plain, margin = (runs.folders[name].lines[1] for name in ("plain", "with margins"))
     assert margin["reward/accuracy"] == plain["reward/accuracy"]
     # Scores begin near 0, where -log sigmoid(0) = 0.693 and -log sigmoid(0 - 1.5) = 1.701.
     assert plain["reward/loss"] == pytest.approx(0.693, abs=0.1)

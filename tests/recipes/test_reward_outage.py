@@ -100,8 +100,8 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     # Held-out responses are scored by eval_scorer, which gives all or nothing; the server gives fifths of a response.
     for line in (lines[1], lines[3], lines[5]):
-        assert (line["eval/sort_pass1"] * 32).is_integer()
-        assert line["eval/sort_reward"] > line["eval/sort_pass1"]
+        assert (line["eval/sort_score"] * 32).is_integer()
+        assert line["eval/sort_reward"] > line["eval/sort_score"]
     same_end(tmp_path)
 
 

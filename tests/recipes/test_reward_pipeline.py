@@ -29,7 +29,7 @@ def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_p
         "evaluation.max_samples=256",
     ]
     run = run_locally("openrlhf_ppo", tmp_path, {"ppo": ["seed=1", *options]})["ppo"]
-    score, found = run.summary["score"], [line for line in run.metrics if "eval/sort_pass1" in line]
+    score, found = run.summary["score"], [line for line in run.metrics if "eval/sort_score" in line]
     assert [line["step"] for line in found] == [4, 8]
     assert score["end"] == found[-1]["eval/score"]
     # Measured, seed 1, with 10 steps: .20 -> .65.

@@ -37,7 +37,7 @@ def test_a_run_leaves_its_metrics_a_checkpoint_and_a_model(tmp_path: Path) -> No
     assert run.code == 0, run.err
     assert (run.summary["status"], run.summary["steps"], run.summary["error"]) == ("finished", 3, None)
     assert [line["step"] for line in run.metrics if "sft/loss" in line or "actor/loss" in line] == [1, 2, 3]
-    assert [line["step"] for line in run.metrics if "eval/loss" in line] == [0, 2, 3]
+    assert [line["step"] for line in run.lines if "eval/loss" in line] == [0, 2, 3]
     assert run.summary["score"] is None
     for name in ("config.yaml", "environment.json", "plan.json", "events.jsonl", "checkpoints/latest"):
         assert (run.run_dir / name).is_file(), name
@@ -132,7 +132,7 @@ def test_a_mixture_has_the_rows_of_all_its_parts(runs: dict[str, RunFolder]) -> 
 
 
 def test_a_file_of_its_own_is_evaluated_on_and_all_of_the_data_trained_on(runs: dict[str, RunFolder]) -> None:
-    evaluated = [line["step"] for line in runs["apart"].metrics if "eval/loss" in line]
+    evaluated = [line["step"] for line in runs["apart"].lines if "eval/loss" in line]
     assert (evaluated, runs["apart"].summary["steps"]) == ([0, 3], 3)
 
 
@@ -166,7 +166,7 @@ def test_two_ranks_learn_from_a_jsonl_of_prompts_and_responses_and_export_what_t
     options = [*OPTIONS, *given, "train.epochs=3", "train.zero_stage=2", "placement.ranks_per_node=2"]
     run = Run("sft", ray_address, tmp_path / "run", *options).wait()
     assert run.code == 0, run.err
-    first, *_, last = [entry["eval/loss"] for entry in run.metrics if "eval/loss" in entry]
+    first, *_, last = [entry["eval/loss"] for entry in run.lines if "eval/loss" in entry]
     assert last < first / 3
     assert run.summary["steps"] == 30  # 312 demonstrations in batches of 32, three times
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

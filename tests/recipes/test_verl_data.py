@@ -172,7 +172,7 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
     path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
     config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
     source = read_prompts(config.data, config.rows(), byte_tokenizer(), config.seed, info=said.append)
-    return source.take(len(source))["prompt"], said
+    return source.take(len(source))["prompt"], [line for line in said if "chat template" not in line]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +197,18 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
 def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "data.overlong", "leave_out", "left")):
         sourced(tmp_path)
+
+
+def test_text_that_does_not_go_through_the_tokenizers_chat_template_is_a_warning(tmp_path: Path) -> None:
+    path = verl_rows(tmp_path / "rows.jsonl", "ab")
+    said: list[str] = []
+    config = config_of(f"data.train_files={path}")
+    read_prompts(config.data, config.rows(), byte_tokenizer(), config.seed, info=said.append)
+    (line,) = said
+    assert re.search(says("warning", "data.apply_chat_template=true"), line)
+    rows = [row | {"input": [{"role": "user", "content": "ab"}]} for row in config.rows()]
+    read_prompts(config.data, rows, byte_tokenizer(), config.seed, info=said.append)
+    assert said == [line]
 
 
 def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_path: Path) -> None:
@@ -381,7 +393,7 @@ def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_p
     assert found["info"] == [{"why": "ab"}, None, {"why": "abc"}]
     found.save(tmp_path / "rollouts.parquet")
     assert Batch.load(tmp_path / "rollouts.parquet")["info"] == found["info"]
-    assert re.search(says("response 1", "reward 0", "KeyError: 'bad'"), said[0])
+    assert re.search(says("response 1", "no reward", "KeyError: 'bad'"), said[0])
     batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
     assert rewarded(samples, *own, *batch)[0]["reward"].tolist() == [3.0] * 3
 
@@ -429,10 +441,10 @@ def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_cou
     own = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
     found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
     assert (found["reward"].tolist(), found["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
-    assert re.search(says("response 1", "score 0", "'one'"), said[0])
+    assert re.search(says("response 1", "no score", "'one'"), said[0])
     found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
     assert (found["reward"].tolist(), found["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
-    assert re.search(says("response 1", "reward 0", "'one'"), said[0])
+    assert re.search(says("response 1", "no reward", "'one'"), said[0])
 
 
 def test_episodes_keep_the_rewards_of_their_world() -> None:
@@ -442,6 +454,6 @@ def test_episodes_keep_the_rewards_of_their_world() -> None:
     found, said = rewarded(episodes)
     assert found["reward"].tolist() == [0.25, 0.0]
     assert len(said) == 1
-    assert re.search(says("response 1", "reward 0", "it broke"), said[0])
+    assert re.search(says("response 1", "no reward", "it broke"), said[0])
     with pytest.raises(ValueError, match=says("episodes", "reward", "executor")):
         rewarded(responses(("mine", "a", "")), "agent.func_path=env:guess")

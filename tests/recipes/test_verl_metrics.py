@@ -37,7 +37,6 @@ def experience() -> Batch:
             "reward": torch.tensor([1.0, 0.5, -9.0]),
             "score": torch.tensor([1.0, 0.0, 0.0]),
             "shaped_reward": torch.tensor([0.75, 0.25, -9.0]),
-            "reward_failed": torch.tensor([0.0, 0.0, 1.0]),
             "truncated": torch.tensor([False, True, False]),
             "prompt_id": torch.tensor([0, 1, 2]),
             "prompt_length": torch.tensor([1, 2, 1]),
@@ -47,7 +46,7 @@ def experience() -> Batch:
 
 
 def test_rewards_and_values_are_told_without_the_answers_that_are_empty() -> None:
-    found = experience_metrics(experience(), config())
+    found = experience_metrics(experience(), config(), experience().select([2]))
     expected = {
         "critic/score": (0.75, 1.0, 0.5),
         "critic/rewards": (0.5, 0.75, 0.25),

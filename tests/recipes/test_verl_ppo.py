@@ -26,7 +26,7 @@ PAIRS = "algorithm.adv_estimator=grpo data.val_files=null"
 @pytest.fixture(scope="module")
 def options(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What all runs share."""
-    return [*SMALL.split(), *write_files(tmp_path_factory.mktemp("files"), policy)]
+    return [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path_factory.mktemp("files"), policy)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,13 @@ def local(options: list[str], policy: Path, tmp_path_factory: pytest.TempPathFac
     }
     # The second resumes from the middle of the first.
     runs["from_a_path"] += "/checkpoints/step_2"
-    return {**run_locally("verl_ppo", folder, {name: [*options, *text.split()] for name, text in runs.items()})}
+    return {
+        **run_locally(
+            "verl_ppo",
+            folder,
+            {name: [*options, *text.split()] for name, text in runs.items()},
+        )
+    }
 
 
 AGENT = """
@@ -136,11 +142,11 @@ def calls(run: RunFolder) -> list[str]:
 
 def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -> None:
     began, policy = calls(local["long"]), "actor_rollout"
-    # The engines load first, then all others at once. Held-out prompts are answered three times: sampled and greedy
-    # for the score, and as validation asks. In the first step the critic learns alone.
+    # The engines load first, then all others at once. Held-out prompts are answered twice: as validation asks, and
+    # greedily. In the first step the critic learns alone.
     loading = [f"{policy}.init_rollout", f"{policy}.init_model", "critic.init_model", "ref.init_model"]
     assert began[:4] == loading
-    validation = [f"{policy}.generate_sequences"] * 3
+    validation = [f"{policy}.generate_sequences"] * 2
     experience = [
         f"{policy}.generate_sequences",
         f"{policy}.compute_log_prob",
@@ -150,7 +156,7 @@ def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -
     update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
     saved = [f"{policy}.save_state", "critic.save_state", f"{policy}.save"]
     first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
-    assert began[4 : 7 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
+    assert began[4 : 6 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
     assert set(began[-3:]) == {f"{policy}.end_job", "critic.end_job", "ref.end_job"}
 
 
@@ -185,7 +191,7 @@ def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothi
     local: dict[str, RunFolder], policy: Path, tmp_path: Path
 ) -> None:
     undisturbed = local["long"]
-    given = [*SMALL.split(), *write_files(tmp_path, policy), *LONG.split()]
+    given = [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path, policy), *LONG.split()]
     stop, trace = tmp_path / "stop", tmp_path / "run/rollouts/step_000001.parquet"
     stop.touch()
     with (tmp_path / "reward.py").open("a") as code:
@@ -327,7 +333,9 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, Run
     }
     (line,) = run.metrics
     assert line["step"] == 6
-    assert line["eval/score"] == trained.metrics[-1]["eval/score"]
+    assert 0 < line["eval/score"] != line["eval/score_greedy"]  # this one is sampled
+    # That of the training was greedy already, as val_kwargs have it.
+    assert line["eval/score_greedy"] == trained.metrics[-1]["eval/score_greedy"] == trained.metrics[-1]["eval/score"]
     assert run.summary["score"]["end_greedy"] == trained.summary["score"]["end_greedy"]
     names: dict[str, Any] = {name: value for name, value in line.items() if name.startswith("val-core/sort/reward/")}
     assert sorted(name.rpartition("sort/reward/")[2] for name in names) == ["best@4/mean", "best@4/std", "mean@4"]

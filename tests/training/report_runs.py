@@ -78,6 +78,7 @@ def write_run(folder: Path, steps: int = 6, evil: bool = False, learning_rate: f
         {"reward/score": s / steps, "actor/entropy": 1 / s, "timing_s/step": 10.0, "step": s, "time": 1000.0 + 10 * s}
         for s in range(1, steps + 1)
     ]
+    metrics.insert(0, {"eval/score": 0.25, "step": 0, "time": metrics[0]["time"]})
     metrics[-1] |= {"eval/score": 0.75, EVIL if evil else "mine/own": 1.0}
     lines(folder / "metrics.jsonl", metrics)
     alarm = {

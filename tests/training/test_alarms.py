@@ -10,7 +10,7 @@ import pytest
 
 from tests.messages import says
 from training.schema import options_of
-from training.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms
+from training.tracking.alarms import ALARMS, NOT_A_NUMBER, Alarms, advice
 
 CONFIGS = {
     "grpo": "GRPOConfig",
@@ -21,9 +21,16 @@ CONFIGS = {
 }
 
 
+SCHEMAS = {
+    recipe: [option.name for option in options_of(getattr(import_module(f"recipes.{recipe}.config"), name))]
+    for recipe, name in CONFIGS.items()
+}
+ALL = {name for names in SCHEMAS.values() for name in names}
+
+
 def sounded(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
     """Name and step, from 1, of each alarm."""
-    alarms = Alarms()
+    alarms = Alarms(ALL)
     return [(event.alarm, event.step) for i, step in enumerate(steps, 1) for event in alarms.look(i, step)]
 
 
@@ -88,11 +95,11 @@ def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:
 
 
 def test_verls_names_are_understood_and_the_text_has_the_numbers() -> None:
-    (event,) = Alarms().look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
+    (event,) = Alarms(ALL).look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
     assert (event.alarm, event.step) == ("kl", 7)
     assert re.search(says("2.00", "actor/approx_kl"), event.text)
     assert "train.learning_rate" in event.advice
-    alarms = Alarms()
+    alarms = Alarms(ALL)
     assert alarms.look(1, {"response_length/clip_ratio": 0.8}) == []
     (event,) = alarms.look(2, {"response_length/clip_ratio": 0.8})
     assert "80%" in event.text
@@ -109,7 +116,7 @@ def test_what_is_no_number_does_no_harm_and_what_is_not_finite_is_named() -> Non
     for odd in (None, "text", [1.0], {"a": 1}):
         assert sounded([dict.fromkeys(watched, odd), {}]) == []
     # Nor is a limit looked for in what is not finite, nor a first value taken from it.
-    (event,) = Alarms().look(1, dict.fromkeys(watched, math.inf))
+    (event,) = Alarms(ALL).look(1, dict.fromkeys(watched, math.inf))
     assert event.alarm == "not_a_number"
     assert re.search(says(*watched[:3]), event.text)
     assert watched[3] not in event.text
@@ -124,9 +131,21 @@ def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
 
 
 def test_what_is_to_be_tried_are_options_that_there_are() -> None:
-    schemas = [getattr(import_module(f"recipes.{recipe}.config"), name) for recipe, name in CONFIGS.items()]
-    options = {option.name for schema in schemas for option in options_of(schema)}
     for alarm in (*ALARMS, NOT_A_NUMBER):
-        named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b", alarm.advice)
-        unknown = [name for name in named if name not in options and not any(o.endswith(f".{name}") for o in options)]
-        assert unknown == [], alarm.name
+        named = {name for remedy in alarm.remedies for name in re.findall(r"\{(.*?)\}", remedy)}
+        assert named <= ALL, alarm.name
+        # Every recipe has something to try.
+        assert all(advice(alarm, names) for names in SCHEMAS.values()), alarm.name
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_a_recipe_is_told_of_its_own_options_only(recipe: str) -> None:
+    for alarm in (*ALARMS, NOT_A_NUMBER):
+        told = advice(alarm, SCHEMAS[recipe])
+        assert [name for name in ALL - set(SCHEMAS[recipe]) if re.search(rf"(?<![\w.]){re.escape(name)}\b", told)] == []
+
+
+def test_remedies_are_those_whose_options_there_are() -> None:
+    entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
+    told = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
+    assert told == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"

@@ -35,6 +35,8 @@ class Steps:
         self.responses = responses
         self.asked: list[int] = []
         """The prompts of each round."""
+        self.failing: set[int] = set()
+        """Prompts whose last response has no reward."""
         self.stop_after: int | None = None
         self.said: list[str] = []
         self.filter = PromptFilter(
@@ -53,7 +55,9 @@ class Steps:
         asked = self.prompts.take(count).repeat(self.responses)
         taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
         is_first_B = torch.arange(self.responses).repeat(count) == 0
-        return asked.with_sequences(score=(is_first_B | ~taught_B).float())
+        fails_B = torch.tensor([i in self.failing for i in asked["prompt_id"].tolist()])
+        failed_B = (fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)).float()
+        return asked.with_sequences(score=(is_first_B | ~taught_B).float(), reward_failed=failed_B)
 
     def batch(self, wanted: int) -> Batch | None:
         return self.filter.fill(1, wanted, self.response)
@@ -80,6 +84,19 @@ def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
     assert (*steps.counts, steps.filter.ended) == (7, 4, False)
     assert batch["label"] == ["1", "1", "3", "3", "6", "6"]
     assert batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_prompt_is_judged_by_the_responses_that_have_a_reward() -> None:
+    # Of three responses the first is right, the second wrong, and the third of prompt 0 has no reward: its 0 is none.
+    steps = Steps(teaches=lambda _: True, responses=3, bounds=(0.4, 1.0))
+    steps.failing = {0}
+    # Prompt 0: 1 of 2 is 0.5. All others: 1 of 3. It comes whole, so that the response without a reward is counted.
+    assert steps.fill(1, 1) == [0, 0, 0]
+    assert steps.fill(2, 1) is None
+    # Of two responses one is left, which differs from no other.
+    steps = Steps(teaches=lambda _: True, bounds=(None, None))
+    steps.failing = {0, 1}
+    assert steps.fill(1, 1) == [2, 2]
 
 
 def test_a_step_that_is_full_at_once_takes_one_round() -> None:

@@ -2,10 +2,13 @@
 
 import re
 
+import pytest
 import torch
 
 from components.batch import Batch
+from components.data.rewards import RewardError
 from components.engines.config import SamplingConfig
+from tests.messages import says
 from training.evaluation import Evaluation
 
 
@@ -25,6 +28,8 @@ class Policy:
         self.learnt = False
         self.asked: list[tuple[int, float]] = []
         self.narrowed: list[tuple[float, int]] = []
+        self.failing: list[int] = []
+        """Places of responses that have no reward."""
 
     def response(self, asked: Batch, sampling: SamplingConfig) -> Batch:
         temperature = sampling.temperature
@@ -38,13 +43,14 @@ class Policy:
                 "score": right_B.float(),
                 "prompt_id": asked["prompt_id"],
                 "truncated": torch.zeros(len(asked), dtype=torch.bool),
+                "reward_failed": torch.isin(torch.arange(len(asked)), torch.tensor(self.failing)).float(),
                 "log_greedy": torch.full([len(asked)], float(temperature == 0)),
             },
             {"datasource": asked["datasource"]},
         )
 
 
-def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Evaluation:
+def heldout(policy: Policy, said: list[str], batch: Batch | None = None, greedy: bool = True) -> Evaluation:
     return Evaluation(
         prompts=batch,
         response=policy.response,
@@ -52,74 +58,95 @@ def heldout(policy: Policy, said: list[str], batch: Batch | None = None) -> Eval
         samples_per_prompt=2,
         best_metric_key="",
         info=said.append,
+        greedy=greedy,
     )
 
 
-def test_a_run_is_scored_at_its_start_and_its_end_and_the_best_step_is_known() -> None:
+def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
-    scores.start(0)
-    # Sampled and greedy once each, then two responses to each of two prompts.
-    assert policy.asked == [(2, 1.0), (2, 0.0), (4, 0.5)]
-    # The two scores are of all tokens, whatever the evaluation is drawn from.
-    assert policy.narrowed == [(1.0, 0), (1.0, 0), (0.7, 9)]
-    assert scores.scores["start"]["eval/a_pass1"] == 0.5
-    assert scores.scores["start"]["eval/a_pass2"] == 1.0
-    assert scores.scores["start"]["eval/response_length_mean"] == 1.0
-    assert scores.scores["start"]["eval/a_greedy"] == 0.0
-    scores.start(0)
-    assert len(policy.asked) == 3
-    middle = scores.at_step(is_last=False)
-    assert "eval/score" not in middle
-    assert scores.is_best(middle)
-    assert not scores.is_best(middle)
+    first = scores.start()
+    # Two responses to each of two prompts, and the likeliest to each.
+    assert policy.asked == [(4, 0.5), (2, 0.0)]
+    # The likeliest is that of all tokens, whatever the others are drawn from.
+    assert policy.narrowed == [(0.7, 9), (1.0, 0)]
+    assert (first["eval/score"], first["eval/score_greedy"], first["eval/failed"]) == (0.5, 0.0, 0.0)
+    assert (first["eval/pass2"], first["eval/a_score"], first["eval/a_pass2"]) == (1.0, 0.5, 1.0)
+    assert first["eval/response_length_mean"] == 1.0
+    assert first["eval/a_greedy"] == 0.0
+    assert scores.start() == {}
+    policy.learnt = True
+    last = scores.at_step()
+    assert (last["eval/score"], last["eval/score_greedy"]) == (0.5, 1.0)
+    assert scores.is_best(last)
+    assert not scores.is_best(last)
     assert not scores.is_best({"reward/score": 1.0})
-    policy.learnt = True
-    # The run ends at a step of which nobody knew that it was the last: it is scored now.
-    summary = scores.finish(7)
-    assert summary == {"start": 0.0, "start_greedy": 0.0, "end": 0.0, "end_greedy": 1.0, "examples": 2}
-    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.000", "0.000", "0.000", "1.000"]
+    assert scores.best == ("score", 0.5)
+    asked = len(policy.asked)
+    summary = scores.finish()
+    assert summary == {"start": 0.5, "start_greedy": 0.0, "end": 0.5, "end_greedy": 1.0, "examples": 2}
+    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500", "0.500", "0.000", "1.000"]
+    assert len(policy.asked) == asked
 
 
-def test_a_run_that_is_not_scored_at_its_start_is_summed_up_by_its_end() -> None:
+def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
     policy, said = Policy(), []
-    policy.learnt = True
+    scores = heldout(policy, said, prompts(), greedy=False)
+    assert "eval/score_greedy" not in scores.at_step()
+    assert policy.asked == [(4, 0.5)]
+    assert scores.finish() == {"start": None, "start_greedy": None, "end": 0.5, "end_greedy": None, "examples": 2}
+    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500"]
+
+
+def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_then() -> None:
+    policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
-    assert scores.is_best(scores.at_step(is_last=False))
-    assert scores.finish(7) == {"start": None, "start_greedy": None, "end": 0.0, "end_greedy": 1.0, "examples": 2}
-    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.000", "1.000"]
-    # Of the step four responses; of the end one sampled and one greedy to each prompt, and four again.
-    assert [count for count, _ in policy.asked] == [4, 2, 2, 4]
+    scores.start()
+    summary = scores.finish()
+    assert summary is not None
+    assert (summary["end"], summary["end_greedy"]) == (0.5, 0.0)
 
 
-def test_a_recipe_adds_metrics_of_its_own_of_the_same_answers() -> None:
+def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
+    policy = Policy()
+    policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
+    found = heldout(policy, [], prompts()).at_step()
+    # Left are 1 of prompt 0, and 0 and 1 of prompt 1.
+    assert found["eval/score"] == pytest.approx(2 / 3)
+    assert (found["eval/pass2"], found["eval/failed"], found["eval/num_samples"]) == (1.0, 2.0, 3.0)
+    policy.failing = [0, 1, 2, 3]
+    with pytest.raises(RewardError, match=says(4)):
+        heldout(policy, [], prompts()).at_step()
+
+
+def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
     policy = Policy()
     scores = Evaluation(
         prompts=prompts(),
         response=policy.response,
         sampling=SamplingConfig(temperature=0.0),
         samples_per_prompt=2,
-        best_metric_key="",
+        best_metric_key="a_pass1",
         info=lambda _: None,
         further=lambda responses: {"val-core/a/reward/best@2/mean": float(responses["score"].max())},
     )
-    found = scores.at_step(is_last=False)
-    assert (found["val-core/a/reward/best@2/mean"], found["eval/a_pass1"]) == (1.0, 0.5)
+    found = scores.at_step()
+    assert (found["val-core/a/reward/best@2/mean"], found["eval/a_score"]) == (1.0, 0.5)
     assert policy.asked == [(4, 0.0)]
     assert scores.is_best(found)
-    assert scores.best == ("a_pass1", 0.5)
+    assert scores.best == ("a_score", 0.5)
 
 
 def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
     policy, said = Policy(), []
     first = heldout(policy, said, prompts())
-    first.start(0)
-    assert first.is_best(first.at_step(is_last=True))
+    first.start()
+    assert first.is_best(first.at_step())
     second = heldout(policy, said, prompts())
     second.load_state_dict(first.state_dict())
     asked = len(policy.asked)
-    second.start(3)
-    assert second.finish(3) == first.finish(3)
+    assert second.start() == {}
+    assert second.finish() == first.finish()
     assert len(policy.asked) == asked
     assert not second.is_best(second.scores["end"])
 
@@ -127,6 +154,5 @@ def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
 def test_without_prompts_everything_is_empty() -> None:
     policy, said = Policy(), []
     none = heldout(policy, said)
-    none.start(0)
-    assert (none.at_step(is_last=True), none.finish(1), policy.asked, said) == ({}, None, [], [])
-    assert not none.is_best({"eval/x_pass1": 1.0})
+    assert (none.start(), none.at_step(), none.finish(), policy.asked, said) == ({}, {}, None, [], [])
+    assert not none.is_best({"eval/x_score": 1.0})

@@ -94,7 +94,7 @@ def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) 
     lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     events, said = EventLog(tmp_path / "events.jsonl"), list[Any]()
-    bell = alarm_observer(events, said.append)
+    bell = alarm_observer(events, said.append, {"train.learning_rate"})
     for step in (2, 3):
         bell(StepEvent(step, 10, 0.0, {"actor/entropy": 0.05}))  # no less than in the first step after the stop
     assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
@@ -108,7 +108,7 @@ def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tm
     said: list[Any] = []
     for step in (1, 2):
         events = EventLog(path)
-        bell = alarm_observer(events, said.append)
+        bell = alarm_observer(events, said.append, {"train.learning_rate"})
         bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
         bell(said[0])  # an event of another kind
         events.close()

@@ -47,7 +47,9 @@ def test_other_systems_names_lead_to_names_of_the_house() -> None:
     [
         ("reward/score", "reward/score"),
         ("reward/format", "reward/<name>"),
-        ("eval/sort_pass1", "eval/<source>_pass<n>"),
+        ("eval/sort_score", "eval/<source>_score"),
+        ("eval/pass4", "eval/pass<n>"),
+        ("eval/sort_pass4", "eval/<source>_pass<n>"),
         ("eval/openai/gsm8k_pass16", "eval/<source>_pass<n>"),
         ("eval/sort_truncated_rate", "eval/<source>_truncated_rate"),
         ("eval/sort_right_1", "eval/<source>_<name>"),

@@ -18,6 +18,7 @@ from components.data.samples import (
     compare_samples,
     for_samples,
     main_branches,
+    with_reward,
     with_status,
 )
 from components.data.tiny_model import character_tokenizer
@@ -53,7 +54,7 @@ def responses() -> Batch:
 
 
 def test_a_step_is_described_by_hand() -> None:
-    found = rollout_metrics(responses(), 0.6, 2.0)
+    found = rollout_metrics(responses(), 0.6, 2.0, responses().select([0]))
     assert found["reward/reward"] == 2.0
     assert found["reward/score"] == 0.75
     assert found["reward/failed"] == 1.0
@@ -67,6 +68,22 @@ def test_a_step_is_described_by_hand() -> None:
     # One token in five, of ratio 1/2.
     assert found["rollout/outside_share"] == pytest.approx(0.2)
     assert found["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
+
+
+def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
+    left = with_reward(responses())
+    assert left["prompt_id"].tolist() == [7, 7, 9]
+    assert left["reward"].tolist() == [1.0, 3.0, 2.0]
+    assert left["action_mask"].tolist() == [False, True, False, True, True, False, True]
+    assert with_reward(left) is left
+
+
+def test_of_episodes_also_those_without_a_reward_have_ended_somehow() -> None:
+    ended = ["finished", "truncated", "error", "finished"]
+    episodes = responses().with_sequences(num_turns=torch.ones(4)).with_objects(status=ended)
+    found = rollout_metrics(with_reward(episodes), failed=episodes.select([2]))
+    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "error")]
+    assert (shares, found["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
 
 
 def test_prompts_with_one_answer_have_no_groups() -> None:

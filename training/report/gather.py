@@ -28,8 +28,6 @@ MAX_MEMORY_POINTS = 400
 TRAINER = "TRAINER"
 BESIDE_STEPS = ("evaluate", "checkpoint")
 """Phases of the trainer that are no part of a step: the first evaluation comes before the training."""
-START_SCORES = {"eval/score": "start", "eval/score_greedy": "start_greedy"}
-"""Curves that begin, at step 0, with a field of summary.json's score."""
 DEFAULT_ROWS: dict[str, Row] = {
     "eval": "better",
     "reward": "better",
@@ -115,16 +113,13 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
     return x[chosen], y[chosen]
 
 
-def pack_curves(curves: Mapping[str, Curve], score: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Curves under our names, with at most `most` points together, and the held-out scores of the start."""
+def pack_curves(curves: Mapping[str, Curve], most: int) -> dict[str, Any]:
+    """Curves under our names, with at most `most` points together."""
     names = list(curves)[:MAX_CURVES]
     each = max(40, most // max(1, len(names)))
     packed: dict[str, Any] = {}
     for name in sorted(names, key=lambda n: canonical_name(n) != n):  # our own before what is the same
         x, y = (np.asarray(column) for column in (curves[name].x, curves[name].y))
-        start = score.get(START_SCORES.get(canonical_name(name), ""))
-        if start is not None and len(x) and x[0] > 0:
-            x, y = np.concatenate([[0.0], x]), np.concatenate([[start], y])
         few_x, few_y = thin(x, y, each)
         curve = {"x": steps_between([int(v) for v in few_x]), "y": [short(v) for v in few_y], "of": len(x)}
         packed.setdefault(canonical_name(name), curve | ({"name": name} if canonical_name(name) != name else {}))

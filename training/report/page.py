@@ -81,7 +81,7 @@ def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         "alarms": events.alarms,
         "jobs": [job for job in events.jobs if job["kind"] not in ("start", "stop", "end")][-50:],
         "changed": sorted(gather.shown_options(plan["changed"]).items()) if "changed" in plan else None,
-        "curves": gather.pack_curves(curves, summary.get("score") or {}, limits.points),
+        "curves": gather.pack_curves(curves, limits.points),
         "left_out": max(0, len(curves) - gather.MAX_CURVES),
         "timeline": gather.pack_timeline(events, limits.bars),
         "memory": gather.pack_memory(events),

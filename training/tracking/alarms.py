@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ MOST_TRUNCATED = 0.5
 BEGINNING = 100
 """So many lines of metrics have the first value of each, also of what is logged now and then."""
 
-LOWER_RATE = "lower the learning rate (train.learning_rate)"
+_NAME = re.compile(r"\{([\w.]+)\}")
+LOWER_RATE = "lower the learning rate ({train.learning_rate})"
+FEWER_UPDATES = "learn in fewer optimizer steps (a larger {train.mini_batch_size}, fewer {train.epochs})"
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Alarm:
     """From where on it sounds, in words."""
     text: str
     """What is wrong, with the numbers found: `{now}` in this step, `{first}` in the first."""
-    advice: str
-    """What to try: options by what they mean, with their names in the recipes."""
+    remedies: Sequence[str]
+    """What to try: options by what they mean, with their names in braces."""
     sounds: Callable[[Numbers, Numbers], bool]
     """(metrics of this step, the first value of each) -> whether this step is wrong."""
     steps: int = 1
@@ -92,8 +95,7 @@ ALARMS = (
         watches="actor/approx_kl",
         when=f"over {MOST_KL}",
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (a larger train.mini_batch_size, fewer train.epochs); "
-        "cut gradients at a smaller norm (train.max_grad_norm)",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
@@ -101,7 +103,7 @@ ALARMS = (
         watches="actor/kl_to_reference",
         when=f"over {MOST_DRIFT:g}",
         text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
-        advice="weigh the KL to the reference more (algorithm.kl_coef); " + LOWER_RATE,
+        remedies=("weigh the KL to the reference more ({algorithm.kl_coef})", LOWER_RATE),
         sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
     ),
     Alarm(
@@ -109,7 +111,7 @@ ALARMS = (
         watches="actor/clipped_share",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
         text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
-        advice=f"{LOWER_RATE}; learn in fewer optimizer steps (a larger train.mini_batch_size)",
+        remedies=(LOWER_RATE, FEWER_UPDATES),
         sounds=_moves_far,
     ),
     Alarm(
@@ -118,8 +120,12 @@ ALARMS = (
         when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
         text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its responses are not "
         "right yet: it writes nearly the same each time, and finds nothing new to learn from",
-        advice=f"{LOWER_RATE}; clip less above (algorithm.clip_high); weigh the KL to the reference more "
-        "(algorithm.kl_coef); in recipes that have it, reward entropy (algorithm.entropy_coef)",
+        remedies=(
+            LOWER_RATE,
+            "clip less above ({algorithm.clip_high})",
+            "weigh the KL to the reference more ({algorithm.kl_coef})",
+            "reward entropy ({algorithm.entropy_coef})",
+        ),
         sounds=_is_sure_of_wrong_responses,
         steps=2,
     ),
@@ -129,9 +135,12 @@ ALARMS = (
         when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where responses are of older weights",
         text="engine and trainer are {now:.3f} nats per token apart about the same responses: the policy learns from "
         "responses that it would not give",
-        advice="see whether the engine has the trainer's weights (rollout.verify_weight_sync) and samples from all "
-        "it computes (rollout.top_p=1, rollout.top_k=0); let both compute in the same precision; or correct the loss "
-        "for it (algorithm.correction)",
+        remedies=(
+            "see whether the engine has the trainer's weights ({rollout.verify_weight_sync})",
+            "sample from all that the engine computes ({rollout.top_p}=1, {rollout.top_k}=0)",
+            "let both compute in the same precision ({train.precision})",
+            "correct the loss for it ({algorithm.correction})",
+        ),
         sounds=_differs_from_engine,
         steps=2,
     ),
@@ -140,9 +149,13 @@ ALARMS = (
         watches="reward/zero_variance_share",
         when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
         text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
-        advice="look at the responses: is the reward ever right, or always? Take prompts that the policy solves now "
-        "and then; draw more responses (samples_per_prompt) at temperature 1; in recipes that have it, leave such "
-        "prompts out (algorithm.filter_range or algorithm.dynamic_sampling)",
+        remedies=(
+            "look at the responses: is the reward ever right, or always?",
+            "take prompts that the policy solves now and then",
+            "draw more responses to a prompt ({samples_per_prompt}) at temperature 1 ({rollout.temperature})",
+            "leave such prompts out ({algorithm.filter_range})",
+            "leave such prompts out ({algorithm.dynamic_sampling})",
+        ),
         sounds=_is_all_equal,
         steps=3,
     ),
@@ -150,9 +163,12 @@ ALARMS = (
         name="failed_rewards",
         watches="reward/failed",
         when="over 0, twice in a row",
-        text="responses whose reward could not be computed: {now:.0f} in this step; they got 0",
-        advice="read why, in the lines above that name the first of them; mend the reward, or give it more time "
-        "(reward.timeout_s; of an agent agent.step_timeout_s)",
+        text="responses whose reward could not be computed: {now:.0f} in this step; they are left out",
+        remedies=(
+            "read why, in the lines above that name the first of them, and mend the reward",
+            "give it more time ({reward.timeout_s})",
+            "give the environment more time ({agent.step_timeout_s})",
+        ),
         sounds=lambda now, _: now["reward/failed"] > 0,
         steps=2,
     ),
@@ -161,8 +177,11 @@ ALARMS = (
         watches="rollout/truncated_share",
         when=f"over {MOST_TRUNCATED}, twice in a row",
         text="{now:.0%} of the responses are cut off at the limit, mostly before they say what the reward looks for",
-        advice="allow longer responses (rollout.max_new_tokens; of an agent agent.max_turns); in recipes that have it, "
-        "take something off long ones (algorithm.overlong_buffer)",
+        remedies=(
+            "allow longer responses ({rollout.max_new_tokens})",
+            "allow more turns ({agent.max_turns})",
+            "take something off long ones ({algorithm.overlong_buffer})",
+        ),
         sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
         steps=2,
     ),
@@ -172,7 +191,7 @@ NOT_A_NUMBER = Alarm(
     watches="every metric",
     when="not finite",
     text="{names} is not a finite number",
-    advice="look for extreme values in the rewards of this step (its rollouts are in the run's folder); " + LOWER_RATE,
+    remedies=("look for extreme values in the rewards of this step (its rollouts are in the run's folder)", LOWER_RATE),
     sounds=lambda _now, _first: False,  # finite numbers are all that it would see
 )
 
@@ -180,7 +199,12 @@ NOT_A_NUMBER = Alarm(
 class Alarms:
     """Those of one run: each sounds once."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Collection[str]) -> None:
+        """
+        Args:
+            options: names of those that the run has; remedies by others are not named.
+        """
+        self._options = options
         self._first: dict[str, float] = {}
         self._wrong: dict[str, int] = {}
         self._sounded: set[str] = set()
@@ -232,4 +256,10 @@ class Alarms:
         return count >= alarm.steps
 
     def _event(self, alarm: Alarm, step: int, text: str) -> AlarmEvent:
-        return AlarmEvent(alarm.name, step, time.time(), f"{text} ({alarm.watches})", alarm.advice)
+        return AlarmEvent(alarm.name, step, time.time(), f"{text} ({alarm.watches})", advice(alarm, self._options))
+
+
+def advice(alarm: Alarm, options: Collection[str] | None = None) -> str:
+    """What to try, without remedies by options that there are not; None: any may be there."""
+    known = [each for each in alarm.remedies if options is None or set(_NAME.findall(each)) <= set(options)]
+    return "; ".join(_NAME.sub(r"\1", each) for each in known)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WANDB_ID = "wandb_id"
+ROLLOUTS, UNREWARDED = "rollouts/step_{step:06d}.parquet", "failed/step_{step:06d}-rewards.parquet"
+"""Of a step: what it was trained on, and what it was not trained on because there is no reward."""
 
 
 class Tracker:
@@ -124,11 +126,11 @@ class Tracker:
         if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
             self._emit(lambda sink: sink.samples(step, values))
 
-    def rollouts(self, step: int, batch: Batch) -> None:
-        """Write the sequences of one step to `rollouts/step_<step>.parquet`, a row for each; objects that no file can
-        hold, such as dates or arrays, as text.
+    def rollouts(self, step: int, batch: Batch, name: str = ROLLOUTS) -> None:
+        """Write the sequences of one step to `rollouts/step_<step>.parquet`, or under another name, a row for each;
+        objects that no file can hold, such as dates or arrays, as text.
         """
-        path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+        path = self.run_dir / name.format(step=step)
 
         def save() -> None:
             try:

@@ -152,7 +152,10 @@ def test_a_model_learns_the_same_from_states_as_from_logits(
         found.append((torch.stack([output.logprob_N, output.entropy_N]), gradients))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
     for name, gradient in found[1][1].items():
-        torch.testing.assert_close(found[0][1][name], gradient, rtol=0, atol=1e-5)
+        # Of gradients of about 2: each kind of CPU adds products up in an order of its own.
+        torch.testing.assert_close(
+            found[0][1][name], gradient, rtol=0, atol=1e-5 * max(1.0, float(gradient.abs().max()))
+        )
 
 
 def test_only_states_with_a_label_are_multiplied(
