@@ -41,6 +41,18 @@ def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]],
         )
 
 
+def refuse_mixed(encoder: TextEncoder, opening: Sequence[int], feedback: Observation) -> None:
+    """Raise ValueError where messages follow an opening that has not been through the chat template: the policy would
+    read half a conversation. (Text may follow messages: it continues the policy's own turn.)
+    """
+    marks = _template_marks(encoder)
+    if not isinstance(feedback, str) and marks and not marks.intersection(opening):
+        raise ValueError(
+            "the feedback is chat messages, and what the policy read first is plain text; let reset return messages "
+            "too, or set data.apply_chat_template=true"
+        )
+
+
 def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequence[int]) -> list[int]:
     """Encode what the environment says after a turn of the policy, up to the start of its next one.
 
@@ -84,6 +96,19 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_speci
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
     return backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+@lru_cache(maxsize=16)
+def _template_marks(encoder: TextEncoder) -> frozenset[int]:
+    """Special tokens that the chat template writes around messages; none where it marks them by plain words."""
+    tokenizer: Any = encoder.tokenizer
+    if not tokenizer.chat_template:
+        return frozenset()
+    try:
+        tokens = encoder.encode(render_prompt([{"role": "user", "content": "?"}], tokenizer))
+    except ValueError:  # a tokenizer of few characters
+        return frozenset()
+    return frozenset(tokens).intersection(_special(encoder)) - {tokenizer.bos_token_id}
 
 
 @lru_cache(maxsize=16)

@@ -42,6 +42,8 @@ class Evaluation:
     """Metrics of a recipe's own, of the same responses."""
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     """At the "start", where `start` was called, and at the "end", the last evaluation."""
+    step: int = -1
+    """The step after which the last evaluation was made; -1: none was."""
     best: tuple[str, float] | None = None
     """Name and value of the best metric so far."""
 
@@ -55,9 +57,10 @@ class Evaluation:
         self._deciding(self.scores["start"])  # a best_metric_key that is none is found out now
         return self.scores["start"]
 
-    def at_step(self) -> dict[str, float]:
-        """Evaluate in the middle of a run, or at its last step; returns metrics."""
+    def at_step(self, step: int) -> dict[str, float]:
+        """Evaluate after a step; returns metrics."""
         self.scores["end"] = self.evaluate()
+        self.step = step
         return self.scores["end"]
 
     def evaluate(self) -> dict[str, float]:
@@ -112,13 +115,14 @@ class Evaluation:
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         return best_metric(heldout, self.best_metric_key)
 
-    def finish(self) -> dict[str, Any] | None:
+    def finish(self, step: int) -> dict[str, Any] | None:
         """Say what was gained, and sum it up as `score` of summary.json; None without prompts. What was not scored, at
         the start or greedily, is None.
         """
         if self.prompts is None:
             return None
-        start, end = self.scores.get("start", {}), self.scores.get("end") or self.at_step()
+        # Of the last step it may not have been known that it is the last.
+        start, end = self.scores.get("start", {}), self.scores["end"] if self.step == step else self.at_step(step)
         said: list[str] = []
         found: dict[str, Any] = {"examples": len(self.prompts)}
         for name, key, what in (("eval/score", "", "sampled"), ("eval/score_greedy", "_greedy", "greedy")):
@@ -131,9 +135,9 @@ class Evaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs."""
-        return {"scores": self.scores, "best": self.best}
+        return {"scores": self.scores, "step": self.step, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the scores of another run's part."""
-        self.scores = state["scores"]
+        self.scores, self.step = state["scores"], state["step"]
         self.best = state["best"] and tuple(state["best"])

@@ -149,7 +149,7 @@ class DataOptions(Options):
     input_key: str = "input"
     """Column of the prompt: text, or a list of chat messages. Generated tasks bring their own."""
     label_key: str | None = None
-    """Column of the label that the reward sees."""
+    """Column of the label that the reward sees; `a.b` is the field b of the column a."""
     apply_chat_template: bool = False
     """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
     input_template: str | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
 from components.data.open_reward import open_reward
+from components.data.prompts import described
 from components.data.rewards import RewardError
 from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
 from components.engines.config import SamplingConfig
@@ -58,6 +59,7 @@ class PolicyRun(Run[Batch]):
     config: RLOptions
     generate: Generate
     """As the recipe does; known from `rollouts` on, like the scores."""
+    _has_shown_episode = False
     failed: Batch | None = None
     """The step's rollouts without a reward; they are not trained on."""
     _scores: Sequence[Score]
@@ -124,7 +126,6 @@ class PolicyRun(Run[Batch]):
             RewardError: fewer are left than ranks train on them.
         """
         left = self._check_rewarded(rollouts)
-        self.failed = None
         if len(left) < len(rollouts):
             self.failed = rollouts.select(rollouts["reward_failed"] > 0)
             self.tracker.rollouts(self.step, self.failed, UNREWARDED)
@@ -144,8 +145,15 @@ class PolicyRun(Run[Batch]):
             )
         return left
 
+    def _checked(self, rollouts: Batch) -> Batch:
+        """Rollouts of which enough have a reward, so far as that is known; else their prompts are taken again later."""
+        if "reward_failed" in rollouts:  # else the recipe asks for rewards later
+            self._check_rewarded(rollouts)
+        return rollouts
+
     def _handed_out(self, rollouts: Batch) -> Batch:
         """What the loop is given of a step's rollouts."""
+        self.failed = None
         if "reward_failed" not in rollouts:  # the recipe asks for rewards later
             return rollouts
         try:
@@ -222,9 +230,19 @@ class PolicyRun(Run[Batch]):
 
         def generate_awake(prompts: Batch, sampling: SamplingConfig) -> Batch:
             self.calls.begin_generation()
-            return generate(prompts, sampling)
+            rollouts = generate(prompts, sampling)
+            self._describe_first(rollouts)
+            return rollouts
 
         return generate_awake
+
+    def _describe_first(self, rollouts: Batch) -> None:
+        """Show what the first episode of the run begins with, which its environment may have written."""
+        if self._has_shown_episode or "num_turns" not in rollouts:
+            return
+        self._has_shown_episode = True
+        ids = rollouts.lists("tokens")[0][: int(rollouts["prompt_length"][0])]
+        self.info(f"first episode begins {described(self.tokenizer.decode(ids), ids)}")
 
     def _make_rollouts(self, step: int) -> Batch | None:
         """One step's rollouts. With dynamic sampling those at the end of the data may be fewer; None: there are none,
@@ -234,9 +252,9 @@ class PolicyRun(Run[Batch]):
         if self.in_flight is not None:
             with self.phase("generate"):
                 rollouts = self.in_flight.fill(step, wanted, wanted * (self.stream.steps - step + 1))
-            return None if rollouts is None else self._scored(rollouts)
+            return None if rollouts is None else self._checked(self._scored(rollouts))
         if self.prompt_filter is None:
-            return self._respond_to(self.prompts.take(wanted), step)
+            return self._checked(self._respond_to(self.prompts.take(wanted), step))
         rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond_to(self.prompts.take(count), step))
         if self.prompt_filter.ended:
             self.stream.steps = step
@@ -251,10 +269,7 @@ class PolicyRun(Run[Batch]):
 
     def _scored(self, rollouts: Batch) -> Batch:
         with self.phase("reward"):
-            scored = with_status(self._score(rollouts))
-        if self.prompt_filter is None:  # which asks for others instead
-            self._check_rewarded(scored)
-        return scored
+            return with_status(self._score(rollouts))
 
     def _score(self, rollouts: Batch) -> Batch:
         for score in self._scores:
@@ -277,7 +292,7 @@ class PolicyRun(Run[Batch]):
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the policy after a step; returns metrics."""
-        return self.evaluation.at_step()
+        return self.evaluation.at_step(self.step)
 
     def _evaluate_at_start(self) -> None:
         """Evaluate the policy before the first step, and log that as step 0."""
@@ -309,7 +324,7 @@ class PolicyRun(Run[Batch]):
         """Compare the policy with what it was at the start."""
         if self.config.checkpoint.export_path:
             self.export(Path(self.config.checkpoint.export_path).expanduser())
-        score = self.evaluation.finish()
+        score = self.evaluation.finish(self.step)
         # It may not have been known that this step is the last.
         if self.evaluation.is_best(self.evaluation.scores.get("end", {})):
             self.checkpoints.store.mark_best(self.step)

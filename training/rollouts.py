@@ -117,9 +117,11 @@ def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]
     some = samples.select(slice(0, count))
     rows = []
     for i in range(len(some)):
-        tokens = some.row(i, "tokens").tolist()[int(some["prompt_length"][i]) :]
+        tokens, start = some.row(i, "tokens").tolist(), int(some["prompt_length"][i])
         numbers = {name: float(some[name][i]) for name in ("reward", "score")}
-        texts = {"prompt": some["prompt"][i], "response": tokenizer.decode(tokens), "label": str(some["label"][i])}
+        # Of an episode the prompt is what its environment has made of the data's.
+        texts = {"prompt": tokenizer.decode(tokens[:start]), "response": tokenizer.decode(tokens[start:])}
+        texts["label"] = str(some["label"][i])
         rows.append(texts | numbers | {"status": some["status"][i]})
     return rows
 

@@ -54,7 +54,8 @@ def load_rows(
             takes. A task of reasoning-gym may have settings, as in `reasoning_gym:chain_sum?min_terms=2&max_terms=2`;
             see `draw_rows`. Its labels are for the scorer reasoning_gym.
         input_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
-        label_key: the field handed to the scorer as the label; None means that every label is "".
+        label_key: the field handed to the scorer as the label, with dots a field of a field; None means that every
+            label is "".
         split: of every part; None is "train", and "heldout" of a task where `heldout` is set.
         heldout: the rows are for evaluation.
         max_rows: the first so many rows in all; a task that is the only part draws exactly so many.
@@ -210,15 +211,8 @@ class PromptSource:
         return prompts[0], tokens[0]
 
     def describe_first(self, limit: int = 300) -> str:
-        """Show `first()` in one line: the text, up to so many characters, and the first ids."""
-        text, ids = self.first()
-        most_ids = 32
-        cut = "..." if len(text) > limit else ""
-        more = f", the first {most_ids} of {len(ids)}" if len(ids) > most_ids else ""
-        return (
-            f"first prompt ({len(text)} characters, {len(ids)} tokens): {text[:limit]!r}{cut}; "
-            f"token ids{more}: {ids[:most_ids]}"
-        )
+        """Show `first()` in one line."""
+        return f"first prompt {described(*self.first(), limit)}"
 
     def check_savable(self) -> None:
         """See that batches with these labels can be written to a file, which a queue of them is at each checkpoint.
@@ -327,23 +321,47 @@ class PromptSource:
 def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
     rows = []
     for number, record in enumerate(records):
-        for key in (input_key, label_key):
-            if key is not None and key not in record:
-                raise ValueError(
-                    f"{source}, row {number}: there is no field {key!r}, only {', '.join(map(repr, record))}; "
-                    "set input_key and label_key to fields that every row has"
-                )
+        if input_key not in record:
+            raise _missing(input_key, record, f"{source}, row {number}")
         check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
         datasource = record.get("datasource")
         row = {
             "input": record[input_key],
-            "label": "" if label_key is None else record[label_key],
+            "label": "" if label_key is None else _field(record, label_key, f"{source}, row {number}"),
             "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
         }
         if others := _other_columns(record, input_key, label_key):
             row["extra_info"] = others
         rows.append(row)
     return rows
+
+
+def described(text: str, ids: Sequence[int], limit: int = 300) -> str:
+    """What a policy reads in one line: the text, up to so many characters, and the first ids."""
+    most_ids = 32
+    cut = "..." if len(text) > limit else ""
+    more = f", the first {most_ids} of {len(ids)}" if len(ids) > most_ids else ""
+    shown = f"{text[:limit]!r}{cut}; token ids{more}: {list(ids[:most_ids])}"
+    return f"({len(text)} characters, {len(ids)} tokens): {shown}"
+
+
+def _field(record: Mapping[str, Any], key: str, where: str) -> Any:
+    """A field of a row, or with dots a field of its fields."""
+    if key in record:
+        return record[key]
+    found: Any = record
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise _missing(key, record, where)
+        found = found[part]
+    return found
+
+
+def _missing(key: str, record: Mapping[str, Any], where: str) -> ValueError:
+    return ValueError(
+        f"{where}: there is no field {key!r}, only {', '.join(map(repr, record))}; set input_key and label_key to "
+        "fields that every row has"
+    )
 
 
 def _other_columns(record: Mapping[str, Any], input_key: str, label_key: str | None) -> dict[str, Any]:

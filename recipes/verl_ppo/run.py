@@ -73,10 +73,13 @@ class VerlRun(PolicyRun):
             return rollouts
         with self.phase("generate"):
             greedy = self.generate(for_samples(prompts, 1), self.config.sampling(step, 0.0))
-        rewards = self._scored(greedy)["reward"].tolist()
-        baselines = dict(zip(prompts["prompt_id"].tolist(), rewards, strict=True))
+        scored = self._scored(greedy)
+        baselines = dict(zip(scored["prompt_id"].tolist(), scored["reward"].tolist(), strict=True))
         baseline_B = torch.tensor([baselines[prompt] for prompt in rollouts["prompt_id"].tolist()])
-        return rollouts.with_sequences(greedy_reward=baseline_B)
+        # Without a baseline to compare it with, a response is as good as without a reward.
+        has_none_B = torch.isin(rollouts["prompt_id"], scored["prompt_id"][scored["reward_failed"] > 0])
+        failed_B = rollouts["reward_failed"].maximum(has_none_B.float())
+        return rollouts.with_sequences(greedy_reward=baseline_B, reward_failed=failed_B)
 
     def _restore(self, folder: Path) -> None:
         if self.config.asynchronous.ahead:
@@ -90,9 +93,9 @@ class VerlRun(PolicyRun):
         """Evaluate the policy as it is, log what was found, and end the run (evaluate_only)."""
         self.generate = self.awake(generate)
         self._score_heldout = score
-        found = self.evaluation.at_step()
+        found = self.evaluation.at_step(self.step)
         self.tracker.log(self.step, found)
-        self.tracker.update_summary(score=self.evaluation.finish())
+        self.tracker.update_summary(score=self.evaluation.finish(self.step))
         self.info("nothing was trained (evaluate_only)")
         self.close()
 

@@ -197,6 +197,8 @@ def test_the_policy_learns_in_every_turn_what_a_world_rewards(runner: Path, tmp_
 
 
 def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(turns: LocalRun) -> None:
+    # What the policy reads first is shown once, as its environment has written it.
+    assert len(re.findall(r"first episode begins \(\d+ characters, \d+ tokens\): .*token ids", turns.out)) == 1
     assert (turns.summary["status"], turns.summary["score"]["examples"]) == ("finished", 16)
     assert (turns.run_dir / "checkpoints/step_2/hf/model.safetensors").is_file()
     for line in turns.metrics:

@@ -76,14 +76,14 @@ def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
     assert first["eval/a_greedy"] == 0.0
     assert scores.start() == {}
     policy.learnt = True
-    last = scores.at_step()
+    last = scores.at_step(7)
     assert (last["eval/score"], last["eval/score_greedy"]) == (0.5, 1.0)
     assert scores.is_best(last)
     assert not scores.is_best(last)
     assert not scores.is_best({"reward/score": 1.0})
     assert scores.best == ("score", 0.5)
     asked = len(policy.asked)
-    summary = scores.finish()
+    summary = scores.finish(7)
     assert summary == {"start": 0.5, "start_greedy": 0.0, "end": 0.5, "end_greedy": 1.0, "examples": 2}
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500", "0.500", "0.000", "1.000"]
     assert len(policy.asked) == asked
@@ -92,9 +92,9 @@ def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
 def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts(), greedy=False)
-    assert "eval/score_greedy" not in scores.at_step()
+    assert "eval/score_greedy" not in scores.at_step(7)
     assert policy.asked == [(4, 0.5)]
-    assert scores.finish() == {"start": None, "start_greedy": None, "end": 0.5, "end_greedy": None, "examples": 2}
+    assert scores.finish(7) == {"start": None, "start_greedy": None, "end": 0.5, "end_greedy": None, "examples": 2}
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500"]
 
 
@@ -102,21 +102,25 @@ def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_the
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
     scores.start()
-    summary = scores.finish()
+    scores.at_step(6)
+    policy.learnt = True
+    summary = scores.finish(7)
     assert summary is not None
-    assert (summary["end"], summary["end_greedy"]) == (0.5, 0.0)
+    assert (summary["end"], summary["end_greedy"]) == (0.5, 1.0)
+    assert scores.finish(7) == summary
+    assert policy.asked == [(4, 0.5), (2, 0.0)] * 3
 
 
 def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
     policy = Policy()
     policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
-    found = heldout(policy, [], prompts()).at_step()
+    found = heldout(policy, [], prompts()).at_step(7)
     # Left are 1 of prompt 0, and 0 and 1 of prompt 1.
     assert found["eval/score"] == pytest.approx(2 / 3)
     assert (found["eval/pass2"], found["eval/failed"], found["eval/num_samples"]) == (1.0, 2.0, 3.0)
     policy.failing = [0, 1, 2, 3]
     with pytest.raises(RewardError, match=says(4)):
-        heldout(policy, [], prompts()).at_step()
+        heldout(policy, [], prompts()).at_step(7)
 
 
 def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
@@ -130,7 +134,7 @@ def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
         info=lambda _: None,
         further=lambda responses: {"val-core/a/reward/best@2/mean": float(responses["score"].max())},
     )
-    found = scores.at_step()
+    found = scores.at_step(7)
     assert (found["val-core/a/reward/best@2/mean"], found["eval/a_score"]) == (1.0, 0.5)
     assert policy.asked == [(4, 0.0)]
     assert scores.is_best(found)
@@ -141,12 +145,12 @@ def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
     policy, said = Policy(), []
     first = heldout(policy, said, prompts())
     first.start()
-    assert first.is_best(first.at_step())
+    assert first.is_best(first.at_step(7))
     second = heldout(policy, said, prompts())
     second.load_state_dict(first.state_dict())
     asked = len(policy.asked)
     assert second.start() == {}
-    assert second.finish() == first.finish()
+    assert second.finish(7) == first.finish(7)
     assert len(policy.asked) == asked
     assert not second.is_best(second.scores["end"])
 
@@ -154,5 +158,5 @@ def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
 def test_without_prompts_everything_is_empty() -> None:
     policy, said = Policy(), []
     none = heldout(policy, said)
-    assert (none.start(), none.at_step(), none.finish(), policy.asked, said) == ({}, {}, None, [], [])
+    assert (none.start(), none.at_step(7), none.finish(7), policy.asked, said) == ({}, {}, None, [], [])
     assert not none.is_best({"eval/x_score": 1.0})

@@ -200,6 +200,9 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
     (event,) = told
     assert (event.step, event.steps, event.metrics, event.shown) == (3, 9, metrics, ("reward/score",))
     assert event.sample is not None and event.sample["reward"] == 1.0
+    # The first response is of the tokens 0 and 1, whatever the data's own prompt was.
+    decode = character_tokenizer("abcdefghi").decode
+    assert (event.sample["prompt"], event.sample["response"]) == (decode([0]), decode([1]))
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["actor/loss"]) == (3, 2.0)
