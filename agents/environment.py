@@ -22,7 +22,8 @@ class AgentInstanceBase(ABC):
 
         Returns:
             `{"observation": text or chat messages}`: what the policy reads first. The prompt's own text means the
-            prompt's own tokens.
+            prompt's own tokens. Beside messages maybe `tools`, JSON schemas of functions: a chat template with a place
+            for them writes them in its own way, instead of a system message at the beginning.
         """
 
     @abstractmethod

@@ -49,9 +49,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         try:
             given = {"label": task.label, "extra_info": task.extra_info}
             states = {"observation": task.prompt, **copy.deepcopy(given)}
-            observation = read_reset(await environment.call("reset", states))
+            observation, tools = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
-                tokens = first_tokens(policy.encoder, observation, task.prompt)
+                tokens = first_tokens(policy.encoder, observation, task.prompt, tools)
                 episode = Episode(tokens, len(tokens))
             episode.status = await self._run_turns(episode, environment, task, policy)
         except EnvironmentFailure as error:

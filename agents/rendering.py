@@ -16,8 +16,17 @@ MARK = "what-the-policy-wrote"
 """Stands for the policy's turn in a rendering of which only what follows it is used."""
 
 
-def first_tokens(encoder: TextEncoder, observation: Observation, prompt: str = "") -> list[int]:
+def first_tokens(
+    encoder: TextEncoder, observation: Observation, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Encode what begins a sequence; messages go through the chat template, up to the start of the policy's turn.
+
+    Args:
+        encoder: of the policy's tokenizer.
+        observation: text, or messages.
+        prompt: of the data.
+        tools: JSON schemas of functions. A chat template with a place for tools writes them in its own way, and the
+            system message that the observation begins with is left out.
 
     Raises:
         ValueError: there is nothing to read, no chat template for messages, no token for a character, or a message
@@ -25,7 +34,10 @@ def first_tokens(encoder: TextEncoder, observation: Observation, prompt: str = "
     """
     if not isinstance(observation, str):
         refuse_rendered(encoder, observation, prompt)
-    tokens = encoder.encode_prompt(render_prompt(observation, encoder.tokenizer))
+    takes_tools = bool(tools) and "tools" in str(encoder.tokenizer.chat_template) and not isinstance(observation, str)
+    if takes_tools and observation[0]["role"] == "system":
+        observation = observation[1:]
+    tokens = encoder.encode_prompt(render_prompt(observation, encoder.tokenizer, tools=tools if takes_tools else None))
     if not tokens:
         raise ValueError("reset returned an empty observation; give the policy something to read")
     return tokens

@@ -54,13 +54,16 @@ class StepResult:
     sampling_params: Any = field(default=None, compare=False, repr=False)
 
 
-def read_reset(result: Any) -> Observation:
-    """Read what `reset` returned; ValueError says what is wrong with it."""
+def read_reset(result: Any) -> tuple[Observation, Sequence[Mapping[str, Any]]]:
+    """Read what `reset` returned, and the tools, if it has some; ValueError says what is wrong with it."""
     if not isinstance(result, Mapping) or "observation" not in result:
         raise ValueError(
             f'reset returned {_shown(result)}; return {{"observation": the text that the policy reads first}}'
         )
-    return _read_observation(result["observation"], "reset", "observation")
+    tools = result.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"reset: 'tools' is {_shown(tools)}; return a list of JSON schemas of functions")
+    return _read_observation(result["observation"], "reset", "observation"), tools
 
 
 def read_step(result: Any, where: str) -> StepResult:

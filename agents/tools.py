@@ -1,6 +1,9 @@
-"""Tools for a policy: typed Python functions that it calls by writing JSON, and an agent that runs them.
+"""Tools for a policy: typed Python functions that it calls by what it writes, and an agent that runs them.
 
-    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>                 Hermes, Qwen2.5, Qwen3
+    {"name": "add", "parameters": {"a": 1, "b": 2}}                                       Llama 3
+    [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]                         Mistral
+    <tool_call><function=add><parameter=a>1</parameter>...</function></tool_call>         Qwen3-Coder
 
 A call that cannot be read or run gives an error that the policy can read; it never ends the episode.
 """
@@ -26,6 +29,8 @@ from components.data.sandbox import Limits, cut, run_python_async
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOO_DEEP = "too many brackets"
 
+_FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"')
 
 
@@ -42,11 +47,19 @@ class Call:
 def parse_calls(text: str) -> list[Call]:
     """The calls in what a policy wrote, in order; it raises nothing.
 
-    Without a `<tool_call>`, a JSON object with a `name` and `arguments` is a call too, wherever it stands.
+    Without marks of its own, a JSON object with a `name` and `arguments` is a call too, wherever it stands.
     """
+    if found := _FUNCTION.findall(text):
+        return [Call(name.strip(), {key: _value(x) for key, x in _PARAMETER.findall(body)}) for name, body in found]
     if OPEN not in text:
         return list(_plain_calls(text))
     return [_call(*_enclosed(part)) for part in text.split(OPEN)[1:]]
+
+
+def _value(text: str) -> Any:
+    """JSON, where it is some, else the text itself."""
+    value, error, end = _json_at(text, 0)
+    return text if error or text[end:].strip() else value
 
 
 def _plain_calls(text: str) -> Iterator[Call]:
@@ -193,7 +206,9 @@ class ToolAgentInstance(TextEnvironment):
         f'{OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}\n'
         "The results come in the next message. An answer without a call is final."
     )
-    """What the policy reads first, before the tools; "" leaves the tools out too."""
+    """What the policy reads first, before the tools; "" leaves the tools out too. A tokenizer whose chat template has a
+    place for tools describes them in its own way instead, as its model has learnt it, unless a subclass changes this.
+    """
     result_role: ClassVar[str] = "tool"
     """Of the messages with results; `user` for a template without tools, which then get one for all results of a turn.
     They are text where `chat` is False."""
@@ -225,7 +240,9 @@ class ToolAgentInstance(TextEnvironment):
         if not self.chat:
             return {"observation": f"{system}\n\n{prompt}" if system else prompt}
         messages = [{"role": "system", "content": system}] if system else []
-        return {"observation": [*messages, {"role": "user", "content": prompt}]}
+        has_own_words = self.instructions != ToolAgentInstance.instructions
+        tools = [] if has_own_words else [tool.schema for tool in self._tools.values()]
+        return {"observation": [*messages, {"role": "user", "content": prompt}], "tools": tools}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Run the calls, or score the response."""

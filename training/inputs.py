@@ -215,10 +215,19 @@ def read_prompts(
         what = "held-out prompts" if heldout else "prompts"
         done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
         info(f"{count} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {done}")
-    is_plain = not data.apply_chat_template and data.input_template is None
-    if is_plain and not heldout and tokenizer.chat_template and isinstance(rows[0]["input"], str):
-        info(
-            "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "
-            "data.apply_chat_template=true"
-        )
     return source
+
+
+def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A warning where the tokenizer's chat template would make another text of a prompt, and is not used."""
+    from components.data.text import render_prompt
+
+    is_plain = isinstance(prompt, str) and not data.apply_chat_template and data.input_template is None
+    if not is_plain or not tokenizer.chat_template:
+        return None
+    if render_prompt(prompt, tokenizer, apply_chat_template=True) == prompt:
+        return None
+    return (
+        "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "
+        "data.apply_chat_template=true"
+    )

@@ -17,7 +17,7 @@ from components.data.samples import add_rewards, for_samples, main_branches, wit
 from components.engines.config import SamplingConfig
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
-from training.inputs import read_prompts
+from training.inputs import read_prompts, unused_template
 from training.partial_rollouts import GroupsInFlight
 from training.policy_calls import PolicyCalls
 from training.rollout_queue import SampleStream, Stateful
@@ -337,6 +337,10 @@ class PolicyRun(Run[Batch]):
         self.tokenizer = config.model.tokenizer()
         self.prompts = self._open_prompts(self._read_rows())
         self.info(self.prompts.describe_first())
+        if not config.agent.func_path:  # whose environments may write messages
+            warning = unused_template(config.data, self.prompts.rows[0]["input"], self.tokenizer)
+            if warning is not None:
+                self.info(warning)
         if self.prompts.too_long:  # fewer than the plan has counted
             self.info(config.arithmetic(len(self.prompts)))
         self.reward = self._open_reward()

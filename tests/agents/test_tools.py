@@ -13,7 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agents.rendering import first_tokens
+from agents.schema import read_reset
 from agents.tools import TOO_DEEP, Call, Tool, ToolAgentInstance, parse_calls, python_tool
+from tests.agents.episode_cases import TEMPLATE as CHAT
+from tests.agents.test_rendering import encoder_of
 from tests.messages import says
 
 
@@ -270,6 +274,42 @@ def test_an_agent_reads_its_tools_and_the_prompt_first() -> None:
     assert observation[1]["content"] == "2 + 2?"
     schemas = [json.loads(line) for line in observation[0]["content"].splitlines() if line.startswith('{"type"')]
     assert schemas == [Tool.of(tool).schema for tool in (look_up, add, fail, wait_long, long_text, nap, block)]
+
+
+class Quiet(Agent):
+    instructions = "Use the tools."
+
+
+def test_a_chat_template_with_a_place_for_tools_is_given_them_unless_the_agent_has_words_of_its_own() -> None:
+    template = "{% for tool in tools or [] %}<{{ tool['function']['name'] }}>{% endfor %}"
+    encoder = encoder_of(f"{template}{CHAT}")
+    states = {"observation": "2 + 2?", "label": ""}
+    read = []
+    for agent, own in ((Agent, encoder), (Quiet, encoder), (Agent, encoder_of(CHAT))):
+        observation, tools = read_reset(asyncio.run(agent().reset(dict(states))))
+        read.append(own.tokenizer.decode(first_tokens(own, observation, "2 + 2?", tools)))
+    assert read[0].startswith("<look_up><add>")
+    assert "<tool_call>" not in read[0]
+    assert read[1].startswith("[system]Use the tools.")
+    assert read[2].startswith("[system]You may call these tools.")
+    with pytest.raises(ValueError, match=says("tools", "schemas")):
+        read_reset({"observation": "2 + 2?", "tools": ["add"]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x y"}}',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x y"}}]',
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n</parameter>\n</function>",
+    ],
+    ids=["hermes", "llama", "mistral", "qwen xml"],
+)
+def test_a_call_is_found_in_every_familys_syntax(text: str) -> None:
+    call = Call("add", {"a": 1, "b": "x y"})
+    assert parse_calls(f"Let me see. {text}") == [call]
+    assert parse_calls(f"{text}\n{text.replace('add', 'sub')}")[:2] == [call, Call("sub", call.arguments)]
 
 
 def test_calls_give_a_message_each_and_a_response_without_one_is_scored() -> None:

@@ -172,7 +172,7 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
     path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
     config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
     source = read_prompts(config.data, config.rows(), byte_tokenizer(), config.seed, info=said.append)
-    return source.take(len(source))["prompt"], [line for line in said if "chat template" not in line]
+    return source.take(len(source))["prompt"], said
 
 
 @pytest.mark.parametrize(
@@ -197,18 +197,6 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
 def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "data.overlong", "leave_out", "left")):
         sourced(tmp_path)
-
-
-def test_text_that_does_not_go_through_the_tokenizers_chat_template_is_a_warning(tmp_path: Path) -> None:
-    path = verl_rows(tmp_path / "rows.jsonl", "ab")
-    said: list[str] = []
-    config = config_of(f"data.train_files={path}")
-    read_prompts(config.data, config.rows(), byte_tokenizer(), config.seed, info=said.append)
-    (line,) = said
-    assert re.search(says("warning", "data.apply_chat_template=true"), line)
-    rows = [row | {"input": [{"role": "user", "content": "ab"}]} for row in config.rows()]
-    read_prompts(config.data, rows, byte_tokenizer(), config.seed, info=said.append)
-    assert said == [line]
 
 
 def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_path: Path) -> None:
