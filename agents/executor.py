@@ -10,7 +10,7 @@ from typing import Any
 from agents.environment_pool import Environment, EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
 from agents.options import AgentOptions
-from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
+from agents.rendering import feedback_tokens, first_tokens
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.reward_functions import by_names
@@ -91,7 +91,6 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             sampling, stop = task.sampling, []
             if result.sampling_params is not None:
                 sampling, stop = read_sampling(result.sampling_params, task.sampling)
-            refuse_mixed(policy.encoder, episode.tokens[: episode.prompt_length], result.feedback)
             feedback = feedback_tokens(policy.encoder, result.feedback, episode.tokens)
         return "truncated"
 

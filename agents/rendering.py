@@ -34,8 +34,8 @@ def first_tokens(
     """
     if not isinstance(observation, str):
         refuse_rendered(encoder, observation, prompt)
-    takes_tools = bool(tools) and "tools" in str(encoder.tokenizer.chat_template) and not isinstance(observation, str)
-    if takes_tools and observation[0]["role"] == "system":
+    takes_tools = bool(tools) and "tools" in str(encoder.tokenizer.chat_template)
+    if takes_tools and not isinstance(observation, str) and observation[0]["role"] == "system":
         observation = observation[1:]
     tokens = encoder.encode_prompt(render_prompt(observation, encoder.tokenizer, tools=tools if takes_tools else None))
     if not tokens:
@@ -50,18 +50,6 @@ def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]],
         raise ValueError(
             f"a message holds the prompt {prompt!r:.200}, which holds the special token {special!r}: it has been "
             "through the chat template already; set data.apply_chat_template=false, and give prompts as text"
-        )
-
-
-def refuse_mixed(encoder: TextEncoder, opening: Sequence[int], feedback: Observation) -> None:
-    """Raise ValueError where messages follow an opening that has not been through the chat template: the policy would
-    read half a conversation. (Text may follow messages: it continues the policy's own turn.)
-    """
-    marks = _template_marks(encoder)
-    if not isinstance(feedback, str) and marks and not marks.intersection(opening):
-        raise ValueError(
-            "the feedback is chat messages, and what the policy read first is plain text; let reset return messages "
-            "too, or set data.apply_chat_template=true"
         )
 
 
@@ -108,19 +96,6 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_speci
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
     return backend.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-
-@lru_cache(maxsize=16)
-def _template_marks(encoder: TextEncoder) -> frozenset[int]:
-    """Special tokens that the chat template writes around messages; none where it marks them by plain words."""
-    tokenizer: Any = encoder.tokenizer
-    if not tokenizer.chat_template:
-        return frozenset()
-    try:
-        tokens = encoder.encode(render_prompt([{"role": "user", "content": "?"}], tokenizer))
-    except ValueError:  # a tokenizer of few characters
-        return frozenset()
-    return frozenset(tokens).intersection(_special(encoder)) - {tokenizer.bos_token_id}
 
 
 @lru_cache(maxsize=16)

@@ -121,7 +121,11 @@ def run_job(
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
             for line in (f"run folder {run_dir}", *lines):
                 terminal.info(f"{recipe}: {line}")
-            observers = [events, terminal, alarm_observer(events, terminal, options_in_use(job.config))]
+            observers = [
+                events,
+                terminal,
+                alarm_observer(events, terminal, options_in_use(getattr(job, "config", None))),
+            ]
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
         events.close()

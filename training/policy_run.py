@@ -242,7 +242,7 @@ class PolicyRun(Run[Batch]):
             return
         self._has_shown_episode = True
         ids = rollouts.lists("tokens")[0][: int(rollouts["prompt_length"][0])]
-        self.info(f"first episode begins {described(self.tokenizer.decode(ids), ids)}")
+        self.info(f"first episode begins {described(str(self.tokenizer.decode(ids)), ids)}")
 
     def _make_rollouts(self, step: int) -> Batch | None:
         """One step's rollouts. With dynamic sampling those at the end of the data may be fewer; None: there are none,

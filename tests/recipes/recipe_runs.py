@@ -100,7 +100,7 @@ class RunFolder:
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
         timed = ("time", "timing", "perf")
-        return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.metrics]
+        return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.lines]
 
     def weights(self) -> "dict[str, Tensor]":
         """All tensors in the checkpoint of the last step, by file and name."""

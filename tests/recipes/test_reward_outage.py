@@ -82,8 +82,8 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_they_had_not(
     policy: Path, tmp_path: Path
 ) -> None:
-    # Requests: three of the evaluation at the start, one of each step, one of the evaluations after steps 2 and 4.
-    outages = [Outage("dies", 7), Outage("hangs", 3, (SHORT_TIMEOUT,)), Outage()]
+    # Requests: one of the evaluation at the start, one of each step, one of the evaluations after steps 2 and 4.
+    outages = [Outage("dies", 5), Outage("hangs", 3, (SHORT_TIMEOUT,)), Outage()]
     options = [*PPO.split(), *JUDGED.split(), f"pretrain={policy}"]
     dead, slow, whole = meet("openrlhf_ppo", tmp_path, "remote_rm_url", options, outages)
 
