@@ -29,7 +29,7 @@ from components.data.sandbox import Limits, cut, run_python_async
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOO_DEEP = "too many brackets"
 
-_FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
+_FUNCTION, _END = "<function=", "</function>"
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"')
 
@@ -49,11 +49,24 @@ def parse_calls(text: str) -> list[Call]:
 
     Without marks of its own, a JSON object with a `name` and `arguments` is a call too, wherever it stands.
     """
-    if found := _FUNCTION.findall(text):
-        return [Call(name.strip(), {key: _value(x) for key, x in _PARAMETER.findall(body)}) for name, body in found]
-    if OPEN not in text:
-        return list(_plain_calls(text))
-    return [_call(*_enclosed(part)) for part in text.split(OPEN)[1:]]
+    if OPEN in text:
+        return [_enclosed_call(part) for part in text.split(OPEN)[1:]]
+    return list(_plain_calls(text)) or [_function_call(part) for part in text.split(_FUNCTION)[1:]]
+
+
+def _enclosed_call(part: str) -> Call:
+    if part.lstrip().startswith(_FUNCTION):
+        return _function_call(part.lstrip().removeprefix(_FUNCTION))
+    return _call(*_enclosed(part))
+
+
+def _function_call(part: str) -> Call:
+    """A call of which this follows `<function=`."""
+    name, _, rest = part.partition(">")
+    body, end, _ = rest.partition(_END)
+    if not end:
+        return Call("", error=f"the call does not end: there is no {_END}")
+    return Call(name.strip(), {key: _value(text) for key, text in _PARAMETER.findall(body)})
 
 
 def _value(text: str) -> Any:

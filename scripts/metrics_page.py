@@ -18,10 +18,10 @@ HEAD = """\
 
 <!-- Written by scripts/metrics_page.py from training/tracking/{metrics,alarms}.py: change those, not this page. -->
 
-Every step of a run is a line of `metrics.jsonl`; TensorBoard, W&B, the terminal and the report show the same numbers
-under the same names. A recipe logs those of the following that there are in its algorithm. `<word>` stands for any
-text. A line has `step` and `time` (seconds since the epoch) besides, and names what was no finite number in
-`nonfinite`.
+Every step of a run is a line of `metrics.jsonl`, and step 0 the evaluation before the first; TensorBoard, W&B, the
+terminal and the report show the same numbers under the same names. A recipe logs those of the following that there are
+in its algorithm. `<word>` stands for any text. A line has `step` and `time` (seconds since the epoch) besides, and
+names what was no finite number in `nonfinite`.
 
 Look first at `eval/score` (is it better?), then at `actor/approx_kl`, `actor/entropy` and
 `reward/zero_variance_share` (is it healthy?), then at some answers and `rollout/truncated_share` (what does it say?),

@@ -139,5 +139,5 @@ class Evaluation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the scores of another run's part."""
-        self.scores, self.step = state["scores"], state["step"]
+        self.scores, self.step = state["scores"], state.get("step", -1)
         self.best = state["best"] and tuple(state["best"])

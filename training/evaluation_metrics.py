@@ -6,6 +6,7 @@ B responses. Nothing here needs torch: tensors are only read.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -83,7 +84,7 @@ def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | N
     if key == "none":
         return None
     plain = key.removeprefix("eval/").removeprefix("eval_") or "score"
-    names = (key, plain, f"{plain.removesuffix('_pass1')}_score")
+    names = (key, plain, re.sub("_pass1$", "_score", plain))
     name = next((name for name in names if name in metrics), None)
     if name is None:
         raise ValueError(

@@ -225,7 +225,11 @@ def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokeniz
     is_plain = isinstance(prompt, str) and not data.apply_chat_template and data.input_template is None
     if not is_plain or not tokenizer.chat_template:
         return None
-    if render_prompt(prompt, tokenizer, apply_chat_template=True) == prompt:
+    try:
+        changes_nothing = render_prompt(prompt, tokenizer, apply_chat_template=True) == prompt
+    except ValueError:  # it refuses such a conversation, so it could not be used
+        return None
+    if changes_nothing:
         return None
     return (
         "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "

@@ -162,6 +162,7 @@ class PolicyCommand(Command[C]):
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "
                 "lower it, or raise data.max_samples or data.epochs"
             )
+        _check_positions(config)
         plan.steps = config.arithmetic(count)
 
     def ready(self, config: C) -> C:

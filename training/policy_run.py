@@ -111,9 +111,12 @@ class PolicyRun(Run[Batch]):
             self._evaluate_at_start()
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.catch_up(self._evaluate_and_log)
-            for rollouts in self.stream:
+            for drawn in self.stream:
                 self.calls.end_generation()
-                yield self._handed_out(check_staleness(rollouts, self.version, self.stream.most_stale))
+                self.failed = None
+                rollouts = check_staleness(drawn, self.version, self.stream.most_stale)
+                # Else the recipe asks for rewards later.
+                yield self.rewarded(rollouts) if "reward_failed" in rollouts else rollouts
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
@@ -123,9 +126,9 @@ class PolicyRun(Run[Batch]):
         """The rollouts that have a reward; the others, of which a step may have a few, are written to `failed/`.
 
         Raises:
-            RewardError: fewer are left than ranks train on them.
+            RewardError: fewer are left than the optimizer steps of all ranks need.
         """
-        left = self._check_rewarded(rollouts)
+        left = with_reward(self._check_rewarded(rollouts))
         if len(left) < len(rollouts):
             self.failed = rollouts.select(rollouts["reward_failed"] > 0)
             self.tracker.rollouts(self.step, self.failed, UNREWARDED)
@@ -135,32 +138,17 @@ class PolicyRun(Run[Batch]):
         return left
 
     def _check_rewarded(self, rollouts: Batch) -> Batch:
-        """Those that have a reward; see `rewarded`."""
-        left = with_reward(rollouts)
-        fewest = (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(len(left))
-        if len(left) < min(fewest, len(rollouts)):
-            raise RewardError(
-                f"{len(left)} of {len(rollouts)} {self.config.ROLLOUTS} have a reward; the optimizer steps of the "
-                f"ranks need {fewest}"
-            )
-        return left
-
-    def _checked(self, rollouts: Batch) -> Batch:
-        """Rollouts of which enough have a reward, so far as that is known; else their prompts are taken again later."""
-        if "reward_failed" in rollouts:  # else the recipe asks for rewards later
-            self._check_rewarded(rollouts)
-        return rollouts
-
-    def _handed_out(self, rollouts: Batch) -> Batch:
-        """What the loop is given of a step's rollouts."""
-        self.failed = None
-        if "reward_failed" not in rollouts:  # the recipe asks for rewards later
+        """The same rollouts; RewardError where too few have a reward, as far as that is known yet."""
+        if "reward_failed" not in rollouts:
             return rollouts
-        try:
-            return self.rewarded(rollouts)
-        except RewardError:
-            self.stream.put_back()
-            raise
+        count = int((rollouts["reward_failed"] == 0).sum())
+        fewest = (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(count)
+        if count < min(fewest, len(rollouts)):
+            raise RewardError(
+                f"{count} of {len(rollouts)} {self.config.ROLLOUTS} have a reward; the optimizer steps of all ranks "
+                f"need {fewest}"
+            )
+        return rollouts
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
@@ -252,13 +240,13 @@ class PolicyRun(Run[Batch]):
         if self.in_flight is not None:
             with self.phase("generate"):
                 rollouts = self.in_flight.fill(step, wanted, wanted * (self.stream.steps - step + 1))
-            return None if rollouts is None else self._checked(self._scored(rollouts))
+            return None if rollouts is None else self._check_rewarded(self._scored(rollouts))
         if self.prompt_filter is None:
-            return self._checked(self._respond_to(self.prompts.take(wanted), step))
+            return self._check_rewarded(self._respond_to(self.prompts.take(wanted), step))
         rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond_to(self.prompts.take(count), step))
         if self.prompt_filter.ended:
             self.stream.steps = step
-        return rollouts
+        return None if rollouts is None else self._check_rewarded(rollouts)
 
     def _respond_to(self, prompts: Batch, step: int) -> Batch:
         """`samples_per_prompt` scored rollouts of each prompt."""

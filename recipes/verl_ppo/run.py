@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SHOWN = (
     "reward/score",
     "eval/score",
+    "eval/score_greedy",
     "val-core/",
     "response_length/mean",
     "actor/ppo_kl",

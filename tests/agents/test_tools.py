@@ -312,6 +312,14 @@ def test_a_call_is_found_in_every_familys_syntax(text: str) -> None:
     assert parse_calls(f"{text}\n{text.replace('add', 'sub')}")[:2] == [call, Call("sub", call.arguments)]
 
 
+def test_what_is_cut_off_is_an_error_and_a_program_about_calls_is_none() -> None:
+    (call,) = parse_calls("<tool_call><function=add><parameter=a>1</parameter><parameter=b>2")
+    assert re.search(says("</function>"), call.error)
+    code = {"code": "print('<function=add>')"}
+    assert parse_calls(written("python", code)) == [Call("python", code)]
+    assert parse_calls(json.dumps({"name": "python", "arguments": code})) == [Call("python", code)]
+
+
 def test_calls_give_a_message_each_and_a_response_without_one_is_scored() -> None:
     agent = Agent()
     states = {"action_text": call("add", a=1, b=2) + call("look_up", city="Ulm"), "label": "3", "observation_text": ""}

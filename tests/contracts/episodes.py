@@ -121,7 +121,7 @@ class EpisodeRunner:
         max_turns: int | None = None,
     ) -> Episode:
         states: dict[str, Any] = {"observation": sample.prompt, "label": copy.deepcopy(sample.label)}
-        observation = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
+        observation, _ = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
         if after_reset is not None:
             await after_reset()
         text, turns = _text(observation), []

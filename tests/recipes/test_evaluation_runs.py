@@ -70,5 +70,5 @@ def test_a_step_in_which_no_response_has_a_reward_ends_the_run(policy: Path, tmp
     (tmp_path / "reward.py").write_text("def reward_func(prompts, completions, **kwargs): return [None] * len(prompts)")
     own = ["reward.max_failed_share=1", f"reward.source={tmp_path}/reward.py"]
     run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *own)
-    assert run.code != 0
-    assert re.search(says("reward"), run.err)
+    assert run.code == 1
+    assert re.search(says("0 of 32", "reward"), run.err.splitlines()[-1])

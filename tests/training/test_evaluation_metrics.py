@@ -116,5 +116,7 @@ def test_the_metric_that_decides(key: str, found: tuple[str, float] | None) -> N
 def test_a_metric_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(ValueError, match=says("'eval/x'", *METRICS)):
         best_metric(METRICS, "eval/x")
+    with pytest.raises(ValueError, match=says("'ape'")):
+        best_metric(METRICS, "ape")
     with pytest.raises(ValueError, match=says("'score'", "'truncated_rate'")):
         best_metric({"truncated_rate": 0.0}, "")

@@ -36,5 +36,11 @@ def test_text_that_is_read_without_the_tokenizers_chat_template_is_a_warning(
     assert unused_template(data, prompt, tokenizer) is None
 
 
+def test_a_template_that_refuses_the_prompt_is_not_missed() -> None:
+    tokenizer = learnt_tokenizer(["2 + 2?"] * 4, 300)
+    tokenizer.chat_template = "{{ raise_exception('a system message has to come first') }}"
+    assert unused_template(DataOptions(path="rows.jsonl"), "2 + 2?", tokenizer) is None
+
+
 def test_a_template_that_changes_nothing_is_not_missed() -> None:
     assert unused_template(DataOptions(path="task:sort"), "abc", character_tokenizer("abc")) is None
