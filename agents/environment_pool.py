@@ -175,8 +175,7 @@ class Environment:
             call = in_time(self._ask(method, states), limit_s, partial(self._pool.report_busy, method))
             status, *values = await call
         except Overdue:
-            reason = f"{method} gave no response within {limit_s:g} s (agent.step_timeout_s)"
-            raise EnvironmentFailure(reason) from None
+            raise EnvironmentFailure(f"{method} gave no response within {limit_s:g} s (agent.step_timeout_s)") from None
         self._is_busy = False
         if status == "raised":
             raise EnvironmentFailure(*values)

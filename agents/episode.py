@@ -22,8 +22,8 @@ STREAMS = 2**32
 
 Status = Literal["finished", "truncated", "aborted", "error"]
 """`finished`: its environment was done with it, or, where there is none, an end token came. `truncated`: a limit of
-tokens or turns came first. `aborted`: it was ended from outside. `error`: its environment raised, hung, died or broke
-its contract."""
+tokens or turns came first, after a turn. `aborted`: it was ended from outside. `error`: its environment raised, hung,
+died or broke its contract, or there was no room for a first turn."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ class Policy:
             ValueError: there is nothing to continue, or no room for a single token.
         """
         if not tokens or not self.has_space(len(tokens)):
-            raise ValueError(f"a sequence of {len(tokens)} tokens, of at most {self.max_tokens}, cannot be continued")
+            why = f"it may have {self.max_tokens} (the model's positions, or agent.max_tokens where that is less)"
+            raise ValueError(f"a sequence of {len(tokens)} tokens cannot be continued: {why}")
         if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
             sampling = replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
         sample_id = stream * STREAMS + self._task.sample_id

@@ -10,7 +10,7 @@ from typing import Any
 from agents.environment_pool import Environment, EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy, Status
 from agents.options import AgentOptions
-from agents.rendering import feedback_tokens, first_tokens
+from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.reward_functions import by_names
@@ -66,8 +66,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """Run from the first observation on; returns how it ended."""
         sampling, stop, feedback = task.sampling, [], []
         for number in range(policy.max_turns):
-            # Whole, or not at all: half a sentence of the environment's would teach nothing.
-            if not policy.has_space(len(episode.tokens) + len(feedback)):
+            # Whole, or not at all: half a sentence of the environment's would teach nothing. An episode that cannot
+            # begin is an error instead, as `draw` raises.
+            if number and not policy.has_space(len(episode.tokens) + len(feedback)):
                 break
             episode.observe(feedback)
             observation_text = policy.decode(episode.tokens)
@@ -92,6 +93,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             if result.sampling_params is not None:
                 sampling, stop = read_sampling(result.sampling_params, task.sampling)
             feedback = feedback_tokens(policy.encoder, result.feedback, episode.tokens)
+            refuse_mixed(policy.encoder, episode.tokens[: episode.prompt_length], result.feedback, feedback)
         return "truncated"
 
 
@@ -114,7 +116,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """Draw one response, if there is room for one."""
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
-        if not policy.has_space(len(tokens)):
+        if self.reward is None and not policy.has_space(len(tokens)):
             return episode
         turn = episode.act(*await policy.draw(tokens, task.sampling))
         episode.status = STATUS[turn.finish]
@@ -128,8 +130,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         try:
             columns = await in_time(in_thread(ask), self._limit_s)
         except Overdue:
-            limit = f"{self._limit_s:g} s (agent.step_timeout_s)"
-            raise TimeoutError(f"the reward gave no response within {limit}") from None
+            raise TimeoutError(f"the reward gave no response in {self._limit_s:g} s (agent.step_timeout_s)") from None
         turn.reward = episode.reward = columns.rewards[0]
         episode.score = columns.scores[0]
         episode.logs = {name: values[0] for name, values in columns.logs.items()}

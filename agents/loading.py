@@ -29,10 +29,9 @@ def check_agent(func_path: str) -> None:
     tree = check_defines(str(agent_file(func_path)), "agent file", NAMES, "AgentExecutor or AgentInstance")
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "openrlhf":
-            names = ", ".join(alias.name for alias in node.names)
             raise ValueError(
                 f"agent file {func_path!r} imports from {node.module} (line {node.lineno}); "
-                f"write `from agents import {names}` there"
+                f"write `from agents import {', '.join(alias.name for alias in node.names)}` there"
             )
 
 

@@ -122,14 +122,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             finally:
                 await environment.close()
         episodes = session.episodes() or [Episode(list(task.tokens), len(task.tokens))]
-        if not (episodes[0].turns or failure):
-            failure = ValueError("the agent ended without a response of the policy; have it use its base_url")
+        is_cut = bool(session.limit and episodes[0].turns)
+        if not episodes[0].turns and (session.limit or not failure):
+            failure = ValueError(session.limit or "the agent ended without a response of the policy; use its base_url")
         is_aborted = session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns)
         for episode in episodes:
-            if failure and not session.limit:
+            if failure and not is_cut:
                 episode.fail(str(failure), getattr(failure, "trace", ""))
                 continue
-            episode.status = "truncated" if session.limit else "aborted" if is_aborted else "finished"
+            episode.status = "truncated" if is_cut else "aborted" if is_aborted else "finished"
             episode.reward, episode.logs = result.reward, result.logs
             episode.score = result.reward if result.score is None else result.score
             for turn in episode.turns[-1:]:

@@ -53,6 +53,16 @@ def refuse_rendered(encoder: TextEncoder, messages: Sequence[Mapping[str, Any]],
         )
 
 
+def refuse_mixed(encoder: TextEncoder, opening: Sequence[int], feedback: Observation, tokens: Sequence[int]) -> None:
+    """Raise ValueError where messages, encoded as `tokens`, follow an opening that has not been through the chat
+    template: the policy would read half a conversation. Text may follow messages: it continues the policy's own turn.
+    """
+    marks = set(_special(encoder)).difference([encoder.tokenizer.bos_token_id])
+    if not isinstance(feedback, str) and marks & set(tokens) and not marks & set(opening):
+        why = "the feedback is chat messages, and what the policy read first is plain text"
+        raise ValueError(f"{why}; let reset return messages too, or set data.apply_chat_template=true")
+
+
 def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequence[int]) -> list[int]:
     """Encode what the environment says after a turn of the policy, up to the start of its next one.
 

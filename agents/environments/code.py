@@ -33,14 +33,14 @@ class AgentInstance(TextEnvironment):
     """Of each test."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
-        """Begin with the prompt as it is."""
+        """Begin with the prompt."""
         self._tried = 0
         self._tests = read_label(states["label"], "tests", EXAMPLE)["tests"]
         if isinstance(self._tests, str):
             self._tests = [self._tests]
         if not self._tests or not all(isinstance(t, str) or {"input", "output"} <= {*t} for t in self._tests):
             raise ValueError(f"the label's tests are {str(self._tests)[:200]!r}; give some, such as {EXAMPLE}")
-        return {"observation": states["observation"]}
+        return {"observation": self.says(states["observation"])}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Run the tests up to the first that fails."""

@@ -20,6 +20,7 @@ import agents.schema
 from agents import AgentInstanceBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
 from agents.episode import Episode, EpisodeTask, Policy
 from agents.options import AgentOptions
+from agents.rendering import first_tokens
 from agents.runner import open_runner
 from agents.schema import read_sampling, read_step, sampling_params
 from components.batch import Batch
@@ -312,11 +313,19 @@ def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> No
 
 
 def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -> None:
-    chat = [{"role": "user", "content": "Higher."}]
-    batch = played(rig, environment({"environment_feedback": chat}, {"done": True}), count=3, max_new_tokens=3)
+    asked, chat = ([{"role": "user", "content": text}] for text in ("Higher?", "Higher."))
+
+    class Chat(EnvironmentHandle):
+        script = ({"environment_feedback": chat}, {"done": True})
+        told: ClassVar[list[dict[str, Any]]] = []
+
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"observation": asked}
+
+    batch = played(rig, Chat, count=3, max_new_tokens=3)
     end = rig.tokenizer.eos_token_id
     for row in range(3):
-        prompt, (first, second) = rig.prompts(3, 1).row(row, "tokens").tolist(), turns_of(batch, row)
+        prompt, (first, second) = first_tokens(rig.encoder, asked), turns_of(batch, row)
         tokens = batch.row(row, "tokens").tolist()
         between = tokens[len(prompt) + len(first) : -len(second)]
         # Untrained, it writes other special tokens too; each of them stands for an end.
@@ -365,20 +374,19 @@ def test_a_turn_that_a_limit_cuts_off_is_still_rewarded(rig: Rig) -> None:
     assert {"length"} <= set(finishes.values()) <= {"length", "stop"}
 
 
-def test_a_prompt_that_leaves_no_room_is_truncated_without_a_turn(rig: Rig) -> None:
+def test_an_episode_without_room_for_a_turn_is_an_error_that_names_length_and_limit(rig: Rig) -> None:
     prompts = rig.prompts(2, 1)
     longest = int(prompts.lengths.max())
-    for executor in (
-        MultiTurnAgentExecutor(environment({"done": True})),
-        SingleTurnAgentExecutor(lambda *_: {"rewards": [1]}),
-    ):
-        batch = rig.runner(executor, max_tokens=longest).run_episodes(prompts, sampling(3))
+    alone = SingleTurnAgentExecutor(lambda *_: {"rewards": [1]})
+    for executor in (MultiTurnAgentExecutor(environment({"done": True})), alone):
+        batch = rig.runner(executor, max_tokens=longest, max_failed_share=1.0).run_episodes(prompts, sampling(3))
         full = prompts.lengths.tolist().index(longest)
-        assert batch["status"][full] == "truncated"
+        assert batch["status"][full] == "error"
+        assert batch["reward_failed"].tolist() == [float(row == full) for row in range(2)]
+        assert re.search(says(f"{longest} tokens", f"{longest} ", "agent.max_tokens"), batch["error"][full])
         assert batch.row(full, "tokens").tolist() == prompts.row(full, "tokens").tolist()
         assert not batch.row(full, "action_mask").any()
-        assert batch["num_turns"][full] == 0
-        assert batch["num_turns"][1 - full] == 1
+        assert batch["num_turns"].tolist() == [int(row != full) for row in range(2)]
 
 
 def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) -> None:
@@ -389,9 +397,9 @@ def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) 
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return {"observation": "0123456789" * 100}
 
-    batch = played(rig, Long)
+    batch = played(rig, Long, max_failed_share=1.0)
     assert batch.lengths.tolist() == batch["prompt_length"].tolist() == [POSITIONS]
-    assert batch["status"] == ["truncated"]
+    assert re.search(says("1000 tokens", f"{POSITIONS}"), batch["error"][0])
 
 
 def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) -> None:

@@ -381,6 +381,18 @@ def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
     check_drawn(rig, batch)
 
 
+def test_an_agent_without_room_for_a_response_is_an_error(rig: Rig) -> None:
+    class Long(Blocking):
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+            with pytest.raises(openai.BadRequestError):
+                chat(client, [user("0123456789" * 100)])
+            return {"reward": 2.0}
+
+    batch = rig.runner(Long(), max_failed_share=1.0).run_episodes(rig.prompts(1, 1), sampling())
+    assert (batch["reward"].tolist(), batch["reward_failed"].tolist()) == ([0.0], [1.0])
+    assert re.search(says("tokens", f"{POSITIONS}", "agent.max_tokens"), batch["error"][0])
+
+
 def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
     class Failing(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agents.rendering import feedback_tokens, first_tokens
+from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
 from components.data.text import TextEncoder
 from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
 from tests.agents.episode_cases import TEMPLATE, TEXTS
@@ -125,3 +125,17 @@ def test_what_cannot_be_encoded_is_refused() -> None:
     letters.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="template"):
         feedback_tokens(letters, [{"role": "user", "content": "a"}], [3])
+
+
+def test_messages_after_an_opening_of_plain_text_are_refused_and_nothing_else_is() -> None:
+    encoder = encoder_of(TEMPLATE)
+    plain, chat = encoder.encode("Higher or lower?"), first_tokens(encoder, [{"role": "user", "content": "Go."}])
+    said = feedback_tokens(encoder, FEEDBACK, chat)
+    with pytest.raises(ValueError, match=says("plain text", "messages", "reset", "data.apply_chat_template=true")):
+        refuse_mixed(encoder, plain, FEEDBACK, said)
+    refuse_mixed(encoder, chat, FEEDBACK, said)
+    refuse_mixed(encoder, plain, "Higher.<eos>", encoder.encode("Higher.<eos>"))
+    refuse_mixed(encoder, chat, "7", encoder.encode("7"))  # in the policy's own turn
+    # A template whose marks are words: nobody can tell.
+    words = encoder_of(UNCLOSED)
+    refuse_mixed(words, plain, FEEDBACK, feedback_tokens(words, FEEDBACK, plain))

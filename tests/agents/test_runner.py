@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from agents import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 from agents.episode import Episode, EpisodeTask, Policy
 from agents.options import AgentOptions
+from agents.rendering import first_tokens
 from agents.runner import WINDOW, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.async_engine import Request
@@ -24,7 +25,7 @@ from components.engines.batched_engine import BatchedEngine
 from components.engines.config import HFRolloutConfig, SamplingConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.weight_sync import WeightHandle, WeightPublisher
-from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
+from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 
 
@@ -33,7 +34,7 @@ class Talk(AgentInstanceBase):
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.left = 2 + int(states["label"][-1]) % 3
-        return {"observation": states["observation"]}
+        return {"observation": [{"role": "user", "content": states["observation"]}]}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.left -= 1
@@ -128,7 +129,8 @@ def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
     for name in ("prompt_id", "sample_id"):
         assert torch.equal(batch[name], prompts[name])
     assert (batch["prompt"], batch["label"]) == (prompts["prompt"], prompts["label"])
-    assert torch.equal(batch["prompt_length"], prompts.lengths)
+    openings = [[{"role": "user", "content": text}] for text in prompts["prompt"]]
+    assert batch["prompt_length"].tolist() == [len(first_tokens(rig.encoder, chat)) for chat in openings]
     for row in range(len(batch)):
         rewards = batch.row(row, "turn_reward")
         assert float(rewards.sum()) == float(batch["reward"][row]) == float(batch["num_turns"][row])
@@ -149,10 +151,12 @@ said = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), 
 def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
     rig: Rig, script: list[Any], seed: int, most: int
 ) -> None:
+    has_messages = any(isinstance(words, list) for words in script)
+
     class Saying(AgentInstanceBase):
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             self.turns = 0
-            return {"observation": script[-1] or "?"}
+            return {"observation": [{"role": "user", "content": "?"}] if has_messages else script[-1] or "?"}
 
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             self.turns += 1
@@ -174,15 +178,11 @@ def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
         tokens, turn = batch.row(row, "tokens").tolist(), batch.row(row, "turn").tolist()
         start = len(before)
         assert tokens[:start] == before
-        drawn = asyncio.run(finished(request))[: turn.count(turn[start])]
+        drawn = asyncio.run(request.result()).tokens[: turn.count(turn[start])]
         assert turn[start - 1] != turn[start] >= 0
         assert tokens[start : start + len(drawn)] == drawn
     assert len(engine.asked) == int(batch["num_turns"].sum())
     runner.close()
-
-
-async def finished(request: Request) -> list[int]:
-    return (await request.result()).tokens
 
 
 def test_two_plays_with_one_seed_are_equal_and_with_another_not(rig: Rig) -> None:
@@ -364,10 +364,12 @@ def test_alone_a_response_is_the_engines(rig: Rig) -> None:
 
 
 def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
+    marks = len(first_tokens(rig.encoder, [{"role": "user", "content": ""}]))
+
     class Long(Talk):
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             await super().reset(states)
-            return {"observation": "0" * (POSITIONS - 2)}
+            return {"observation": [{"role": "user", "content": "0" * (POSITIONS - 2 - marks)}]}
 
     batch = rig.runner(MultiTurnAgentExecutor(Long)).run_episodes(rig.prompts(3, 1), sampling(50))
     assert int(batch.lengths.max()) <= POSITIONS
@@ -507,7 +509,3 @@ def test_no_prompts_give_no_episodes(rig: Rig) -> None:
     batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(1, 1)[0:0], sampling())
     assert len(batch) == batch.num_tokens == 0
     assert batch["tokens"].dtype == torch.int64
-
-
-def test_the_texts_are_those_of_the_prompts(rig: Rig) -> None:
-    assert rig.prompts(3, 1)["prompt"] == TEXTS
