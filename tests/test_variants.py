@@ -1,0 +1,248 @@
+"""Each diff of docs/variants.md, applied to a copy of its recipe, gives the numbers that its formula gives one by one.
+
+Two prompts with two responses each, of one to three tokens; the policy is a tiny model without training.
+"""
+
+import importlib
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from math import exp, log
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from components.batch import Batch
+from components.data.tiny_model import character_tokenizer, tiny_model
+from components.engines.causal import token_logprobs
+from components.rl.aggregation import Totals
+from tests.recipe_copies import ROOT, copied
+from training.options import DataOptions, ModelOptions
+from training.supervised_options import PairDataOptions
+
+PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
+DIFFS: dict[str, str] = dict(re.findall(r"\n### ([^\n]+)\n(?:(?!\n#).)*?```diff\n(.*?)```", PAGE, re.DOTALL))
+PAIR_LOSSES: dict[str, str] = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| `([^`]+)` \|$", PAGE, re.MULTILINE))
+SLIC = "F.relu(1 - beta * z_P)"
+
+Copy = Callable[..., ModuleType]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Iterator[Copy]:
+    """Makes a copy of a recipe with a diff, and returns its algorithm.py."""
+    folder = tmp_path / "recipes" / "my_algo"
+
+    def changed(recipe: str, diff: str, old: str = "", new: str = "") -> ModuleType:
+        copied(recipe, folder)
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+        done = subprocess.run(["git", "apply"], cwd=tmp_path, env=env, input=diff, capture_output=True, text=True)
+        assert done.returncode == 0, (
+            f"{done.stderr}\ndocs/variants.md is behind recipes/{recipe}; show it anew:\n{diff}"
+        )
+        path = folder / "algorithm.py"
+        assert not old or old in path.read_text()
+        path.write_text(path.read_text().replace(old, new) if old else path.read_text())
+        importlib.invalidate_caches()
+        return importlib.import_module("my_algo.algorithm")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder.parent)
+        yield changed
+        for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
+            del sys.modules[name]
+
+
+REWARDS = [1.0, 0.0, 0.25, 0.75]
+
+
+def samples() -> Batch:
+    """Four responses of 1, 2, 3 and 2 tokens after a prompt of two; the last was cut off."""
+    actions = [1, 2, 3, 2]
+    drawn = [[-0.5], [-1.0, -2.0], [-0.1, -0.2, -0.3], [-1.5, -0.5]]
+    now = [[-0.4], [-1.5, -1.0], [-0.1, -2.2, -0.3], [-1.0, -0.7]]
+    rows = {
+        "tokens": [[4, 5, *range(6, 6 + count)] for count in actions],
+        "action_mask": [[False, False, *[True] * count] for count in actions],
+        "rollout_logprob": [[0.0, 0.0, *row] for row in drawn],
+        "logprob": [[0.0, 0.0, *row] for row in now],
+        "reference_logprob": [[0.0, 0.0, *[x - 0.2 for x in row]] for row in now],
+    }
+    numbers = {
+        "prompt_id": torch.tensor([7, 7, 9, 9]),
+        "reward": torch.tensor(REWARDS),
+        "truncated": torch.tensor([False, False, False, True]),
+    }
+    batch = Batch.from_rows({"tokens": rows.pop("tokens")}, numbers)
+    columns = {name: torch.tensor([x for row in values for x in row]) for name, values in rows.items()}
+    return batch.with_tokens(**columns)
+
+
+def advantages(batch: Batch) -> list[list[float]]:
+    """Of each response's tokens that the policy wrote."""
+    rows = range(len(batch))
+    return [batch.row(i, "advantage")[batch.row(i, "action_mask")].tolist() for i in rows]
+
+
+def grpo(**algorithm: Any) -> Any:
+    from recipes.grpo.config import AlgorithmOptions, GRPOConfig
+
+    return GRPOConfig(
+        model=ModelOptions(path="policy"), data=DataOptions(path="task:sort"), algorithm=AlgorithmOptions(**algorithm)
+    )
+
+
+def test_the_page_shows_what_is_tested_here() -> None:
+    assert len(DIFFS) == PAGE.count("```diff") == 11
+    assert set(PAIR_LOSSES) == set(PAIR_VALUES)
+    assert PAIR_LOSSES["hinge"] == SLIC
+
+
+def test_scale_rewards_by_the_batch(copy: Copy) -> None:
+    own = advantages(copy("grpo", DIFFS["scale_rewards: batch"]).add_advantages(samples(), grpo()))
+    # The groups' means are 0.5 and 0.5.
+    deviation = statistics.stdev(REWARDS) + 1e-4
+    wanted = [(reward - 0.5) / deviation for reward in REWARDS]
+    assert own == [pytest.approx([x] * len(row), abs=1e-6) for x, row in zip(wanted, own, strict=True)]
+
+
+def test_truncated_responses_move_nothing_and_stay_in_the_mean(copy: Copy) -> None:
+    config = grpo(std_norm=False)
+    own = advantages(copy("grpo", DIFFS["mask_truncated_completions"]).add_advantages(samples(), config))
+    assert own == [[0.5], [-0.5] * 2, [-0.25] * 3, [0.0] * 2]
+
+
+def test_importance_sampling_by_sequence(copy: Copy) -> None:
+    config = grpo(correction="tis", correction_range=(0.0, 1.3))
+    batch = copy("grpo", DIFFS["importance sampling by sequence"]).add_advantages(samples(), config)
+    # Sums of now - drawn: 0.1; -0.5 + 1.0; 0 - 2 + 0; 0.5 - 0.2. Two of their ratios are above 1.3.
+    weights = [exp(0.1), 0.0, exp(-2.0), 0.0]
+    for row, weight in enumerate(weights):
+        mask = batch.row(row, "action_mask")
+        assert batch.row(row, "correction")[mask].tolist() == pytest.approx([weight] * int(mask.sum()), rel=1e-6)
+
+
+def loss_of(algorithm: ModuleType, config: Any) -> tuple[float, Batch, Any]:
+    """The policy loss of the batch under a tiny model, the batch, and what the model says of its tokens."""
+    torch.manual_seed(0)
+    model = tiny_model(character_tokenizer("abcdefghij"), seed=3, hidden=32, layers=1, heads=2, key_value_heads=1)
+    batch = samples()
+    said = token_logprobs(model, batch, with_entropy=True)
+    mask_N = batch["action_mask"]
+    batch = batch.with_tokens(
+        advantage=torch.tensor([1.0, -1.0, -0.5, 2.0])[batch.sequence_ids] * mask_N,
+        logprob=torch.where(mask_N, said.logprob_N.detach() - 0.1, 0.0),
+        reference_logprob=torch.where(mask_N, said.logprob_N.detach() - 0.2, 0.0),
+        rollout_logprob=torch.where(
+            mask_N, said.logprob_N.detach() + torch.tensor([0, 1.0, 0.4, 0])[batch.sequence_ids], 0
+        ),
+    )
+    loss = algorithm.policy_loss(model, batch, Totals(tokens=8, sequences=4), config).loss
+    return float(loss), batch, said
+
+
+def test_only_tokens_of_high_entropy_are_learnt_from(copy: Copy) -> None:
+    loss, batch, said = loss_of(copy("grpo", DIFFS["top_entropy_quantile"]), grpo(clip_high=9.0))
+    entropies = said.entropy_N[batch["action_mask"]].tolist()
+    worth = batch["advantage"][batch["action_mask"]].tolist()
+    # Eight tokens: the quantile .8 lies between the second largest (at .857) and the third (at .714).
+    kept = sorted(entropies)[-2:]
+    assert loss == pytest.approx(
+        -sum(exp(0.1) * a for a, e in zip(worth, entropies, strict=True) if e in kept) / 8, abs=1e-5
+    )
+
+
+def test_the_kl_is_weighed_by_the_ratio(copy: Copy) -> None:
+    config = grpo(kl_coef=2.0, kl_estimator="k3", clip_low=0.99, clip_high=9.0)
+    loss, batch, _ = loss_of(copy("grpo", DIFFS["unbiased KL with old responses"]), config)
+    surrogate = -exp(0.1) * float(batch["advantage"].sum()) / 8
+    assert loss == pytest.approx(surrogate + 2.0 * exp(0.1) * (exp(-0.2) - 1 + 0.2), abs=1e-5)
+
+
+def test_responses_that_are_far_and_bad_are_left_out(copy: Copy) -> None:
+    loss, _, _ = loss_of(copy("grpo", DIFFS["off_policy_mask_threshold"]), grpo(clip_low=0.99, clip_high=9.0))
+    # The second is 1 nat away and bad; the third is bad, and near enough.
+    assert loss == pytest.approx(-exp(0.1) * (1.0 - 0.5 * 3 + 2.0 * 2) / 8, abs=1e-5)
+
+
+def test_cispo_weighs_log_probs_by_the_clipped_ratio(copy: Copy) -> None:
+    loss, batch, said = loss_of(copy("grpo", DIFFS["CISPO"]), grpo(clip_low=1.0, clip_high=0.05))
+    wanted = -1.05 * float((batch["advantage"] * said.logprob_N).sum()) / 8  # exp(0.1) is above 1.05
+    assert loss == pytest.approx(wanted, abs=1e-5)
+
+
+def test_sapo_gates_by_the_sign_of_the_advantage(copy: Copy) -> None:
+    loss, _, _ = loss_of(copy("grpo", DIFFS["SAPO"]), grpo())
+    gates = {tau: 4 / tau / (1 + exp(-tau * (exp(0.1) - 1))) for tau in (1.0, 1.05)}
+    wanted = -(gates[1.0] * (1.0 + 2 * 2.0) - gates[1.05] * (2 * 1.0 + 3 * 0.5)) / 8
+    assert loss == pytest.approx(wanted, abs=1e-5)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+PAIRS = ((1.0, -0.5), (0.0, 1.0))
+"""Log-ratios of the chosen and the rejected response."""
+BETA, E = 0.5, 0.1
+PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
+    "hinge": lambda c, r: max(0.0, 1 - BETA * (c - r)),
+    "robust": lambda c, r: (-(1 - E) * log(sigmoid(BETA * (c - r))) + E * log(sigmoid(BETA * (r - c)))) / (1 - 2 * E),
+    "exo_pair": lambda c, r: sum(
+        p * log(p / q) for p, q in ((sigmoid(BETA * (c - r)), 1 - E), (sigmoid(BETA * (r - c)), E))
+    ),
+    "nca_pair": lambda c, r: log(1 + exp(-BETA * c)) + 0.5 * log(1 + exp(BETA * c)) + 0.5 * log(1 + exp(BETA * r)),
+    "sppo_hard": lambda c, r: (c - 1.0) ** 2 + (r + 1.0) ** 2,  # 0.5 / beta is 1
+    "apo_zero": lambda c, r: sigmoid(-BETA * c) + sigmoid(BETA * r),
+    "apo_down": lambda c, r: sigmoid(BETA * c) + sigmoid(-BETA * (c - r)),
+    "discopop": lambda c, r: (
+        log(1 + exp(-BETA * (c - r))) * (1 - sigmoid(BETA * (c - r) / 0.05))
+        + exp(-BETA * (c - r)) * sigmoid(BETA * (c - r) / 0.05)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_VALUES)
+def test_losses_of_pairs(copy: Copy, name: str) -> None:
+    from recipes.dpo.config import DPOConfig, DPOOptions
+
+    algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES[name])
+    own = DPOOptions(beta=BETA, label_smoothing=E)
+    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    logprob_B = torch.tensor([x for pair in PAIRS for x in pair], requires_grad=True)
+    batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
+    output = algorithm.preference_loss(logprob_B, batch, 2, config)
+    value = PAIR_VALUES[name]
+    assert float(output.loss) == pytest.approx(statistics.fmean(value(*pair) for pair in PAIRS), abs=1e-6)
+    output.loss.backward()
+    assert logprob_B.grad is not None
+    step = 1e-4
+    (c, r), _ = PAIRS
+    slope = (value(c + step, r) - value(c - step, r)) / (2 * step) / 2
+    assert float(logprob_B.grad[0]) == pytest.approx(slope, abs=1e-4)
+
+
+def test_ipo_of_means_takes_means(copy: Copy) -> None:
+    algorithm = copy("dpo", DIFFS["IPO of means"])
+    batch = Batch.from_rows({"tokens": [[4, 5, 6], [4, 5]]}, {})
+    batch = batch.with_tokens(loss_mask=torch.tensor([False, True, True, False, True]))
+    logprob_N = torch.tensor([-9.0, -1.0, -2.0, -9.0, -0.5])
+    assert algorithm.response_logprobs(logprob_N, batch).tolist() == [-1.5, -0.5]
+
+
+def test_centred_rewards_cost_their_squared_sum(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = copy("reward_model", DIFFS["center_rewards_coefficient"])
+    scores = [0.5, 1.5, 2.0, -1.0]
+    monkeypatch.setattr(algorithm, "state_values", lambda model, micro: torch.tensor(scores))
+    micro = Batch.from_rows({"tokens": [[4]] * 4}, {})
+    output = algorithm.loss(torch.nn.Linear(1, 1), micro, Totals(tokens=4, sequences=4))
+    pairs = -(log(sigmoid(-1.0)) + log(sigmoid(3.0))) / 2
+    assert float(output.loss) == pytest.approx(pairs + 0.01 * (2.0**2 + 1.0**2) / 2, abs=1e-6)
+    assert math.isfinite(float(output.metrics["accuracy"]))
