@@ -41,10 +41,14 @@ MOST_EQUAL = 0.9
 """Of the responses, to prompts whose responses all earned the same."""
 MOST_TRUNCATED = 0.5
 """Of the responses."""
+MOST_AT_START = 0.01
+"""Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
+bfloat16's rounding."""
 BEGINNING = 100
 """So many lines of metrics have the first value of each, also of what is logged now and then."""
 
 _NAME = re.compile(r"\{([\w.]+)\}")
+SAME_PRECISION = "let both compute in the same precision ({train.precision})"
 LOWER_RATE = "lower the learning rate ({train.learning_rate})"
 FEWER_UPDATES = "learn in fewer optimizer steps (a larger {train.mini_batch_size}, fewer {train.epochs})"
 
@@ -82,6 +86,11 @@ def _differs_from_engine(now: Numbers, _: Numbers) -> bool:
     return now["rollout/logprob_gap_mean"] > (MOST_STALE_GAP if is_stale else MOST_GAP)
 
 
+def _is_no_ratio_of_one(now: Numbers, _: Numbers) -> bool:
+    is_stale = now.get("rollout/staleness_max", 0.0) > 0
+    return not is_stale and abs(now["actor/first_ratio_mean"] - 1) > MOST_AT_START
+
+
 def _is_all_equal(now: Numbers, first: Numbers) -> bool:
     name = "reward/zero_variance_share"
     # A policy that has learnt it all ends there too; one that begins there has nothing to learn from.
@@ -105,6 +114,25 @@ ALARMS = (
         text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
         remedies=("weigh the KL to the reference more ({algorithm.kl_coef})", LOWER_RATE),
         sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
+    ),
+    Alarm(
+        name="start",
+        watches="actor/kl_to_reference",
+        when=f"more than {MOST_AT_START} from 0 in step 1",
+        text="before the first update the policy is {now:.3f} nats per token from the reference that it starts as: the "
+        "two are other weights, or are computed in another way",
+        remedies=(SAME_PRECISION,),
+        sounds=lambda now, _: now["step"] == 1 and abs(now["actor/kl_to_reference"]) > MOST_AT_START,
+    ),
+    Alarm(
+        name="first_ratio",
+        watches="actor/first_ratio_mean",
+        when=f"more than {MOST_AT_START} from 1, twice in a row, where no response is of older weights",
+        text="in a step's first optimizer step, before any update, the ratio to the policy that the step began with is "
+        "{now:.3f} and not 1",
+        remedies=(SAME_PRECISION, "pack the same sequences for both ({train.packing})"),
+        sounds=_is_no_ratio_of_one,
+        steps=2,
     ),
     Alarm(
         name="clipping",
@@ -138,7 +166,7 @@ ALARMS = (
         remedies=(
             "see whether the engine has the trainer's weights ({rollout.verify_weight_sync})",
             "sample from all that the engine computes ({rollout.top_p}=1, {rollout.top_k}=0)",
-            "let both compute in the same precision ({train.precision})",
+            SAME_PRECISION,
             "correct the loss for it ({algorithm.correction})",
         ),
         sounds=_differs_from_engine,
@@ -216,7 +244,7 @@ class Alarms:
             step: its number.
             metrics: as they were logged, under any system's names; what is no number is passed over.
         """
-        now = self._taken_in(metrics)
+        now = self._taken_in({**metrics, "step": step})
         found: list[AlarmEvent] = []
         for alarm in ALARMS:
             if self._is_wrong(alarm, now):
