@@ -48,7 +48,7 @@ def test_each_tier_has_a_job_which_changes_or_the_clock_start() -> None:
     }
     assert commands_of("default")[-1] == "bash scripts/test.sh"
     assert commands_of("full")[-1] == "bash .ci/run"
-    assert commands_of("nightly")[-1] == "bash scripts/test.sh --nightly"
+    assert commands_of("nightly")[-2:] == ["bash scripts/test.sh --nightly", "bash scripts/oracle.sh"]
     assert "bash scripts/test.sh --full" in text_of(".ci/run")
 
 

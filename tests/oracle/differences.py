@@ -18,17 +18,19 @@ HEAD = """\
 
 <!-- Written by scripts/oracle.sh --write from what tests/oracle measures: change those, not this page. -->
 
-How far apart `recipes/verl_ppo` and the real verl are: the same keys, responses, rewards and starting weights on both
-sides, a model made on the spot, three training steps of two mini-batches each on a CPU in float32. Read it before you
-bring a run here from verl, or compare two curves.
+How far apart `recipes/verl_ppo` and the real verl are, and `recipes/grpo` and the real TRL: the same keys or settings,
+responses, rewards and starting weights on both sides, a model made on the spot, three training steps on a CPU in
+float32 (of two mini-batches each with verl). Read it before you bring a run here, or compare two curves.
 
 Advantages and losses are absolute, of all tokens and steps the largest difference; gradients are norms, as a share of
 theirs; weights as a share of how far the weight that moved the most has moved in three steps. `0` is less than 1e-9.
-Adam divides each gradient by its own size, so that rounding in a gradient that is nearly 0 shows in weights.
+Adam divides each gradient by its own size, so that rounding in a gradient that is nearly 0 shows in weights; its
+epsilon is 1e-6 on both sides.
 
 `bash scripts/oracle.sh` makes the packages' environment and measures all of it again; it fails where two that are to
 agree do not, or where two that are said to differ agree. What differs on purpose, formula by formula, is in
-[algorithms.md](algorithms.md#where-this-differs-from-openrlhf-and-verl).
+[algorithms.md](algorithms.md#where-this-differs-from-openrlhf-and-verl) and [From
+TRL](from_trl.md#what-differs-from-trl-by-default).
 """
 
 

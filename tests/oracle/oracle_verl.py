@@ -17,6 +17,7 @@ import verl
 from differences import Differences
 from omegaconf import OmegaConf
 from steps import (
+    EPS,
     PROMPTS,
     SAMPLES,
     SIZE,
@@ -72,7 +73,7 @@ def keys_of(case: Case, path: str) -> list[str]:
 
 
 def ours(case: Case, path: str, folder: Path) -> Trace:
-    config = read_config([*keys_of(case, path), f"run_dir={folder}"])
+    config = read_config([*keys_of(case, path), f"run_dir={folder}", f"train.eps={EPS}", f"critic.eps={EPS}"])
     trace, critic = Trace(), None
     with roles(folder) as stage:
         policy = stage.role(ActorRolloutRefWorker, config, "actor_ref")
@@ -124,7 +125,9 @@ class Model:
 
 def theirs(case: Case, path: str) -> Trace:
     defaults = OmegaConf.load(Path(verl.__path__[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    config: Any = OmegaConf.merge(defaults, OmegaConf.from_dotlist(keys_of(case, path)))
+    adam = {"optim": {"override_optimizer_config": {"eps": EPS}}}
+    given = OmegaConf.from_dotlist(keys_of(case, path))
+    config: Any = OmegaConf.merge(defaults, given, {"actor_rollout_ref": {"actor": adam}, "critic": adam})
     own = config.algorithm
     # As its main program does: the actor and critic are told of the mini-batch in responses, the former of the rollout.
     options = omega_conf_to_dataclass(config.actor_rollout_ref.actor)

@@ -25,6 +25,8 @@ from components.engines.causal import load_value_model, token_values
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 8
 SIZE = PROMPTS * SAMPLES
+EPS = 1e-6
+"""Of Adam, on both sides: what is only rounding in a gradient is not made as large as the rest of it."""
 
 
 @dataclass
