@@ -97,6 +97,7 @@ def check_prompts(
     seed: int,
     settings: RewardSettings | None = None,
     max_new_tokens: int | None = None,
+    notes: list[str] | None = None,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -108,6 +109,7 @@ def check_prompts(
         seed: of the run.
         settings: of reward code; its functions are called with the first row.
         max_new_tokens: see `check_encoding`.
+        notes: what `try_reward` found is appended.
 
     Returns:
         How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
@@ -129,12 +131,15 @@ def check_prompts(
             get_scorer(scorer)("", str(row["label"]))
     too_long = check_encoding(model, data, rows, seed, max_new_tokens)
     for part in filter(is_reward_file, sorted(parts)):
-        try_reward(part, rows[0], settings)
+        found = try_reward(part, rows[0], settings)
+        if notes is not None:
+            notes.append(found)
     return len(rows) - too_long
 
 
-def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | None = None) -> None:
-    """Call a reward function of a file once, in a process of its own, with a row whose label is the response.
+def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | None = None) -> str:
+    """Call a reward function of a file once, in a process of its own, with a row whose label is the response; returns
+    what that earns, in words.
 
     Raises:
         ValueError: it takes what there is not, fails, or returns what is no reward.
@@ -152,6 +157,8 @@ def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | Non
             f"reward.source={part}: called with the first row of the data, its label as the response, "
             f"{function.source} fails: {tried.failures[0]}"
         )
+    earned = "no reward" if tried.absent else f"{float(tried.reward_B[0]):g}"
+    return f"reward.source={part} gives {earned} to the first row of the data, its label as the response"
 
 
 def check_encoding(

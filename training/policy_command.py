@@ -145,18 +145,20 @@ class PolicyCommand(Command[C]):
             Role.REFERENCE: estimate.inferred(Role.REFERENCE, model, config.frozen_engine, size),
         }
 
-    def count_prompts(self, config: C) -> int:
+    def count_prompts(self, config: C, notes: list[str]) -> int:
         """How many rows there are to train on; see `check_prompts`."""
         own = config
         most = None if own.agent.func_path else own.rollout.max_new_tokens
         return check_prompts(
-            own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings(), most
+            own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings(), most, notes
         )
 
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""
         config = plan.config
-        count = self.count_prompts(config)
+        notes: list[str] = []
+        count = self.count_prompts(config, notes)
+        plan.notes = [*plan.notes, *notes]
         if config.steps(count * config.data.epochs) < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "

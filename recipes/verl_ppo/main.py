@@ -108,7 +108,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
             needs[role] = together(Need(), *held)
         return needs
 
-    def count_prompts(self, config: VerlPPOConfig) -> int:
+    def count_prompts(self, config: VerlPPOConfig, notes: list[str]) -> int:  # noqa: ARG002 - nothing is tried
         """See `PolicyCommand.count_prompts`."""
         return check_inputs(config)
 

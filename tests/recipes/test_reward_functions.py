@@ -39,6 +39,7 @@ def test_a_function_of_trls_reads_every_column_and_the_step(data: list[str], tmp
     )
     run = run_here("grpo", tmp_path / "run", *data, f"reward.source={tmp_path}/own.py")
     assert run.code == 0, run.err
+    assert re.search(says("own.py gives 1", "first row"), run.out)
     for step in (1, 2):
         table = pyarrow.parquet.read_table(run.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pydict()
         assert len(table["prompt"]) == 8
