@@ -33,7 +33,7 @@ class Metric:
     better: Literal["higher", "lower", ""] = ""
     """The good direction, where there is one."""
     alarm: str = ""
-    """The alarm that watches it, by its name in alarms.py."""
+    """The alarms that watch it, by their names in alarms.py, with commas between."""
     same_as: str = ""
     """Our name for the same quantity, where another system's name is logged."""
 
