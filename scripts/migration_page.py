@@ -71,7 +71,8 @@ What is different on purpose:
 - **Dynamic filtering** replaces prompts one for one. When the data ends, the last step trains on what was accepted;
   the learning rate's schedule is of the steps that all prompts would fill.
 - **The correction** of the engine's weights is applied with every `policy_loss_type`; there with ppo alone.
-- **dr_grpo** divides by `rollout.max_new_tokens`, as its paper does; there it is the group's mean alone.
+- **dr_grpo** is the group's mean alone, as there; `algorithm.loss_aggregation=seq-mean-token-sum-norm` divides by
+  `rollout.max_new_tokens` besides, as its paper does.
 - **Reward servers** get batches of `reward.url_batch_size` responses, spread over all URLs; a request that fails is
   tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
   server is back, the same command resumes from there.

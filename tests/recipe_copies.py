@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh"))
 
 
@@ -39,13 +39,13 @@ def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[
     )
 
 
-def write_untrained(folder: Path) -> Path:
+def write_untrained(folder: Path, seed: int = 0) -> Path:
     """A policy with random weights that speaks the letters of the task sort."""
     from components.data.tasks import get_task
     from components.data.tiny_model import task_tokenizer, tiny_model
 
     tokenizer = task_tokenizer(get_task("sort"))
-    tiny_model(tokenizer, seed=0).save_pretrained(folder)
+    tiny_model(tokenizer, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

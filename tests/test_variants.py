@@ -6,7 +6,6 @@ Two prompts with two responses each, of one to three tokens; the policy is a tin
 import importlib
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -23,14 +22,10 @@ from components.batch import Batch
 from components.data.tiny_model import character_tokenizer, tiny_model
 from components.engines.causal import token_logprobs
 from components.rl.aggregation import Totals
-from tests.recipe_copies import ROOT, copied
+from tests.recipe_copies import copied
+from tests.variants_page import DIFFS, PAGE, PAIR_LOSSES, SLIC
 from training.options import DataOptions, ModelOptions
 from training.supervised_options import PairDataOptions
-
-PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
-DIFFS: dict[str, str] = dict(re.findall(r"\n### ([^\n]+)\n(?:(?!\n#).)*?```diff\n(.*?)```", PAGE, re.DOTALL))
-PAIR_LOSSES: dict[str, str] = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| `([^`]+)` \|$", PAGE, re.MULTILINE))
-SLIC = "F.relu(1 - beta * z_P)"
 
 Copy = Callable[..., ModuleType]
 
@@ -101,7 +96,7 @@ def grpo(**algorithm: Any) -> Any:
 
 def test_the_page_shows_what_is_tested_here() -> None:
     assert len(DIFFS) == PAGE.count("```diff") == 11
-    assert set(PAIR_LOSSES) == set(PAIR_VALUES)
+    assert set(PAIR_LOSSES) == {*PAIR_VALUES, "aot_unpaired"}
     assert PAIR_LOSSES["hinge"] == SLIC
 
 
@@ -202,11 +197,41 @@ PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
     "sppo_hard": lambda c, r: (c - 1.0) ** 2 + (r + 1.0) ** 2,  # 0.5 / beta is 1
     "apo_zero": lambda c, r: sigmoid(-BETA * c) + sigmoid(BETA * r),
     "apo_down": lambda c, r: sigmoid(BETA * c) + sigmoid(-BETA * (c - r)),
+    "bco_pair": lambda c, r: -log(sigmoid(BETA * c)) - log(sigmoid(-BETA * r)),
+    "aot": lambda c, r: -log(sigmoid(BETA * (c - r))),  # the reference says the same of all
+    "forward_kl": lambda c, r: -log(sigmoid(BETA * (exp(-r) - exp(-c)))),
+    "js_divergence": lambda c, r: -log(sigmoid(BETA * (log(sigmoid(c)) - log(sigmoid(r))))),
     "discopop": lambda c, r: (
         log(1 + exp(-BETA * (c - r))) * (1 - sigmoid(BETA * (c - r) / 0.05))
         + exp(-BETA * (c - r)) * sigmoid(BETA * (c - r) / 0.05)
     ),
 }
+
+
+def test_optimal_transport_compares_what_is_sorted(copy: Copy) -> None:
+    from recipes.dpo.config import DPOConfig, DPOOptions
+
+    own = DPOOptions(beta=BETA)
+    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
+    batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.tensor([0.0, 0.0, 2.0, 0.0])})
+    diff = DIFFS["Losses of the log-ratios"]
+    # Margins 1.5 and -1, of the reference 0 and 2: sorted -1 beside 0 and 1.5 beside 2.
+    loss = copy("dpo", diff, SLIC, PAIR_LOSSES["aot"]).preference_loss(logprob_B, batch, 2, config).loss
+    assert float(loss) == pytest.approx(-(log(sigmoid(-0.5)) + log(sigmoid(-0.25))) / 2, abs=1e-6)
+
+
+def test_optimal_transport_without_pairs_sorts_both(copy: Copy) -> None:
+    from recipes.dpo.config import DPOConfig, DPOOptions
+
+    own = DPOOptions(beta=BETA)
+    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
+    batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
+    algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES["aot_unpaired"])
+    # Chosen 0 and 1, rejected -0.5 and 1.
+    loss = algorithm.preference_loss(logprob_B, batch, 2, config).loss
+    assert float(loss) == pytest.approx(-(log(sigmoid(0.25)) + log(sigmoid(0.0))) / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", PAIR_VALUES)

@@ -34,6 +34,8 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
         case "dppo_tv" | "dppo_kl" as kind:
             cap = {} if own.dual_clip is None else {"ratio_cap": own.dual_clip}
             return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip, **cap)
+        case "dro":
+            return policy_losses.dro_loss(*columns, beta=own.dro_beta)
         case "clip_cov":
             return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
         case "kl_cov":

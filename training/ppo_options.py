@@ -11,13 +11,13 @@ from training.rl_options import PolicyOptions, RLOptions
 from training.schema import where
 
 PolicyLoss = Literal[
-    "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"
+    "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "reinforce"
 ]
 BY_RESPONSE = ("gspo", "sapo", "geo_mean")
 """Policy losses that are means over responses; the others are means over tokens."""
 NOT_OF_RATIOS = ("geo_mean", "dppo_tv", "dppo_kl")
 """Policy losses whose clip range is not around a ratio of 1."""
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 
@@ -27,7 +27,7 @@ class PPOOptions(PolicyOptions):
 
     policy_loss: PolicyLoss = "ppo"
     """Which surrogate is minimised: ppo clips the ratio of each token, gspo that of the response; geo_mean, cispo,
-    sapo, dppo_tv, dppo_kl, clip_cov and kl_cov are in docs/algorithms.md; reinforce has no ratio."""
+    sapo, dppo_tv, dppo_kl, dro, clip_cov and kl_cov are in docs/algorithms.md; reinforce has no ratio."""
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
     with dppo_tv and dppo_kl it bounds the divergence."""
@@ -46,6 +46,8 @@ class PPOOptions(PolicyOptions):
     """clip_cov: largest covariance of these."""
     kl_cov_coef: float = where(1.0, policy_loss=("kl_cov",))
     """kl_cov: loss per nat that these move."""
+    dro_beta: float = where(1.0, policy_loss=("dro",))
+    """dro: what half the squared log-ratio of a token costs."""
     entropy_coef: float = 0.0
     """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
     kl_estimator: KLEstimator = where("k3", kl_coef=True)  # noqa: RUF009
@@ -69,6 +71,8 @@ class PPOOptions(PolicyOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
+        if not self.dro_beta > 0:
+            yield f"algorithm.dro_beta={self.dro_beta}; set it above 0"
         if self.dual_clip is not None and self.dual_clip <= 1:
             yield f"algorithm.dual_clip={self.dual_clip}; set it above 1"
         if not self.overlong_penalty >= 0:

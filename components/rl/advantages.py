@@ -2,7 +2,8 @@
 
 B sequences; N all tokens of a batch end to end; U turns: unbroken runs of tokens that the policy produced.
 
-`gae`, `discounted_returns`, `turn_returns` and `remax` look along each sequence, and give [N]. Those that compare the
+`gae`, `discounted_returns`, `turn_returns`, `remax` and `optimal_token_baseline` look along each sequence, and give
+[N]. Those that compare the
 responses to one prompt (`group_mean_baseline`, `rloo`, `group_norm`, `opo`, `gpg`, `grpo_passk`, `gdpo`) turn rewards
 [B] into rewards [B], which `rewards.token_rewards` then puts on tokens; `turn_advantages` compares turn by turn
 instead. `whiten`, `gpg` and `gdpo` need all of a step's responses at once: given a rank's share they compute something
@@ -183,6 +184,59 @@ def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, leng
     return_N = discounted_returns(reward_N, action_mask_N, lengths_B, 1.0)
     baseline_N = spread(greedy_reward_B.detach().float(), lengths_B, len(return_N))
     return chosen(action_mask_N, return_N - baseline_N), return_N
+
+
+def optimal_token_baseline(
+    reward_N: Tensor,
+    energy_N: Tensor,
+    action_mask_N: Tensor,
+    lengths_B: Tensor,
+    group_B: Tensor,
+    epsilon: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """Returns minus a baseline for each token: the group's mean return from that token on, weighted by the energy that
+    its responses have spent until there: B_t = sum(W G) / sum(W) over the group's responses with a t-th token.
+
+    Source: Li et al. 2026 (The Optimal Token Baseline, arXiv 2602.07078), as in verl. W_t is the sum of
+    1 - 2 p_j + sum_v p_v^2 over the tokens j up to t, the squared length of the gradient of log p_j by the logits, so
+    that the variance of the gradient is least. Tokens are counted as those that the policy produced (verl's
+    `tir_optimal_token_baseline`; without an environment in between the two are the same). Where the longest response
+    alone has tokens left, the baseline is 0.
+
+    Args:
+        reward_N: [N] reward of each action token.
+        energy_N: [N] 1 - 2 p + sum_v p_v^2 of each action token, times the square of its importance weight where the
+            loss has one.
+        action_mask_N: [N] bool, True where the policy produced the token.
+        lengths_B: [B] tokens in each sequence.
+        group_B: [B] integers, equal for the responses to one prompt.
+        epsilon: added to the sum of W.
+
+    Returns:
+        advantage_N, return_N: [N] float32 without gradient, 0 where the policy did not act; the returns themselves for
+        a response that is alone in its group.
+    """
+    return_N = discounted_returns(reward_N, action_mask_N, lengths_B, 1.0)
+    check_columns(action_mask_N, energy_N=energy_N)
+    _, group_B = group_B.unique(return_inverse=True)
+    owner_N = spread(torch.arange(len(lengths_B)), lengths_B, len(return_N))
+    count_N = action_mask_N.cumsum(0)
+    before_B = torch.cat([count_N.new_zeros(1), count_N])[lengths_B.cumsum(0) - lengths_B]
+    place_N = count_N - 1 - before_B[owner_N]
+    energy_N = chosen(action_mask_N, energy_N.detach().float())
+    spent_N = energy_N.double().cumsum(0)
+    started_B = torch.cat([spent_N.new_zeros(1), spent_N])[lengths_B.cumsum(0) - lengths_B]
+    weight_M = (spent_N - started_B[owner_N])[action_mask_N]
+    # One cell for each place in each group.
+    _, cell_M = torch.stack([group_B[owner_N], place_N])[:, action_mask_N].unique(dim=1, return_inverse=True)
+    return_M = return_N[action_mask_N].double()
+    sums = torch.zeros(3, int(cell_M.max()) + 1 if len(cell_M) else 0, dtype=torch.float64)
+    for row, x_M in zip(sums, (weight_M * return_M, weight_M, torch.ones_like(weight_M)), strict=True):
+        row.index_add_(0, cell_M, x_M)
+    baseline_C = torch.where(sums[2] > 1, sums[0] / (sums[1] + epsilon), 0.0)
+    advantage_N = torch.zeros_like(return_N)
+    advantage_N[action_mask_N] = (return_M - baseline_C[cell_M]).float()
+    return advantage_N, return_N
 
 
 def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from components.rl.masked import check_columns, check_lengths, chosen, sequence_means, sequence_sums, token_mean
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """How tokens are weighed against each other, by verl's names."""
 
 
@@ -61,11 +61,12 @@ def aggregate(
 
     - `token-mean`: sum over tokens / tokens of the step. Each token counts the same (Yu et al. 2025, DAPO, arXiv
       2503.14476, section 3.3).
+    - `token-sum`: the sum over tokens of the step, not divided; its size is that of the batch.
     - `seq-mean-token-mean`: the mean over a sequence's tokens, then over sequences; each sequence counts the same, a
       token of a long one less (Shao et al. 2024, GRPO, arXiv 2402.03300, equation 3).
     - `seq-mean-token-sum`: the sum over a sequence's tokens, then the mean over sequences.
     - `seq-mean-token-sum-norm`: that divided by a constant, `max_length` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
-      section 3.1). verl takes the longest row of the batch where none is given, which then depends on its padding.
+      section 3.2). verl takes the longest row of the batch where none is given, which then depends on its padding.
 
     A sequence in which the policy never acted is no sequence of any of these means.
 
@@ -74,14 +75,16 @@ def aggregate(
         mask_N: [N] bool, True where the policy produced the token.
         lengths_B: [B] tokens in each sequence.
         totals: of the whole optimizer step, on all ranks.
-        aggregation: one of the four.
+        aggregation: one of the five.
         max_length: tokens that a response may have; only read, and then needed, by the last one.
 
     Raises:
-        ValueError: shapes differ, a total is not positive, `max_length` is missing, or the name is none of the four.
+        ValueError: shapes differ, a total is not positive, `max_length` is missing, or the name is none of the five.
     """
     if aggregation == "token-mean":
         return token_mean(x_N, mask_N, totals.tokens)
+    if aggregation == "token-sum":
+        return token_mean(x_N, mask_N, 1.0)
     check_columns(mask_N, x_N=x_N)
     check_lengths(mask_N, lengths_B)
     if totals.sequences < 1:

@@ -217,6 +217,25 @@ def dppo_loss(
     return TokenLoss(torch.where(dropped_N, 0.0, loss_N), {"clipped_share": dropped_N, **_distance(own_N, ratio_N)})
 
 
+def dro_loss(
+    logprob_N: Tensor, old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor, *, beta: float
+) -> TokenLoss:
+    """-A log p + beta / 2 (log p - log p_old)^2: a squared leash instead of a ratio.
+
+    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), token by token and with A for what its value function gives,
+    as in verl.
+
+    Args:
+        beta: what it costs to move, above 0.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta={beta}; set it above 0")
+    advantage_N = _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N)
+    own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
+    loss_N = 0.5 * beta * own_N.square() - advantage_N * chosen(action_mask_N, logprob_N)
+    return TokenLoss(loss_N, _distance(own_N, own_N.exp()))
+
+
 def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
     """-A log p, for one update per batch of samples: nothing holds the policy near the one that made them.
 

@@ -5,6 +5,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -91,9 +93,7 @@ class RayHost(Host):
         report.devices = sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
         for (role, rank), worker in self._workers.items():
             if rank == 0 and self._spec.roles[role].kind == "train":
-                worker.context.reserved = kept = socket.socket()
-                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                kept.bind((self._ip, 0))
+                worker.context.reserved = kept = kept_port(self._ip)
                 report.ports[role] = kept.getsockname()[1]
         return report
 
@@ -171,6 +171,23 @@ class _Turn:
         finally:
             self._lock.acquire()
             self._owner = threading.get_ident()
+
+
+def kept_port(ip: str) -> socket.socket:
+    """A socket at a free port, of those that the kernel gives to nobody by chance: between the moment in which it is
+    closed and the one in which torch opens the port again no connection of another process takes it.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    below = range(max(1024, lowest - 10_000), lowest)
+    for port in [*random.sample(below, min(64, len(below))), 0]:
+        kept = socket.socket()
+        try:
+            kept.bind((ip, port))
+        except OSError:
+            kept.close()
+        else:
+            return kept
+    raise OSError(f"no port of {ip} is free for the ranks to meet at")
 
 
 def _that_can_be_sent(error: Exception) -> Exception:

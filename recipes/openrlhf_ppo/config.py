@@ -34,9 +34,8 @@ class AlgorithmOptions(PPOOptions):
     estimator: Estimator = "gae"
     """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
     each prompt's responses, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others),
-    `grpo`, `dr_grpo` (less their mean; the loss is divided by rollout.max_new_tokens, not by the tokens),
-    `opo` (less their mean by length), `gpg` and `grpo_passk` (the best one's lead); docs/algorithms.md has the
-    formulas."""
+    `grpo`, `dr_grpo` (less their mean; see loss_aggregation too), `opo` (less their mean by length), `gpg` and
+    `grpo_passk` (the best one's lead); docs/algorithms.md has the formulas."""
     gamma: float = 1.0
     """Discount per token of the response."""
     lam: float = where(1.0, estimator=("gae",))
@@ -44,8 +43,8 @@ class AlgorithmOptions(PPOOptions):
     std_norm: bool = where(True, estimator=("gae", "reinforce", "reinforce_baseline"))
     """Whitening scales the advantages of a step to a standard deviation of 1. Otherwise it only centres them."""
     loss_aggregation: Aggregation | None = None
-    """How tokens are weighed. Default: with dr_grpo seq-mean-token-sum-norm, which divides by rollout.max_new_tokens;
-    else with gspo, sapo and geo_mean seq-mean-token-mean; else token-mean."""
+    """How tokens are weighed. Default: with gspo, sapo and geo_mean seq-mean-token-mean, else token-mean. That of Dr.
+    GRPO is seq-mean-token-sum-norm, which divides by rollout.max_new_tokens."""
     kl_coef: float = 0.01
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     kl_estimator: KLEstimator = "k1"
@@ -280,8 +279,6 @@ class PPOConfig(PPORunOptions):
     def aggregation(self) -> Aggregation:
         """How tokens are weighed in the policy's loss."""
         own = self.algorithm
-        if own.estimator == "dr_grpo":
-            return own.loss_aggregation or "seq-mean-token-sum-norm"
         return own.loss_aggregation or ("seq-mean-token-mean" if own.policy_loss in BY_RESPONSE else "token-mean")
 
     @property

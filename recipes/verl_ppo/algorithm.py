@@ -56,12 +56,24 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
         advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, lengths_B, own.gamma)
     elif own.estimator == "remax":
         advantage_N, return_N = advantages.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
+    elif own.estimator == "optimal_token_baseline":
+        groups = (mask_N, lengths_B, experience["prompt_id"])
+        advantage_N, return_N = advantages.optimal_token_baseline(reward_N, energy(trained, config), *groups)
     else:
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
     if own.estimator in WHITENED:
         advantage_N = advantages.whiten(advantage_N, trained["action_mask"], unbiased=True)
     return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
+
+
+def energy(experience: Batch, config: VerlPPOConfig) -> Tensor:
+    """[N] 1 - 2 p + sum_v p_v^2 of each token, of the policy before the step, times its squared weight."""
+    logprob_N = experience["logprob"]
+    # At half the temperature T log p is 2 x / T - log sum_v exp(2 x_v / T).
+    squares_N = (2 * logprob_N - experience["sharp_logprob"]).exp()
+    energy_N = 1 - 2 * logprob_N.exp() + squares_N
+    return energy_N if config.algorithm.correction == "none" else energy_N * experience["correction"].square()
 
 
 def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tensor:

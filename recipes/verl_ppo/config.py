@@ -22,7 +22,7 @@ from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
 """Estimators that compare the responses to one prompt with each other."""
-Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax"]
+Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"]
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 """Over what `rejection` measures."""
 
@@ -33,7 +33,8 @@ class AlgorithmOptions(PPOOptions):
 
     estimator: Estimator = "gae"
     """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the
-    responses to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo."""
+    responses to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo, token by token
+    optimal_token_baseline, which takes a second pass for the old log-probabilities."""
     gamma: float = where(1.0, estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token."""
     lam: float = where(1.0, estimator=("gae",))
@@ -49,8 +50,8 @@ class AlgorithmOptions(PPOOptions):
     dual_clip: float | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"
-    """How tokens are weighed: each the same (token-mean), each response the same (seq-mean-token-mean), or each
-    response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
+    """How tokens are weighed: each the same (token-mean, or not divided by their count token-sum), each response the
+    same (seq-mean-token-mean), or each response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
     loss_length: int | None = None
     """See loss_aggregation. Default: rollout.max_new_tokens."""
     kl_target: float | None = where(None, kl_in_reward=True)
@@ -253,6 +254,11 @@ class VerlPPOConfig(PPORunOptions):
             yield (
                 f"samples_per_prompt={self.samples_per_prompt}, but algorithm.estimator={own.estimator} (or "
                 "algorithm.dynamic_sampling) compares the responses to one prompt; set 2 or more"
+            )
+        if own.estimator == "optimal_token_baseline" and own.bypass:
+            yield (
+                "algorithm.estimator=optimal_token_baseline reads the policy's whole distribution before the step, "
+                "which algorithm.bypass does not compute; unset one of them"
             )
         if own.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"

@@ -48,6 +48,8 @@ class VerlPPOTrainer(BaseTrainer):
             batch, metrics = balanced(rollouts, len(self.actor_wg))
             if not config.algorithm.bypass:
                 batch = self.compute("old_log_prob", self.actor_wg.compute_log_prob, batch)
+            if config.algorithm.estimator == "optimal_token_baseline":
+                batch = self.compute("old_log_prob", self.actor_wg.compute_sharp_log_prob, batch)
             if self.ref_wg is not None:
                 batch = self.compute("ref", self.ref_wg.compute_ref_log_prob, batch)
             if self.critic_wg is not None:

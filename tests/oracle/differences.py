@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import astuple
 from importlib.metadata import version
@@ -18,14 +17,15 @@ HEAD = """\
 
 <!-- Written by scripts/oracle.sh --write from what tests/oracle measures: change those, not this page. -->
 
-How far apart `recipes/verl_ppo` and the real verl are, and `recipes/grpo` and the real TRL: the same keys or settings,
-responses, rewards and starting weights on both sides, a model made on the spot, three training steps on a CPU in
-float32 (of two mini-batches each with verl). Read it before you bring a run here, or compare two curves.
+How far apart `recipes/verl_ppo` and the real verl are, `recipes/openrlhf_ppo` and the real OpenRLHF, `recipes/grpo`,
+`dpo`, `reward_model` and `sft` and the real TRL: the same keys, flags or settings, data, rewards and starting weights
+on both sides, a model made on the spot, three training steps on a CPU in float32 (of two mini-batches each with verl
+and OpenRLHF, and there of two micro-batches). Read it before you bring a run here, or compare two curves.
 
-Advantages and losses are absolute, of all tokens and steps the largest difference; gradients are norms, as a share of
-theirs; weights as a share of how far the weight that moved the most has moved in three steps. `0` is less than 1e-9.
-Adam divides each gradient by its own size, so that rounding in a gradient that is nearly 0 shows in weights; its
-epsilon is 1e-6 on both sides.
+Advantages are absolute, of all tokens and steps the largest difference; losses too, above 1 as a share of theirs;
+gradients are norms, as a share of theirs; weights as a share of how far the weight that moved the most has moved in
+three steps. `0` is less than 1e-9. Adam divides each gradient by its own size, so that rounding in a gradient that is
+nearly 0 shows in weights; its epsilon is 1e-6 on both sides.
 
 `bash scripts/oracle.sh` makes the packages' environment and measures all of it again; it fails where two that are to
 agree do not, or where two that are said to differ agree. What differs on purpose, formula by formula, is in
@@ -43,7 +43,8 @@ class Differences:
     def hold(self, package: str, name: str, apart: Apart, why: str = "") -> None:
         """Keep a row. AssertionError if the two are not as near as rounding, or with a reason `why`, if they are."""
         self.rows.setdefault(package, {})[name] = apart, why
-        beyond = [not a <= most for a, most in zip(astuple(apart), astuple(MOST), strict=True)]
+        pairs = zip(astuple(apart), astuple(MOST), strict=True)
+        beyond = [a is not None and not a <= most for a, most in pairs]
         assert any(beyond) == bool(why), f"{package}, {name}: {apart}; {why or 'rounding'}"
 
     def write(self) -> None:
@@ -63,8 +64,8 @@ def table(rows: Mapping[str, tuple[Apart, str]]) -> list[str]:
     return lines
 
 
-def shown(x: float) -> str:
+def shown(x: float | None) -> str:
     """One digit is what another machine would also have."""
-    if math.isnan(x):
+    if x is None:
         return "-"
     return "0" if x < 1e-9 else f"{x:.0e}".replace("e-0", "e-").replace("e+00", "")

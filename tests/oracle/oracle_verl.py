@@ -39,6 +39,7 @@ from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.utils.losses import ppo_loss, value_loss
@@ -88,6 +89,8 @@ def ours(case: Case, path: str, folder: Path) -> Trace:
             forwards += [critic["compute_values"]] if critic is not None else []
             for forward in forwards[: None if config.needs_reference else 1] + forwards[2:]:
                 step = step.with_tokens(**forward(step.only("tokens")).per_token)
+            if config.algorithm.estimator == "optimal_token_baseline":
+                step = step.with_tokens(**policy["compute_sharp_log_prob"](step.only("tokens")).per_token)
             step = add_advantages(step, config, kl.coef)
             kl.adapt(step)
             trace.advantages.append(step["advantage"][step["action_mask"]])
@@ -145,6 +148,7 @@ def theirs(case: Case, path: str) -> Trace:
         with torch.no_grad():
             columns["old_log_probs"] = rows.logprobs(policy.model)[0]
             columns["ref_log_prob"] = rows.logprobs(reference)[0]
+            columns["sum_pi_squared"] = calculate_sum_pi_squared_from_logits(rows.logits(policy.model))
             if critic is not None:
                 columns["values"] = rows.values(critic.model)
         columns["rollout_log_probs"] = rows.of("rollout_logprob")
@@ -219,6 +223,7 @@ def unpadded(x_BT: torch.Tensor, rows: Padded, chosen: slice) -> torch.Tensor:
 
 
 SEQ = "seq-mean-token-mean"
+OTB = f"{ACTOR}.calculate_sum_pi_squared=true algorithm.adv_estimator"
 CASES = [
     Case("PPO with a critic, the defaults", ""),
     Case(
@@ -244,6 +249,12 @@ CASES = [
     Case("REINFORCE++-baseline", "algorithm.adv_estimator=reinforce_plus_plus_baseline"),
     Case("ReMax", "algorithm.adv_estimator=remax"),
     Case("OPO", "algorithm.adv_estimator=opo"),
+    Case("optimal token baseline", f"{OTB}=optimal_token_baseline"),
+    Case(
+        "optimal token baseline, TIS",
+        f"{OTB}=optimal_token_baseline {CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=1.2",
+    ),
+    Case("optimal token baseline, an environment in between", f"{OTB}=tir_optimal_token_baseline", holes=True),
     Case("GRPO, pass@k", "algorithm.adv_estimator=grpo_passk"),
     Case(
         "clip-higher and dual clip",
@@ -252,7 +263,7 @@ CASES = [
     ),
     *(
         Case(f"{mode}", f"algorithm.adv_estimator=grpo {ACTOR}.loss_agg_mode={mode}")
-        for mode in (SEQ, "seq-mean-token-sum")
+        for mode in (SEQ, "seq-mean-token-sum", "token-sum")
     ),
     Case(
         "GSPO",
@@ -268,6 +279,10 @@ CASES = [
     Case("CISPO", f"algorithm.adv_estimator=grpo {ACTOR}.policy_loss.loss_mode=cispo"),
     Case("DPPO, total variation", f"algorithm.adv_estimator=grpo {ACTOR}.policy_loss.loss_mode=dppo_tv"),
     Case("DPPO, KL", f"algorithm.adv_estimator=grpo {ACTOR}.policy_loss.loss_mode=dppo_kl {ACTOR}.clip_ratio=0.05"),
+    Case(
+        "DRO",
+        f"algorithm.adv_estimator=grpo {ACTOR}.policy_loss.loss_mode=dro {ACTOR}.policy_loss.dro_beta=0.5",
+    ),
     Case("REINFORCE", f"algorithm.adv_estimator=grpo {ACTOR}.policy_loss.loss_mode=gpg"),
     *(
         Case(

@@ -48,7 +48,8 @@ class Trace:
 class Apart:
     """The largest differences of two traces; of gradients and weights as shares of what is compared."""
 
-    advantages: float
+    advantages: float | None
+    """None where there are none."""
     losses: float
     gradients: float
     weights: float
@@ -63,16 +64,13 @@ class Apart:
         moved = max(float((theirs.weights[name] - start[name]).abs().max()) for name in ours.weights)
         assert moved > 0
         gap = max(float((w - theirs.weights[name]).abs().max()) for name, w in ours.weights.items())
+        advantages = zip(ours.advantages, theirs.advantages, strict=True)
         return cls(
-            max(float((a - b).abs().max()) for a, b in zip(ours.advantages, theirs.advantages, strict=True)),
-            max(abs(a - b) for a, b in numbers),
+            max((float((a - b).abs().max()) for a, b in advantages), default=None),
+            max(abs(a - b) / max(abs(b), 1.0) for a, b in numbers),
             max(abs(a - b) / max(b, 1e-12) for a, b in norms),
             gap / moved,
         )
-
-    @property
-    def most(self) -> float:
-        return max(self.advantages, self.losses, self.gradients, self.weights)
 
 
 @contextmanager

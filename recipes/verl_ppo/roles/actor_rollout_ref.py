@@ -86,6 +86,12 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
         logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=at))
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_sharp_log_prob(self, tokens: Batch) -> Batch:
+        """`sharp_logprob` per token: at half the sampling temperature."""
+        half = partial(policy_logprobs, temperature=self.config.rollout.temperature / 2)
+        return Batch(tokens.lengths, {"sharp_logprob": self.engine.forward(tokens, half)})
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_ref_log_prob(self, tokens: Batch) -> Batch:
         """`reference_logprob` per token, in nats, at the sampling temperature; split over the workers."""

@@ -21,6 +21,7 @@ from components.rl.policy_losses import (
     clip_cov_tokens,
     covariances,
     dppo_loss,
+    dro_loss,
     geo_mean_loss,
     gspo_loss,
     kl_cov_loss,
@@ -52,6 +53,7 @@ LOSSES: dict[str, Loss] = {
     "dppo kl": lambda x_N, step: dppo_loss(
         x_N, *columns(step), divergence="kl", clip_low=0.05, clip_high=0.07, ratio_cap=2.0
     ),
+    "dro": lambda x_N, step: dro_loss(x_N, *columns(step), beta=0.5),
     "reinforce": lambda x_N, step: reinforce_loss(x_N, step["advantage"], step["mask"]),
     "clip_cov": lambda x_N, step: clip_cov_loss(x_N, *columns(step), step["dropped"], clip_low=0.2, clip_high=0.28),
     "kl_cov": lambda x_N, step: kl_cov_loss(x_N, *columns(step), step["held"], coef=0.5),

@@ -12,6 +12,7 @@ from components.rl.advantages import (
     discounted_returns,
     gae,
     group_mean_baseline,
+    optimal_token_baseline,
     remax,
     rloo,
     turn_advantages,
@@ -298,6 +299,24 @@ def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[li
     group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
     found = turn_advantages(reward_N, mask_N, lengths_B, group_B, gamma, group_mean_baseline)
     assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_what_was_spent_so_far() -> None:
+    # One response of two tokens with an environment's in between, energies 1 and 1, so W = 1, 2; another of one, W = 2;
+    # and one alone in its group. Returns 1, 1; 3; 5. First tokens: (1 * 1 + 2 * 3) / 3; the second token is alone.
+    mask_N, lengths_B = torch.tensor([False, True, False, True, True, True]), torch.tensor([4, 1, 1])
+    reward_N = torch.tensor([9.0, 0.0, 9.0, 1.0, 3.0, 5.0])
+    energy_N = torch.tensor([9.0, 1.0, 9.0, 1.0, 2.0, 1.0])
+    groups = torch.tensor([7, 7, 3])
+    advantage_N, return_N = optimal_token_baseline(reward_N, energy_N, mask_N, lengths_B, groups)
+    assert advantage_N.tolist() == pytest.approx([0.0, 1 - 7 / 3, 0.0, 1.0, 3 - 7 / 3, 5.0])
+    assert return_N.tolist() == [0.0, 1.0, 0.0, 1.0, 3.0, 5.0]
+
+
+def test_the_optimal_token_baseline_of_no_sequence_is_nothing() -> None:
+    none = torch.zeros(0)
+    empty = (none.bool(), none.long(), none.long())
+    assert [x.tolist() for x in optimal_token_baseline(none, none, *empty)] == [[], []]
 
 
 def test_remax_takes_the_greedy_answers_reward_off_the_returns() -> None:

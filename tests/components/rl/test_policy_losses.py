@@ -15,6 +15,7 @@ from components.rl.aggregation import TokenLoss
 from components.rl.policy_losses import (
     cispo_loss,
     dppo_loss,
+    dro_loss,
     entropy_loss,
     geo_mean_loss,
     gspo_loss,
@@ -127,6 +128,9 @@ SLOW: dict[str, Slow] = {
     "sapo": each(slow_sapo),
     "dppo tv": each(lambda token: slow_dppo(token, "tv", 0.1, 0.2, 20.0)),
     "dppo kl": each(lambda token: slow_dppo(token, "kl", 0.05, 0.07, 2.0)),
+    "dro": each(
+        lambda token: (-token.advantage * token.x + 0.25 * token.log_ratio**2, near(token.log_ratio)),
+    ),
     "reinforce": each(lambda token: (-token.advantage * token.x, {})),
 }
 
@@ -264,6 +268,15 @@ def test_cispo_by_hand() -> None:
     assert metrics["clipped_share"] == [1.0, 0.0, 0.0]
     loss, slope, metrics = of_ratios(cispo_loss, [0.5], [1.0], clip_low=0.25, clip_high=0.5)
     assert (loss, slope, metrics["clipped_share"]) == (pytest.approx([0.75 * 4 * LN2]), [-0.75], [1.0])
+
+
+def test_dro_by_hand() -> None:
+    # -A log p + (log r)^2 / 4 with log p = ln(r / 8); the gradient is -A + log r / 2.
+    loss, slope, _ = of_ratios(dro_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], beta=0.5)
+    assert loss == pytest.approx([2 * LN2 + LN2**2 / 4, 4 * LN2 + LN2**2 / 4, -2 * 3 * LN2])
+    assert slope == pytest.approx([-1 + LN2 / 2, -1 - LN2 / 2, 2.0])
+    with pytest.raises(ValueError, match="beta=0"):
+        of_ratios(dro_loss, [1.0], [1.0], beta=0.0)
 
 
 def test_sapo_by_hand() -> None:

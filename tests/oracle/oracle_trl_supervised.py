@@ -1,0 +1,240 @@
+"""The real TRL beside recipes/dpo, reward_model and sft, and the diffs of docs/variants.md: the same data and weights,
+three training steps.
+"""
+
+# pyright: reportMissingImports=false
+# TRL is in the environment that scripts/oracle.sh makes, and in no other.
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from differences import Differences
+from recipe_copies import copied
+from steps import EPS, SIZE, STEPS, Apart, Trace, make_model, make_steps, roles, weights_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from variants_page import DIFFS, PAIR_LOSSES, SLIC
+
+from components.batch import Batch
+
+RATE = 1e-3
+PAIRS = SIZE // 2
+
+
+@dataclass
+class Case:
+    recipe: str
+    name: str
+    options: str
+    """Of the recipe."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of TRL's configuration."""
+    why: str = ""
+    """Why they are apart, where they are meant to be."""
+    diff: str = ""
+    """Of docs/variants.md, to a copy of the recipe."""
+    line: str = ""
+    """That is in the place of the one that the diff has."""
+
+
+def data_of(path: str) -> list[Batch]:
+    """Each step's responses: chosen and rejected in turn where they are pairs, by a margin."""
+    found = []
+    for step in make_steps(path):
+        place_N = torch.arange(step.num_tokens) - step.offsets[step.sequence_ids]
+        mask_N = place_N >= step["prompt_length"][step.sequence_ids]
+        margin_B = (torch.arange(PAIRS) / PAIRS).repeat_interleave(2)
+        found.append(Batch(step.lengths, {"tokens": step["tokens"], "loss_mask": mask_N}, {"margin": margin_B}))
+    return found
+
+
+def make_start(recipe: str, folder: Path) -> str:
+    """The folder of the model to start from."""
+    path = make_model(folder / "model")
+    if recipe != "reward_model":
+        return path
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder / "start")
+    tokenizer.save_pretrained(folder / "start")
+    return str(folder / "start")
+
+
+def package_of(case: Case, folder: Path) -> str:
+    """The package of the recipe, or of a copy with the diff."""
+    if not case.diff:
+        return f"recipes.{case.recipe}"
+    copied(case.recipe, folder / "recipes" / "my_algo")
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(["git", "apply"], cwd=folder, env=env, input=case.diff, text=True, check=True)
+    path = folder / "recipes" / "my_algo" / "algorithm.py"
+    text = path.read_text(encoding="utf-8")
+    assert SLIC in text or not case.line
+    path.write_text(text.replace(SLIC, case.line) if case.line else text, encoding="utf-8")
+    importlib.invalidate_caches()
+    return "my_algo"
+
+
+def ours(case: Case, path: str, folder: Path) -> Trace:
+    package, size = package_of(case, folder), SIZE if case.recipe == "sft" else PAIRS
+    common = f"""run_dir={folder}/run model.path={path} data.path=task:sort train.batch_size={size}
+        train.learning_rate={RATE} train.betas=[0.9,0.999] train.eps={EPS} train.weight_decay=0 train.max_grad_norm=1
+        train.lr_scheduler=constant train.lr_warmup_ratio=0 train.zero_stage=2 train.engine=fsdp"""
+    read_config = importlib.import_module(f"{package}.main").read_config
+    config = read_config([*common.split(), *case.options.split()]).resolved(0)
+    cls = getattr(importlib.import_module(f"{package}.roles.{ROLES[case.recipe].lower()}"), ROLES[case.recipe])
+    trace, steps = Trace(), data_of(path)
+    with roles(folder / "run") as stage:
+        model = stage.role(cls, config)
+        if case.recipe == "dpo":
+            model["load_reference"](path)
+            found = [model["reference_logprobs"](step)["logprob"] for step in steps]
+            steps = [step.with_sequences(reference_logprob=x) for step, x in zip(steps, found, strict=True)]
+            model["drop_reference"]()
+        model["load"](path, STEPS)
+        for step in steps:
+            metrics = model["train_step"](step)
+            trace.losses.append(metrics["loss"])
+            trace.grad_norms.append(metrics["grad_norm"])
+        model["save"](str(folder / "after"))
+    trace.weights = weights_of(opened(case.recipe, str(folder / "after")))
+    return trace
+
+
+def opened(recipe: str, path: str) -> Any:
+    if recipe == "reward_model":
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+class Tokenized(DPOTrainer):
+    """Takes pairs that are tokenized, as the two others do."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+        return dataset
+
+
+def rows_of(case: Case, path: str) -> list[dict[str, Any]]:
+    """The data as TRL's trainers read them."""
+    rows = []
+    for step in data_of(path):
+        tokens = step.lists("tokens")
+        starts = [int((~step.row(i, "loss_mask")).sum()) for i in range(SIZE)]
+        if case.recipe == "sft":
+            labels = [[-100] * start + row[start:] for row, start in zip(tokens, starts, strict=True)]
+            rows += [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+            continue
+        for i in range(0, SIZE, 2):
+            pair = {"chosen_ids": tokens[i], "rejected_ids": tokens[i + 1]}
+            if case.recipe == "dpo":
+                pair = {name: row[starts[i] :] for name, row in pair.items()} | {"prompt_ids": tokens[i][: starts[i]]}
+            margin = {"margin": float(step["margin"][i])} if "margin" in case.options else {}
+            rows.append(pair | margin)
+    return rows
+
+
+def theirs(case: Case, path: str, folder: Path) -> Trace:
+    settings = {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": SIZE if case.recipe == "sft" else PAIRS,
+        "gradient_accumulation_steps": 1,
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "adam_epsilon": EPS,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    config, cls = TRAINERS[case.recipe]
+    trainer = cls(
+        model=opened(case.recipe, path),
+        args=config(**settings | case.settings),
+        train_dataset=Dataset.from_list(rows_of(case, path)),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "grad_norm" in line]
+    losses, norms = ([float(line[name]) for line in lines] for name in ("loss", "grad_norm"))
+    return Trace(losses=losses, grad_norms=norms, weights=weights_of(trainer.model))
+
+
+ROLES = {"dpo": "Actor", "sft": "Actor", "reward_model": "Reward"}
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "dpo": (DPOConfig, Tokenized),
+    "sft": (SFTConfig, SFTTrainer),
+    "reward_model": (RewardConfig, RewardTrainer),
+}
+LINES = DIFFS["Losses of the log-ratios"]
+MEANS = DIFFS["IPO of means"]
+SMOOTHED = ("robust", "exo_pair")
+DIVERGENCES = ("forward_kl", "js_divergence")
+
+
+def pair_loss(name: str, line: str) -> Case:
+    """A line of the page's table beside TRL's loss of that name."""
+    setting = {"f_divergence_type": name} if name in DIVERGENCES else {"loss_type": [name]}
+    if name not in SMOOTHED:
+        return Case("dpo", name, "", setting, diff=LINES, line=line)
+    return Case("dpo", name, "algorithm.label_smoothing=0.1", setting | {"label_smoothing": 0.1}, diff=LINES, line=line)
+
+
+CASES = [
+    Case("sft", "the defaults", ""),
+    Case("reward_model", "the defaults", ""),
+    Case("reward_model", "with margins", "algorithm.margin_loss=true"),
+    Case(
+        "reward_model",
+        "center_rewards_coefficient",
+        "",
+        {"center_rewards_coefficient": 0.01},
+        diff=DIFFS["center_rewards_coefficient"],
+    ),
+    Case("dpo", "the defaults", ""),
+    Case("dpo", "beta 0.5", "algorithm.beta=0.5", {"beta": 0.5}),
+    Case(
+        "dpo",
+        "IPO",
+        "algorithm.ipo=true",
+        {"loss_type": ["ipo"]},
+        "log-ratios are sums here, as in the paper and in OpenRLHF, and means there; the next row has means",
+    ),
+    Case("dpo", "IPO of means", "algorithm.ipo=true", {"loss_type": ["ipo"]}, diff=MEANS),
+    Case("dpo", "sigmoid_norm", "", {"loss_type": ["sigmoid_norm"]}, diff=MEANS),
+    *(pair_loss(name, line) for name, line in PAIR_LOSSES.items()),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """One for a copy of a recipe too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path / "recipes")
+        yield tmp_path
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_algo"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.recipe}, {case.name}")
+def test_the_recipe_does_what_trl_does(case: Case, folder: Path, differences: Differences) -> None:
+    path = make_start(case.recipe, folder)
+    start = weights_of(opened(case.recipe, path))
+    apart = Apart.of(ours(case, path, folder), theirs(case, path, folder), start)
+    differences.hold("trl", f"{case.recipe}: {case.name}", apart, case.why)
