@@ -168,7 +168,7 @@ def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
     files |= {f"recipes/{name}/config.py": "x = 1\n" * 172 for name in ("grpo", "openrlhf_ppo")}
     files |= {"recipes/grpo/single_file.py": "x = 1\n", "recipes/grpo/tiny.yaml": "a: 1\n"}
     assert layer_size_faults(tree(tmp_path, files)) == [
-        "core has 3361 lines of code, over 3352",
+        "core has 3361 lines of code, over 3353",
         "recipes/grpo has 172 lines of code, over 171",
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def reporting(run_dir: Path) -> Iterator[None]:
             # A line, as a process that was forked meanwhile may keep its stdin open.
             _, errors = program.communicate("end\n", timeout=REPORT_WITHIN_S)
         except subprocess.TimeoutExpired:
-            program.kill()
+            os.killpg(program.pid, signal.SIGKILL)
             program.communicate()
             errors = f"it was not done after {REPORT_WITHIN_S:g} s"
         if program.returncode != 0:

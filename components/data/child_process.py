@@ -224,13 +224,20 @@ def send(channel: socket.socket, message: object) -> None:
 def receive(channel: socket.socket, deadline: float = math.inf) -> Any:
     """Wait for a message; EOFError when the other side has closed, TimeoutError past `deadline` (time.monotonic)."""
     (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline))
-    return pickle.loads(_read(channel, length, deadline))
+    return _loaded(_read(channel, length, deadline))
 
 
 async def receive_from(reader: asyncio.StreamReader) -> Any:
     """Wait for a message where others are waited for too; EOFError when the other side has closed."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
+    return _loaded(await reader.readexactly(length))
+
+
+def _loaded(body: bytes) -> Any:
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        raise ForeignReplyError(f"what was read is no message ({error}); does the code patch builtins?") from error
 
 
 def _read(channel: socket.socket, size: int, deadline: float) -> bytes:

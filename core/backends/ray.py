@@ -181,6 +181,8 @@ class RayBackend:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's own choice is 15: whatever else runs on the machine would keep the workers from working.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Of so many calls it keeps what Ray's tools show. Ray's own choice is 100,000, 1 kB each, in the GCS.
+        os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "2000")
         free = os.statvfs("/dev/shm")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
         gpus = detect_devices() or None  # None: Ray may know of some

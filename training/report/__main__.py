@@ -4,6 +4,7 @@ writes, and once more when stdin has a line, or has ended with whoever started i
 
 from __future__ import annotations
 
+import multiprocessing
 import select
 import sys
 import time
@@ -30,8 +31,15 @@ def follow(run_dir: Path, every_s: float = 30.0) -> None:
 
 
 def write(run_dir: Path) -> None:
-    """Write the report."""
-    # Only here: what it takes has time to be imported until there is something to report.
+    """Write the report, in a process of its own, so that what a long run's takes is given back each time."""
+    writing = multiprocessing.get_context("fork").Process(target=_write, args=(run_dir,))
+    writing.start()
+    writing.join()
+    if writing.exitcode:
+        raise SystemExit(writing.exitcode)
+
+
+def _write(run_dir: Path) -> None:
     from training.report.page import write_report
 
     write_report([run_dir], run_dir / "report.html")
