@@ -120,7 +120,11 @@ def role_group_calls(model: str, folder: Path) -> Calls:
             ("wake_engine", ()),
             ("receive_weights", ("handle",)),
         ],
-        "Reference": [("load", (model,)), ("logprobs", (experience().only("tokens"),))],
+        "Reference": [
+            ("load", (model,)),
+            ("logprobs", (experience().only("tokens"),)),
+            ("follow", (str(folder / "saved"), 0.5, str(folder / "reference"))),
+        ],
     }
 
 
@@ -156,6 +160,7 @@ def verl_calls(model: str, folder: Path) -> Calls:
             ("begin", (prompts(), sampling)),
             ("collect", (5.0,)),
             ("compute_log_prob", (tokens, 1.0)),
+            ("compute_sharp_log_prob", (tokens,)),
             ("compute_ref_log_prob", (tokens,)),
             ("update_actor", (experience(), 1)),
             ("publish_weights", (1,)),
