@@ -5,8 +5,10 @@ recipes and the rules become pages too. A link between two pages leads to the pa
 file of the repository, which the site does not have, becomes the path of that file.
 """
 
+import importlib
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,6 +23,8 @@ GUESTS = {"contributing.md": "CONTRIBUTING.md"} | {
     if (folder / "README.md").is_file()
 }
 """Pages that lie outside of docs/: their place on the site, and in the repository."""
+OPTIONS = "<!-- options: written when the site is built -->"
+"""What the tables of options take the place of."""
 RECIPES = "recipes/index.md"
 """The page made of the README's section on recipes."""
 LINK = re.compile(
@@ -45,6 +49,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn the links of a page, which are of the repository, into those of the site."""
     place = page.file.src_uri
     source = "README.md" if place == RECIPES else GUESTS.get(place, f"docs/{place}")
+    markdown = markdown.replace(OPTIONS, option_tables()) if place == "options.md" else markdown
     return LINK.sub(lambda found: rewritten(found, PurePosixPath(source).parent, PurePosixPath(place).parent), markdown)
 
 
@@ -62,3 +67,36 @@ def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath)
     else:
         return text if text.strip("`") == target else f"{text} (`{target}`)"
     return f"{image}[{text}]({os.path.relpath(on_site, place)}{anchor})"
+
+
+def option_tables() -> str:
+    """A table for each group of options, and one of verl_ppo, which has verl's names: of all recipes' schemas."""
+    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
+    from migration_page import table
+
+    from training.schema import options_of
+
+    groups: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
+    for folder in sorted(ROOT.glob("recipes/*")):
+        if f"recipes/{folder.name}.md" not in GUESTS:
+            continue
+        schema = importlib.import_module(f"recipes.{folder.name}.main").COMMAND.schema
+        for option in options_of(schema):
+            group = "verl_ppo" if folder.name == "verl_ppo" else option.name.rpartition(".")[0] or "run"
+            found = groups.setdefault(group, {}).setdefault((option.name, option.kind, option.meaning), {})
+            found[folder.name] = f"`{option.default!r}`"
+    lines: list[str] = []
+    for group in sorted(groups, key=lambda name: (name == "verl_ppo", name != "run", name)):
+        rows = [
+            (f"`{name}`", f"`{kind}`", *_in_recipes(defaults), meaning)
+            for (name, kind, meaning), defaults in groups[group].items()
+        ]
+        lines += ["", f"## {group}", "", *table(("option", "type", "default", "recipes", "meaning"), rows)]
+    return "\n".join(lines)
+
+
+def _in_recipes(defaults: dict[str, str]) -> tuple[str, str]:
+    """An option's default, or each recipe's where they differ, and the recipes that have it."""
+    values = set(defaults.values())
+    default = values.pop() if len(values) == 1 else ", ".join(f"{text} ({name})" for name, text in defaults.items())
+    return default, ", ".join(defaults)

@@ -1,4 +1,4 @@
-"""Who dies or hangs, when, and what then: the table of docs/runs.md, cell by cell, with real processes."""
+"""Who dies or hangs, when, and what then: the table of docs/failures.md, cell by cell, with real processes."""
 
 import ast
 import os
