@@ -11,6 +11,7 @@ import pytest
 
 import core
 from core.names import old_names
+from tests.recipe_copies import RECIPES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,15 +24,22 @@ def run_file(file: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.full
-def test_the_twenty_lines_of_core_run_as_they_stand(tmp_path: Path, ray_address: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "my_module.py").write_text(code)
-    done = run_file(tmp_path / "my_module.py", RAY_ADDRESS=ray_address)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "6"
-    assert "status='finished'" in lines[1]
+def test_the_readme_is_a_screen_and_a_half_that_begins_with_what_has_not_run() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 75
+    assert len(README.split()) <= 800
+    first_screen = "\n".join(lines[:20])
+    assert "bash recipes/grpo/run.sh" in first_screen
+    assert "**Nothing has run on a GPU\nyet**" in first_screen
+    assert "docs/images/architecture.svg" in "\n".join(lines[:25])
+    assert len(re.findall(r"[.:] ", lines[2] + " " + lines[3] + " " + lines[4] + " ")) <= 3, "what it is and for whom"
+
+
+def test_the_readme_has_a_row_for_each_recipe_and_leads_to_every_kind_of_page() -> None:
+    for recipe in RECIPES:
+        assert f"| [{recipe}](recipes/{recipe}/README.md) |" in README
+    for name in ("index", "own_data", "make_your_own", "howto", "trust", "gpu", "from_trl", "option_names"):
+        assert f"docs/{name}.md" in README
 
 
 SHOWN = [("core", "hello.py"), ("core", "shop.py"), ("core_migration", "moved.py")]
