@@ -18,24 +18,26 @@ HEAD = """\
 
 <!-- Written by scripts/metrics_page.py from training/tracking/{metrics,alarms}.py: change those, not this page. -->
 
-Every step of a run is a line of `metrics.jsonl`, and step 0 the evaluation before the first; TensorBoard, W&B, the
-terminal and the report show the same numbers under the same names. A recipe logs those of the following that there are
-in its algorithm. `<word>` stands for any text. A line has `step` and `time` (seconds since the epoch) besides, and
-names what was no finite number in `nonfinite`.
+After this page you know what each number of a run means, whether it should rise or fall, and which alarm watches it.
 
-Look first at `eval/score` (is it better?), then at `actor/approx_kl`, `actor/entropy` and
-`reward/zero_variance_share` (is it healthy?), then at some answers and `rollout/truncated_share` (what does it say?),
-and at `perf/` last: the `perf/<phase>_share` that is largest says what to make faster.
+Every step of a run is a line of `metrics.jsonl`, and step 0 the evaluation before the first; TensorBoard, W&B, the
+terminal and the report show the same numbers under the same names. A recipe logs those that its algorithm has.
+`<word>` stands for any text. A line also has `step` and `time` (seconds since the epoch), and names metrics that were
+not finite in `nonfinite`.
+
+Look first at `eval/score` (does it learn?), then at `actor/approx_kl`, `actor/entropy` and
+`reward/zero_variance_share` (is the update healthy?), then at some responses and `rollout/truncated_share`, and at
+`perf/` last: the largest `perf/<phase>_share` is what to make faster.
 """
 ABOUT = {
-    "reward/": "What the step's answers earned. The recipe `reward_model` logs what it learns here.",
-    "actor/": "What the policy learnt, as means over the optimizer steps of a step and over tokens.",
-    "critic/": "What the critic learnt, where there is one.",
-    "rollout/": "What the step's answers are like, and how far the engine that drew them is from the trainer.",
-    "eval/": "What held-out prompts say, in the steps that are evaluated.",
-    "timing_s/": "Where the step's time went. With `async_train` answers are drawn meanwhile, beside the sum.",
-    "perf/": "How fast the run is, and what it takes.",
-    "": "Logged by `verl_ppo` alone, under the names that verl gives them.",
+    "reward/": "Rewards of the step's responses. In the recipe `reward_model`: the training of the reward model.",
+    "actor/": "The policy's update: means over the step's optimizer steps, and over tokens.",
+    "critic/": "The critic's update, where there is one.",
+    "rollout/": "The step's rollouts, and how far the engine's distribution is from the trainer's.",
+    "eval/": "Held-out prompts, in the steps with an evaluation.",
+    "timing_s/": "Time of the step's phases. With `async_train` generation runs beside them and is not in the sum.",
+    "perf/": "Throughput and memory.",
+    "": "Logged by `verl_ppo` alone, under verl's names.",
 }
 ALARM_HEAD = """\
 ## Alarms
