@@ -39,7 +39,10 @@ def test_the_project_has_no(check: Callable[[Path], list[str]]) -> None:
 def test_import_core_is_quick() -> None:
     # The least of several in CPU seconds: what an idle machine takes, measured on one that need not be idle.
     code = "import time; t = time.process_time(); import core; print(time.process_time() - t)"
-    assert min(float(run_python(code)) for _ in range(3)) < IMPORT_CORE_S
+    seconds: list[float] = []
+    while len(seconds) < 10 and min(seconds, default=IMPORT_CORE_S) >= IMPORT_CORE_S:
+        seconds.append(float(run_python(code)))
+    assert min(seconds) < IMPORT_CORE_S, seconds
 
 
 def test_import_core_brings_neither_torch_nor_ray() -> None:
