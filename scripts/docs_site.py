@@ -1,11 +1,14 @@
 """What the site of the documentation takes from the rest of the repository: mkdocs.yml names this file as its hooks.
 
 Pages are written to be read on a code host, so they link to files by their place in the repository. The READMEs of the
-recipes and the rules become pages too. A link between two pages leads to the page on the site; one to any other
-file of the repository, which the site does not have, becomes the path of that file.
+recipes and the rules become pages too, and those of docs/api are filled from the docstrings by mkdocstrings. A link
+between two pages leads to the page on the site; one to any other file of the repository, which the site does not have,
+becomes the path of that file.
 """
 
 import importlib
+import importlib.util
+import logging
 import os
 import re
 import sys
@@ -25,13 +28,44 @@ GUESTS = {"contributing.md": "CONTRIBUTING.md"} | {
 """Pages that lie outside of docs/: their place on the site, and in the repository."""
 OPTIONS = "<!-- options: written when the site is built -->"
 """What the tables of options take the place of."""
+DATE = re.compile(r"\w+-\d{8}-\d{6}")
+"""In the default of run_dir, which is made when a run starts."""
 RECIPES = "recipes/index.md"
 """The page made of the README's section on recipes."""
+HAS_MKDOCSTRINGS = importlib.util.find_spec("mkdocstrings") is not None
+LOG = logging.getLogger("mkdocs.hooks.docs_site")
+DOCSTRINGS = {
+    "docstring_section_style": "list",
+    "docstring_style": "google",
+    "filters": ["!^_"],
+    "heading_level": 3,
+    "line_length": 100,
+    "members_order": "source",
+    "merge_init_into_class": True,
+    "separate_signature": True,
+    "show_root_full_path": True,
+    "show_root_heading": True,
+    "show_signature_annotations": True,
+    "show_source": False,
+}
+"""How docstrings are shown."""
 LINK = re.compile(
     r"^```.*?^```|`[^`]+`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)",
     re.MULTILINE | re.DOTALL,
 )
 """Code, which is to be left alone, or a link to a file: `!` of an image, text, path and anchor."""
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Let mkdocstrings fill the pages of docs/api from the docstrings; it imports nothing and fetches nothing."""
+    if not HAS_MKDOCSTRINGS:
+        LOG.info("the pages of docs/api name what there is, and no more: bash scripts/setup.sh docs")
+        return
+    from mkdocstrings import MkdocstringsPlugin
+
+    plugin = MkdocstringsPlugin()
+    plugin.load_config({"handlers": {"python": {"paths": [str(ROOT)], "options": DOCSTRINGS}}}, config.config_file_path)
+    config.plugins["mkdocstrings"] = plugin  # its own on_config is run after this one
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,6 +83,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn the links of a page, which are of the repository, into those of the site."""
     place = page.file.src_uri
     source = "README.md" if place == RECIPES else GUESTS.get(place, f"docs/{place}")
+    if not HAS_MKDOCSTRINGS:
+        markdown = re.sub(r"^::: (\S+)$", r"`\1`", markdown, flags=re.MULTILINE)
     markdown = markdown.replace(OPTIONS, option_tables()) if place == "options.md" else markdown
     return LINK.sub(lambda found: rewritten(found, PurePosixPath(source).parent, PurePosixPath(place).parent), markdown)
 
@@ -84,11 +120,11 @@ def option_tables() -> str:
         for option in options_of(schema):
             group = "verl_ppo" if folder.name == "verl_ppo" else option.name.rpartition(".")[0] or "run"
             found = groups.setdefault(group, {}).setdefault((option.name, option.kind, option.meaning), {})
-            found[folder.name] = f"`{option.default!r}`"
+            found[folder.name] = f"`{DATE.sub('<recipe>-<time>', repr(option.default))}`"
     lines: list[str] = []
     for group in sorted(groups, key=lambda name: (name == "verl_ppo", name != "run", name)):
         rows = [
-            (f"`{name}`", f"`{kind}`", *_in_recipes(defaults), meaning)
+            (f"`{name}`", f"`{kind.replace(' | ', ' or ')}`", *_in_recipes(defaults), meaning)
             for (name, kind, meaning), defaults in groups[group].items()
         ]
         lines += ["", f"## {group}", "", *table(("option", "type", "default", "recipes", "meaning"), rows)]

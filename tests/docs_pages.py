@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.recipe_copies import RECIPES, ROOT
 
 PAGES = sorted(
-    [str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+    [str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
     + [f"recipes/{recipe}/README.md" for recipe in RECIPES]
 )
 STARTS = re.compile(

@@ -296,6 +296,56 @@ def test_the_site_has_every_page_and_asks_the_network_for_nothing(site: Path) ->
         assert not re.search(r"(url\([\"']?|@import [\"'])(https?:)?//", sheet.read_text()), sheet.name
 
 
+NAMES_ELSEWHERE = {
+    "num_generations": "TRL",
+    "per_device_train_batch_size": "TRL",
+    "max_completion_length": "TRL",
+    "reward_funcs": "TRL",
+    "n_samples_per_prompt": "OpenRLHF",
+    "init_kl_coef": "OpenRLHF",
+    "colocate_all_models": "OpenRLHF",
+    "rollout_batch_size": "OpenRLHF",
+    "actor_rollout_ref.rollout.n": "verl",
+    "data.train_batch_size": "verl",
+    "ppo_mini_batch_size": "verl",
+    "algorithm.adv_estimator": "verl",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_search_on_the_site_finds_a_page_by_the_name_of_an_option_elsewhere(site: Path, name: str) -> None:
+    index = json.loads((site / "search/search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+    words = {word for word in separator.split(name.lower()) if word}
+    found = [page["location"] for page in index["docs"] if words <= set(separator.split(page["text"].lower()))]
+    assert any(re.match(r"(option_names|from_(trl|openrlhf|verl))\.html", location) for location in found), found
+
+
+@pytest.mark.full
+def test_the_pages_of_the_api_have_the_docstrings_of_what_they_name(site: Path) -> None:
+    for page, name in {
+        "core": "core.workload.BaseWorkload",
+        "batch": "components.batch.Batch.group_by",
+        "rl": "components.rl.advantages.group_norm",
+        "engines": "components.engines.opening.open_rollout_engine",
+        "run": "training.policy_run.PolicyRun.end_step",
+        "roles": "training.roles.policy.PolicyWorker",
+        "rewards": "components.data.open_reward.open_reward",
+        "agents": "agents.tools.ToolAgentInstance.score",
+    }.items():
+        html = (site / f"api/{page}.html").read_text()
+        assert f'id="{name}"' in html, f"{name} is not on api/{page}.html"
+        assert ":::" not in html
+
+
+@pytest.mark.full
+def test_the_page_of_options_has_those_of_every_recipe(site: Path) -> None:
+    html = (site / "options.html").read_text()
+    for name in ("train.learning_rate", "algorithm.kl_coef", "data.chosen_key", "actor_rollout_ref.rollout.n"):
+        assert f"<code>{name}</code>" in html, name
+
+
 @pytest.mark.full
 def test_links_of_the_site_lead_to_its_pages_and_files_that_it_lacks_are_named(site: Path) -> None:
     recipes = (site / "recipes/index.html").read_text()
