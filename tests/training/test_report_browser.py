@@ -108,12 +108,23 @@ def test_the_outcome_the_alarms_and_the_changes_are_there_to_read(show: Open) ->
     expect(page).to_have_title("one · run report")
 
 
+def test_on_a_phone_the_whole_navigation_is_in_sight(show: Open) -> None:
+    page = show("one", width=390)
+    links = page.locator("nav a, nav button").all()
+    assert len(links) >= 7
+    for link in links:
+        box = link.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+
+
 def test_every_metric_has_a_curve_in_its_row(show: Open) -> None:
     page = show("one")
     scroll_through(page)
     names = page.locator(".chart h4").all_text_contents()
     assert set(names) == {"reward/score", "eval/score", "actor/entropy", "timing_s/step", "mine/own"}
-    assert page.locator(".row h3").all_text_contents()[0].startswith("Is it better?")
+    assert page.locator(".row h3").all_text_contents()[0].startswith("Scores and losses")
     assert is_painted(page, ".chart canvas")
     assert is_painted(page, ".lanes canvas")
 

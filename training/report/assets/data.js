@@ -2,7 +2,7 @@
 // What all parts of the page share: the data, elements, numbers, colours.
 // Text of runs is data: it only ever becomes textContent, never HTML.
 
-const QUESTIONS = { better: "Is it better?", healthy: "Is it healthy?", says: "What does it say?", fast: "How fast is it?" };
+const QUESTIONS = { better: "Scores and losses", healthy: "Policy update: KL, entropy, gradients", says: "Rollouts: length, turns, truncation", fast: "Speed and memory" };
 
 // Okabe and Ito's colours, which people tell apart whatever their eyes; lighter ones on a dark page.
 const COLOURS = {

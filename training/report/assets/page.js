@@ -35,14 +35,14 @@ function changedPart(data) {
   const part = el("section", { id: "changed", "aria-labelledby": "changed-head" });
   if (data.differs) {
     const { rows, of } = data.differs;
-    part.append(el("h2", { id: "changed-head" }, "In what the runs differ"),
+    part.append(el("h2", { id: "changed-head" }, "Options that differ between the runs"),
       rows.length ? table(["option", ...data.runs.map((run) => run.name)], rows.map(([name, ...values]) => [el("code", {}, name), ...values.map((value) => value ?? "—")])) : el("p", { class: "soft" }, "In none of their options, beside the folder."));
     if (of > rows.length) part.append(el("p", { class: "soft small" }, `${of - rows.length} more options differ; the runs' config.yaml have them.`));
     return part;
   }
   const { changed } = data.runs[0];
-  part.append(el("h2", { id: "changed-head" }, "What was changed from the defaults"));
-  if (!changed) part.append(el("p", { class: "soft" }, "The run's plan.json does not say; config.yaml has all options."));
+  part.append(el("h2", { id: "changed-head" }, "Options changed from the defaults"));
+  if (!changed) part.append(el("p", { class: "soft" }, "The run's plan.json does not have it; config.yaml has all options."));
   else if (!changed.length) part.append(el("p", { class: "soft" }, "Nothing: every option has its default."));
   else part.append(table(["option", "value"], changed.map(([name, value]) => [el("code", {}, name), el("code", {}, value)])));
   return part;

@@ -8,7 +8,7 @@ const SCALES = {
 };
 
 function rolloutsPart(data) {
-  const part = el("section", { id: "rollouts", "aria-labelledby": "rollouts-head" }, el("h2", { id: "rollouts-head" }, "What it wrote"));
+  const part = el("section", { id: "rollouts", "aria-labelledby": "rollouts-head" }, el("h2", { id: "rollouts-head" }, "Rollouts"));
   const runs = data.runs.filter((run) => run.rollouts && run.rollouts.steps.length);
   if (!runs.length) {
     const empty = data.runs.some((run) => run.rollouts) ? "The files of the rollouts cannot be read." : "There are no rollouts: a supervised recipe writes none, and one that samples writes them after its first step.";

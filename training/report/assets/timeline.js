@@ -4,7 +4,7 @@
 const LANE = 24, HEAD = 26, MANY_KINDS = 8;
 
 function timelinePart(data) {
-  const part = el("section", { id: "timeline", "aria-labelledby": "timeline-head" }, el("h2", { id: "timeline-head" }, "What everybody was doing"));
+  const part = el("section", { id: "timeline", "aria-labelledby": "timeline-head" }, el("h2", { id: "timeline-head" }, "Timeline of the roles"));
   for (const run of data.runs) {
     if (data.runs.length > 1) part.append(el("h3", {}, run.name));
     part.append(run.timeline ? lanes(run.timeline) : el("p", { class: "soft" }, "No events were recorded (events.jsonl is missing or empty)."));
