@@ -58,7 +58,7 @@ class AgentOptions:
         if self.func_path is None:
             return [f"no effect of {', '.join(named)}: there is no agent.func_path"] if named else []
         if engine == "vllm" and self.max_tokens is None:
-            return ["vllm makes room for episodes as long as the model has positions; agent.max_tokens lowers that"]
+            return ["vllm keeps memory for episodes as long as the model has positions; agent.max_tokens lowers that"]
         return []
 
     def longest_prompt(self, max_prompt_tokens: int, max_new_tokens: int) -> int | None:

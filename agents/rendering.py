@@ -84,7 +84,7 @@ def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequenc
     opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
     _, mark, rest = render_prompt([*opening, *feedback], tokenizer).rpartition(MARK)
     if not mark:
-        raise ValueError("the chat template leaves out what an assistant has said; give feedback as text")
+        raise ValueError("the chat template leaves out the assistant's messages; give feedback as text")
     tokens = encoder.encode(rest)
     # Special or not, a token that was added stands for structure, as the end of a turn does.
     marks = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

@@ -217,7 +217,7 @@ class ToolAgentInstance(TextEnvironment):
     instructions: ClassVar[str] = (
         "You may call these tools. For each call write a JSON object with the tool's name and its arguments:\n"
         f'{OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}\n'
-        "The results come in the next message. An answer without a call is final."
+        "The results come in the next message. A response without a call is final."
     )
     """What the policy reads first, before the tools; "" leaves the tools out too. A tokenizer whose chat template has a
     place for tools describes them in its own way instead, as its model has learnt it, unless a subclass changes this.

@@ -122,7 +122,7 @@ class Batch:
                 i = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
                 raise ValueError(f"row {i} of {name!r} has {found[i]} entries, but that of {first!r} has {lengths[i]}")
         if not first:
-            raise ValueError("from_rows needs at least one per-token column, which tells how long the sequences are")
+            raise ValueError("from_rows needs at least one per-token column, which has the lengths of the sequences")
         return cls(
             lengths,
             {name: ragged.end_to_end(rows) for name, rows in per_token.items()},

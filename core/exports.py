@@ -24,12 +24,12 @@ class Dispatch(Enum):
     goes whole to everybody. Nothing is padded.
     """
 
-    AUTO = "arguments are split if one of them can be, else whole; returns the list of the workers' answers"
-    ONE_TO_ALL = "every worker gets every argument whole; returns the list of their answers"
-    RANK_ZERO = "the first worker alone gets the arguments, whole; returns its answer"
-    ALL_TO_ALL = "every argument is a list or tuple with one item for each worker; returns the list of their answers"
+    AUTO = "arguments are split if one of them can be, else whole; returns the list of the workers' results"
+    ONE_TO_ALL = "every worker gets every argument whole; returns the list of their results"
+    RANK_ZERO = "the first worker alone gets the arguments, whole; returns its result"
+    ALL_TO_ALL = "every argument is a list or tuple with one item for each worker; returns the list of their results"
     DP_COMPUTE = "the same as ALL_TO_ALL"
-    DP_COMPUTE_PROTO = "arguments are split; returns the answers joined"
+    DP_COMPUTE_PROTO = "arguments are split; returns the results joined"
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class _Wait:
                 self._raise_first()
             elapsed = time.monotonic() - began
             if limit is not None and elapsed >= limit and self._missing:
-                late = WorkerTimeout(f"no answer after {limit:g} s from {_describe(self._missing)}")
+                late = WorkerTimeout(f"no result after {limit:g} s from {_describe(self._missing)}")
                 late.missing = tuple((c.member.role, c.member.rank, c.member.attempt) for c in self._missing)
                 raise late
             if elapsed >= report_at and self._missing:
@@ -182,7 +182,7 @@ class _Wait:
         for other, its_error in others:
             with_note(error, f"{other.member.name} failed too: {its_error!r}")
         if self._missing:
-            with_note(error, f"had not answered by then: {_describe(self._missing)}")
+            with_note(error, f"had not returned by then: {_describe(self._missing)}")
         raise error
 
 

@@ -256,7 +256,7 @@ class Master:
             if host.link is None or host.lost or not self._facts.recovers:
                 continue
             stack = self._watch.stack(host)
-            innermost = stack.strip().splitlines()[-2].strip() if stack else "a place that it could not tell"
+            innermost = stack.strip().splitlines()[-2].strip() if stack else "an unknown place"
             host.fault = f"{why}; it was at {innermost}"
             self._watch.event("hung", host.plan.name, host.fault)
             if stack:

@@ -277,7 +277,7 @@ class RoleGroup(Generic[W]):
             if ranks != list(range(max(rank for rank, _ in found) + 1)):
                 raise ValueError(
                     f"mesh {mesh!r} of {self._role}: the workers' data-parallel ranks are {[r for r, _ in found]}, and "
-                    f"answers are to be taken from ranks {ranks}; each rank from 0 needs exactly one with is_collect"
+                    f"results are to be taken from ranks {ranks}; each rank from 0 needs exactly one with is_collect"
                 )
             self._positions[mesh] = found
         return self._positions[mesh]

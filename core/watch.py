@@ -190,7 +190,7 @@ class Watch:
         for host, link in alive:
             quiet = ranks.get(host.roles, link.status.quiet)
             if link.silent_for > limit:
-                found.append((host, f"it has not answered for {link.silent_for:.0f} s"))
+                found.append((host, f"it has not responded for {link.silent_for:.0f} s"))
             elif host not in driving and link.status.doing != IDLE and quiet > limit:
                 seconds = link.status.seconds
                 found.append((host, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))

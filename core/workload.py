@@ -130,7 +130,7 @@ class BaseWorkload(metaclass=_SeenAsGroup):
             ValueError: told before.
         """
         if mesh in self._meshes:
-            raise ValueError(f"{self.name} has told its place in the mesh {mesh!r} already: {self._meshes[mesh]}")
+            raise ValueError(f"{self.name} has registered its place in the mesh {mesh!r} already: {self._meshes[mesh]}")
         self._meshes[mesh] = (dp_rank, is_collect)
 
     @rpc()

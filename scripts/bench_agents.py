@@ -112,7 +112,7 @@ import asyncio
 from agents import AgentInstanceBase
 
 class AgentInstance(AgentInstanceBase):
-    # Lasts as many turns as the label says, and waits in each.
+    # Lasts as many turns as the label has, and waits in each.
     async def reset(self, states, **kwargs):
         self.left, self.wait_s = states["label"]
         return {{"observation": states["observation"]}}

@@ -79,7 +79,7 @@ def loss_of_score(synchronous: list[float], asynchronous: list[float]) -> tuple[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wait", type=float, default=0.6, help="seconds that the world takes over an answer")
+    parser.add_argument("--wait", type=float, default=0.6, help="seconds that the environment takes for a response")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     asked = parser.parse_args()
@@ -105,7 +105,7 @@ def main() -> int:
     ideal = (generation + training) / max(generation, training)
     gain = middle["synchronous"] / middle["asynchronous"]
     print(f"synchronous: {generation:.2f} s generating, {training:.2f} s all else; ideal gain {ideal:.2f}")
-    print("| run | seconds per step, median | answers per second | scores | mean |\n|---|---|---|---|---|")
+    print("| run | seconds per step, median | responses per second | scores | mean |\n|---|---|---|---|---|")
     for kind, value in middle.items():
         ended = ", ".join(f"{score:.3f}" for score in scores[kind])
         print(f"| {kind} | {value:.2f} | {512 / value:.0f} | {ended} | {statistics.mean(scores[kind]):.3f} |")

@@ -534,10 +534,10 @@ def bench_simulated(asked: argparse.Namespace) -> None:
     """The driver's CPU time for each worker, as there are more and more of them; the least of several times."""
     print("\nCPU time of the driver for each simulated worker, in microseconds")
     channels = Channels()
-    print("\nEach has a control channel, and answers at once\n")
+    print("\nEach has a control channel, and returns at once\n")
     table_of_driver(asked.simulated, lambda: SimulatedBackend(channels=channels), idle_s=1)
     channels.close()
-    print(f"\nWithout control channels; answers are {1e3 * APART_S:g} ms from each other\n")
+    print(f"\nWithout control channels; results are {1e3 * APART_S:g} ms from each other\n")
     table_of_driver(asked.simulated, lambda: SimulatedBackend(APART_S))
 
 

@@ -101,7 +101,7 @@ def probe(what: str) -> dict[str, Any]:
             return {"error": last}
         return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {LIMIT_S} s"}
+        return {"error": f"no response within {LIMIT_S} s"}
     except (OSError, ValueError, IndexError) as error:
         return {"error": str(error) or type(error).__name__}
 
@@ -219,7 +219,7 @@ def devices(probes: Probes) -> list[Line]:
                 text = (done.stdout + done.stderr).strip().splitlines()[:1]
                 lines.append(line("nvidia-smi", f"fails: {' '.join(text)}", WRONG, "reload or reinstall the driver"))
         except subprocess.TimeoutExpired:
-            lines.append(line("nvidia-smi", "gave no answer in 15 s: the driver hangs", WRONG, "restart the machine"))
+            lines.append(line("nvidia-smi", "gave no output in 15 s: the driver hangs", WRONG, "restart the machine"))
     else:
         lines.append(line("GPU", "no nvidia-smi here: the recipes run on the CPU"))
     torch = probes.answer("torch") or {}
@@ -306,7 +306,7 @@ def disk(_: Probes) -> list[Line]:
             state, mend = WRONG, f"chown or chmod {there}, or move it (run_dir=, TROUPE_CACHE, HF_HOME)"
             text += "; cannot be written"
         elif left < TIGHT["disk"]:
-            state, mend = WRONG, "make room, or set run_dir=, TROUPE_CACHE or HF_HOME to another disk"
+            state, mend = WRONG, "free some space, or set run_dir=, TROUPE_CACHE or HF_HOME to another disk"
         lines.append(line(name, text, state, mend))
     for name, kind, least in (("open files", resource.RLIMIT_NOFILE, 1024), ("processes", resource.RLIMIT_NPROC, 1024)):
         soft, hard = resource.getrlimit(kind)
@@ -334,7 +334,7 @@ def ray(probes: Probes) -> list[Line]:
         if answers(wanted):
             lines.append(line("a run", text))
         else:
-            lines.append(line("a run", f"{text}, where nobody answers", WRONG, mend))
+            lines.append(line("a run", f"{text}, where nothing responds", WRONG, mend))
     if here:
         told = f"one is up at {here}" if answers(here) else f"one was at {here}, and is gone"
         lines.append(line("cluster here", told))
@@ -376,7 +376,7 @@ def used(probes: Probes) -> list[Line]:
     """What a recipe takes when all is left to it."""
     found = probes.answer("choice") or {}
     if "error" in found:
-        return [line("choice", f"cannot be told: {found['error']}", WRONG, f"{SETUP} recipes")]
+        return [line("choice", f"is not known: {found['error']}", WRONG, f"{SETUP} recipes")]
     engine, why = found["rollout"]
     if not found["vllm"]:
         why += f" ({SETUP} vllm installs vLLM)"

@@ -26,7 +26,7 @@ FROM_OPENRLHF = """\
 <!-- Written by scripts/migration_page.py from training/adapters/openrlhf.yaml and the recipe's config.py: change those,
 not this page. -->
 
-Take your `train_ppo_ray` command as it is:
+After this page you can run your `train_ppo_ray` command here. Take it as it is:
 
 ```bash
 ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray --pretrain M --reward_pretrain R --prompt_data D ...
@@ -38,8 +38,8 @@ taken, the flat ones (`--actor_learning_rate`) and the dotted ones (`--actor.ada
 `flag=value`, beside the options of this project (`train.learning_rate`). `--print_config` prints the options that a
 command comes to, and `--dry_run` shows the plan; both start nothing.
 
-A flag is never ignored in silence. One that is not taken ends the command with exit code 2 and says what to use; all
-that is in the way is said at once. One that has no effect, alone or beside the others, is named at the start.
+A flag is never ignored in silence. One that is not taken ends the command with exit code 2 and the option to use; all
+that is in the way is reported at once. One that has no effect, alone or beside the others, is named at the start.
 
 What takes more than another name:
 
@@ -86,7 +86,7 @@ FROM_VERL = """\
 
 <!-- Written by scripts/migration_page.py from verl.yaml of the recipe: change that, not this page. -->
 
-Take the overrides of your `main_ppo` command as they are, of any release from 0.5.0 on:
+After this page you can run your `main_ppo` command here. Take its overrides as they are, of any release from 0.5.0 on:
 
 ```bash
 python3 -m verl.trainer.main_ppo  algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
@@ -103,7 +103,7 @@ what to use. One that changes no results is named at the start. `--dry_run` show
 
 Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks;
 `..._micro_batch_size_per_gpu` count sequences on one. The options count responses: `train.mini_batch_size` is
-`ppo_mini_batch_size` times `rollout.n`. The start of a run says what that comes to.
+`ppo_mini_batch_size` times `rollout.n`. The start of a run shows what that comes to.
 
 What is different on purpose:
 
@@ -133,7 +133,7 @@ What is different on purpose:
 - **Reward functions** run in processes of their own, with a deadline. A response whose reward cannot be computed is
   named, counted and gets 0; above a tenth of a batch the run stops. Reward models are classifiers with the policy's
   vocabulary, run by transformers; with `reward_model.function_weight` the function's score is added.
-- **Validation** is drawn as `val_kwargs` says, greedy unless `do_sample` is set; at the start and the end the run's own
+- **Validation** is sampled with `val_kwargs`, greedy unless `do_sample` is set; at the start and the end the run's own
   score is taken at temperature 1 from all tokens, and greedy, which makes three passes. `test_freq=-1` still validates
   at the end. Its responses are not kept.
 - **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one for one, until the step is full or the data

@@ -17,9 +17,10 @@ HEAD = """\
 
 <!-- Written by scripts/option_names_page.py from training/synonyms.yaml: change that, not this page. -->
 
-Search this page for the name that you know from TRL, OpenRLHF, verl or elsewhere. A run that is started with one of
-these names says the same. [openrlhf_ppo](from_openrlhf.md) and [verl_ppo](from_verl.md) take the names of their own
-systems as they are. `--help` of a recipe has the meaning of each of its options.
+After this page you know what an option is called here that you know from TRL, OpenRLHF, verl or elsewhere. A run
+that is started with one of these names gives the same hint. [openrlhf_ppo](from_openrlhf.md) and
+[verl_ppo](from_verl.md) take the names of their own systems as they are. The meaning of each option is in
+[options.md](options.md) and `--help`.
 """
 
 

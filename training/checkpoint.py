@@ -441,7 +441,7 @@ def _remove(path: Path) -> bool:
             path.rename(going)
         shutil.rmtree(going)
     except OSError as error:
-        logger.warning("%s could not be removed and takes room: %s; remove it by hand", going, error)
+        logger.warning("%s could not be removed and takes space: %s; remove it by hand", going, error)
         return False
     return True
 

@@ -88,7 +88,7 @@ def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | N
     name = next((name for name in names if name in metrics), None)
     if name is None:
         raise ValueError(
-            f"no metric {key or plain!r} to tell the best step by; set one of {sorted(metrics)}, '' for score, or "
+            f"no metric {key or plain!r} to find the best step by; set one of {sorted(metrics)}, '' for score, or "
             "'none'"
         )
     return name, metrics[name]

@@ -72,7 +72,7 @@ class RunOptions(Options):
     stall_timeout: float = 1800.0
     """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
     placement_timeout: float = 30.0
-    """Seconds to wait for room in the cluster, at the start and for the replacement of an engine; longer than an
+    """Seconds to wait for free resources, at the start and for the replacement of an engine; longer than an
     autoscaler needs to add a node, if there is one."""
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class ModelOptions(Options):
     tokenizer_path: str | None = None
     """Folder or hub name of another tokenizer with the same vocabulary. Default: the model's own."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
-    """What the model's config.json is to say otherwise, as `{max_position_embeddings: 32768}`."""
+    """Other values for the model's config.json, as `{max_position_embeddings: 32768}`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -473,8 +473,8 @@ class AsyncOptions(Options):
     partial_rollout: bool = False
     """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
     in_flight_prompts: int | None = None
-    """Prompts that are answered at the same time, more than a step's and at most twice as many: the slowest ones come
-    in the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
+    """Prompts in generation at the same time, more than a step's and at most twice as many: the slowest ones come in
+    the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -561,8 +561,8 @@ class EvaluationOptions(Options):
     samples_per_prompt: int = where(4, path=True)
     """N: responses per held-out prompt."""
     best_metric: str = where("", path=True)
-    """The policy with the best of this metric is kept, as checkpoints/best says. Default: eval/score; `none` keeps only
-    the last policy."""
+    """The policy with the best of this metric is kept, and named in checkpoints/best. Default: eval/score; `none` keeps
+    only the last policy."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

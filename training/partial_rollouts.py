@@ -143,7 +143,7 @@ class GroupsInFlight:
         for group in old:
             group.responses = group.engine = None
         if old:
-            self.info(f"{len(old)} prompts were answered by weights that are too old by now; they are begun again")
+            self.info(f"{len(old)} prompts have responses of weights that are too old by now; they are begun again")
         return len(old)
 
     def _hold(self, prompts: Batch, step: int) -> None:
@@ -189,13 +189,13 @@ class GroupsInFlight:
         for engine, finished in enumerate(self.collect(PATIENCE_S)):
             for prompt_id, responses in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
                 group = self._groups[prompt_id]
-                assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was answered twice"
+                assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was generated twice"
                 group.responses, group.place = responses, self._asked
             playing = [key for key, group in self._running().items() if group.engine == engine]
             gone = [key for key in playing if key not in finished.in_flight]
             for key in gone:
                 self._groups[key].engine = None
             if gone:
-                self.info(f"engine {engine} has lost {len(gone)} prompts that it was answering; they are begun again")
+                self.info(f"engine {engine} has lost {len(gone)} prompts in generation; they are begun again")
             lost += len(gone)
         return lost

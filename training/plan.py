@@ -309,7 +309,7 @@ class Plan:
     def _has(self, place: Place) -> str:
         """What there is, and the verdict; with what to set, or how to get one."""
         if place.there is None:
-            return f"what it has is not known: say {self._to_say(place)}"
+            return f"what it has is not known: set {self._to_say(place)}"
         found = f"it has {amount(place.there)}: {place.verdict}"
         return found if place.verdict == "fits" else f"{found}, {self._remedy(place)}"
 

@@ -46,7 +46,7 @@ def check_greedy(answers: Batch, logprob_N: Tensor, cold_logprob_N: Tensor, prec
     gap_N = (logprob_N - answers["rollout_logprob"]).abs() * mask_N
     behind, gap = float(behind_N.max()), float(gap_N.max())
     found = (
-        f"{len(answers)} greedy answers of {int(mask_N.sum())} tokens: log-probabilities differ by at most {gap:.2g}, "
+        f"{len(answers)} greedy responses of {int(mask_N.sum())} tokens: log-probs differ by at most {gap:.2g}, "
         f"tokens are behind the policy's likeliest by at most {behind:.2g} nats"
     )
     # Written so that NaN fails too.
@@ -55,6 +55,6 @@ def check_greedy(answers: Batch, logprob_N: Tensor, cold_logprob_N: Tensor, prec
         row = int(answers.sequence_ids[worst])
         raise RuntimeError(
             f"the engines do not sample from the policy's weights: {found}, more than {tolerance}; the worst is token "
-            f"{worst - int(answers.offsets[row])} of answer {row}"
+            f"{worst - int(answers.offsets[row])} of response {row}"
         )
     return found

@@ -246,7 +246,7 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
     if prompt is None:
         if form.apply_chat_template:
             raise ValueError(
-                "data.apply_chat_template needs to know who says what; set data.prompt_key, or give lists of chat "
+                "data.apply_chat_template needs the role of each message; set data.prompt_key, or give lists of chat "
                 "messages"
             )
         prompt = _common_start(chosen, rejected)
@@ -320,7 +320,7 @@ def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tu
     tokenizer = encoder.tokenizer
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise ValueError("the tokenizer has no end token (eos), and answers end with one; set it")
+        raise ValueError("the tokenizer has no end token (eos), and responses end with one; set it")
     if not apart:
         whole = _without_end(prompt + response, str(tokenizer.eos_token))
         return [*encoder.encode_prompt(whole), end], 0

@@ -30,7 +30,7 @@ FIRST_CHUNK, LAST_CHUNK = 64, 4096
 
 REFUSED = {
     "composite": "it mixes other tasks; name those as sources, with commas between them",
-    "game_of_life_halting": "its verifier takes any text for a right answer",
+    "game_of_life_halting": "its verifier takes any text for right",
 }
 """Tasks that cannot be used, and why."""
 

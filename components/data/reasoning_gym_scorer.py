@@ -138,7 +138,7 @@ def _warn(task: str, error: Exception) -> None:
     if kind not in _WARNED:
         _WARNED.add(kind)
         logging.getLogger(__name__).warning(
-            "reasoning_gym:%s: the verifier could not take an answer (%s: %.200s); such answers get 0", *kind, error
+            "reasoning_gym:%s: the verifier could not take a response (%s: %.200s); such responses get 0", *kind, error
         )
 
 

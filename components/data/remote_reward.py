@@ -147,7 +147,7 @@ class RemoteReward(Closing):
                 if stop.wait(min(pause_s, LONGEST_PAUSE_S)):
                     break
         raise RewardError(
-            f"{self.source} gave no answer in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
+            f"{self.source} gave no result in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
             "see that it runs, can be reached from here, and is fast enough"
         )
 
@@ -160,7 +160,7 @@ class RemoteReward(Closing):
             for part in response.iter_bytes():
                 parts.append(part)
                 if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"no whole answer after {limit_s:g} s")
+                    raise httpx.ReadTimeout(f"no whole response after {limit_s:g} s")
         # iter_bytes has already undone what this header says.
         headers = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
         return httpx.Response(response.status_code, headers=headers, content=b"".join(parts))
@@ -186,7 +186,7 @@ def _authorization() -> dict[str, str]:
 
 def _columns(url: str, response: httpx.Response, count: int) -> Columns:
     """Read an answer that no new try would change."""
-    where = f"reward server {_shown(url)} answered with HTTP status {response.status_code}"
+    where = f"reward server {_shown(url)} returned HTTP status {response.status_code}"
     if response.status_code == UNAUTHORIZED:
         raise RefusedError(f"{where}: {_excerpt(response)}; set {TOKEN} to the server's token in the environment")
     if not response.is_success:

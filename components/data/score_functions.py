@@ -141,7 +141,7 @@ def _score_lists(function: ScoreFunction, *columns: Sequence[Any]) -> Columns:
     found = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(found, Sequence) or len(found) != len(sources):
         size = f" of length {len(found)}" if isinstance(found, Sequence) else ""
-        raise ValueError(f"returned a {type(found).__name__}{size} for {len(sources)} answers; return one for each")
+        raise ValueError(f"returned a {type(found).__name__}{size} for {len(sources)} responses; return one for each")
     return read_scores(found)
 
 

@@ -143,7 +143,7 @@ class Task(ABC):
 
     def spoil(self, label: str, rng: random.Random) -> str:  # noqa: ARG002 - for tasks that have wrong answers to show
         """Write a wrong answer as a policy may; now and then it may be right after all, and is drawn again."""
-        raise ValueError(f"task {self.name!r} has no pairs of answers; take task:sort or task:word, or a file of pairs")
+        raise ValueError(f"task {self.name!r} has no pairs; take task:sort or task:word, or a file of pairs")
 
     def _rng(self, purpose: str, seed: int) -> random.Random:
         # A string seed is hashed by its content, the same in every process; Python's hash() is not.

@@ -55,7 +55,7 @@ def learnt_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast
     """
     smallest = 3 + 256
     if size < smallest:
-        raise ValueError(f"size={size} has no room for pad, bos, eos and the 256 bytes; set it to {smallest} or more")
+        raise ValueError(f"size={size} does not hold pad, bos, eos and the 256 bytes; set it to {smallest} or more")
     backend = Tokenizer(models.BPE())
     # Step by step what the loader of this model family makes of a vocabulary, as above.
     backend.normalizer = normalizers.NFC()

@@ -89,6 +89,6 @@ def _check_single_turn(record: Mapping[str, Any], where: str) -> None:
     if tools or agent not in (None, "", SINGLE_TURN):
         asked = "extra_info.need_tools_kwargs" if tools else f"agent_name {agent!r}"
         raise ValueError(
-            f"{where} has {asked}, for episodes with tools, and would be answered in one turn; set agent.func_path to "
+            f"{where} has {asked}, for episodes with tools, and would get one response; set agent.func_path to "
             "what plays them, or take the field out"
         )

@@ -30,7 +30,7 @@ def disk_errors(what: str) -> Iterator[None]:
         code = _errno_in(str(error))
         if code is None:
             raise
-        raise OSError(code, f"cannot {what}: {error}; look at the room, the quota and the rights there") from error
+        raise OSError(code, f"cannot {what}: {error}; look at the space, the quota and the rights there") from error
 
 
 def _errno_in(message: str) -> int | None:

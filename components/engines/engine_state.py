@@ -462,5 +462,5 @@ def _open(path: Path, shapes: dict[str, list[int]]) -> TensorReader:
     for name, shape in shapes.items():
         found = list(reader.empty(name).shape) if name in reader else None
         if found != shape:
-            raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it says {shape}; take another one")
+            raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it has {shape}; take another one")
     return reader

@@ -112,7 +112,7 @@ class VersionWriter:
         full = self._folder
         if len(self._candidates) == 1:
             raise OSError(
-                f"no room for the weights: {full.parent} has {shutil.disk_usage(full).free:,} bytes free, "
+                f"no space for the weights: {full.parent} has {shutil.disk_usage(full).free:,} bytes free, "
                 f"{nbytes:,} more are needed after {self.nbytes:,} written; give the publisher a "
                 "fallback_directory on a larger disk, or enlarge the shared memory (docker: --shm-size)"
             )

@@ -142,7 +142,7 @@ def fetch(
         header = json.loads(stream.readline())
     except (OSError, ValueError) as error:
         raise ConnectionError(
-            f"{where} did not answer within {timeout_seconds:g} s ({error}); see whether its process lives and its "
+            f"{where} did not respond within {timeout_seconds:g} s ({error}); see whether its process lives and its "
             "address is reachable from here"
         ) from error
     if header["status"] == "gone":

@@ -88,7 +88,7 @@ class LocalTransport:
                 names = ", ".join(f"{role}-{rank}" for role, rank in self._busy)
                 raise RuntimeError(
                     f"{role}-{rank} is asked by somebody whose own call it is waiting for (at work: {names}), so the "
-                    "answer can never come; let the call return first"
+                    "result can never come; let the call return first"
                 )
             ready = [call for call in references if call.outcome is not None]
         return ready

@@ -208,7 +208,7 @@ class RayBackend:
         """What a process that is to be started again waits for; empty if its place is there."""
         if self._group is None or self.fault() or placement_group_table(self._group)["state"] == "CREATED":
             return ""
-        return f"the cluster has no room for it; free now: {_short(ray.available_resources())}"
+        return f"the cluster has no free resources for it; free now: {_short(ray.available_resources())}"
 
     def _machines(
         self, placement: Placement, timeout: float, info: Callable[[str], None]
@@ -300,7 +300,7 @@ def check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN_S).close()
     except OSError as error:
-        raise JobError(f"no Ray cluster answers at {address} ({error}); start it, or unset RAY_ADDRESS") from error
+        raise JobError(f"no Ray cluster responds at {address} ({error}); start it, or unset RAY_ADDRESS") from error
 
 
 def _missing(placement: Placement, cpus: int) -> str:
@@ -326,7 +326,7 @@ def _await_silent_nodes(info: Callable[[str], None]) -> None:
         if not silent:
             return
         if attempt == 0:
-            info(f"{', '.join(silent)} does not answer; waiting until it does, or until Ray gives it up")
+            info(f"{', '.join(silent)} does not respond; waiting until it does, or until Ray gives it up")
         time.sleep(1)
 
 
@@ -347,11 +347,11 @@ def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callabl
         free = f"free now: {_short(ray.available_resources())}"
         if elapsed >= timeout:
             raise JobError(
-                f"{wish}; there was no room within placement_timeout={timeout:g} s ({free}); wait for other jobs to "
-                "end, add nodes, or ask for less"
+                f"{wish}; there were no free resources within placement_timeout={timeout:g} s ({free}); wait for other "
+                "jobs to end, add nodes, or ask for less"
             )
         if elapsed >= report_at:
-            info(f"{wish}; waiting up to {timeout:g} s for room ({free})")
+            info(f"{wish}; waiting up to {timeout:g} s for resources ({free})")
             report_at *= 2
 
 

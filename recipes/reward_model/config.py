@@ -37,7 +37,7 @@ class RewardLossOptions(Options):
     """What is asked of the scores of a pair."""
 
     margin_loss: bool = False
-    """The better response has to be ahead by what the column `margin` says."""
+    """The better response has to be ahead by the number in the column `margin`."""
 
 
 @dataclass(kw_only=True)

@@ -174,7 +174,7 @@ class RowOptions(DataOptions):
     input_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages, which go through the chat template."""
     source_key: str = "data_source"
-    """Column that says where a row is from, by which its reward function is chosen."""
+    """Column that names where a row is from, by which its reward function is chosen."""
     max_prompt_tokens: int = 512
     epochs: int = 30
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "error"
@@ -186,7 +186,7 @@ class RowOptions(DataOptions):
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in idle and value != option.default:
-                yield f"data.{option.name}={value}: rows are verl's, whose fields say that; leave it out"
+                yield f"data.{option.name}={value}: rows are verl's, whose fields have that; leave it out"
 
 
 @dataclass(kw_only=True)

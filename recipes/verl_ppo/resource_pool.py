@@ -33,7 +33,7 @@ class PoolOptions(PlacementOptions):
         """See `Options.faults`."""
         yield from super().faults()
         if self.actor_nodes is not None and not self.pools:
-            yield f"placement.actor_nodes={self.actor_nodes}; say the nodes of each pool in placement.pools"
+            yield f"placement.actor_nodes={self.actor_nodes}; set the nodes of each pool in placement.pools"
         for pool, counts in self.pools.items():
             if not counts or min(counts) < 1 or len(set(counts)) > 1:
                 yield (

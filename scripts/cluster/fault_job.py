@@ -334,7 +334,7 @@ CASES = {
         in_setup=True,
     ),
     "cut_in_a_checkpoint": Case(
-        claim="a job whose ranks lose their machine in a checkpoint goes on from the whole one before it",
+        claim="a job whose ranks lose their machine in a checkpoint continues from the whole one before it",
         fault="cut",
         script=save,
         answer=[1, ["latest", "step_1", "step_2", "step_3"], [BYTES, BYTES]],
@@ -342,7 +342,7 @@ CASES = {
         attempt=2,
     ),
     "kill_trainer_in_a_checkpoint": Case(
-        claim="a job whose trainer is killed with its machine's Ray in a checkpoint goes on from the one before it",
+        claim="a job whose trainer is killed with its machine's Ray in a checkpoint continues from the one before it",
         fault="kill",
         script=save,
         answer=[1, ["latest", "step_1", "step_2", "step_3"], [BYTES]],
@@ -374,7 +374,7 @@ CASES = {
         tools=Split(near=1, far=1),
     ),
     "lost_answer": Case(
-        claim="an answer that was given, and lost with its machine before it was fetched, is asked for again",
+        claim="a result that was computed, and lost with its machine before it was fetched, is asked for again",
         fault="cut",
         script=give,
         tools=Split(near=1, far=1),

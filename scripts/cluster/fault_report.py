@@ -79,7 +79,7 @@ class Report:
         hit = {name for name, (place, _) in self.before.items() if is_hit and place == far}
         wanted = self._wanted(case)
         if self.answer != wanted:
-            found.append(f"the answer is {self.answer}, not {wanted}")
+            found.append(f"the result is {self.answer}, not {wanted}")
         for name, (_, start) in self.before.items():
             place_after, start_after = self.after.get(name, ["nowhere", 0])
             # Until Ray knows, who takes the place of a lost one may be put on the same machine, and be lost too.
@@ -122,7 +122,7 @@ class Report:
         unsaid = [name for name in told if name not in terminal]
         found = [f"the terminal does not name {', '.join(unsaid)}"] if unsaid else []
         if case.attempt > 1 and f"attempt {case.attempt}" not in terminal:
-            found.append("the terminal does not tell of the restart")
+            found.append("the terminal does not report the restart")
         if not hit and " died" in terminal:
-            found.append("the terminal tells of a death")
+            found.append("the terminal reports a death")
         return found

@@ -100,7 +100,7 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CHECK_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise Refused(f"{run_sh} --dry_run has not answered within {CHECK_S} s") from error
+        raise Refused(f"{run_sh} --dry_run has not ended within {CHECK_S} s") from error
     if done.returncode:
         raise Refused((done.stderr or done.stdout).strip() or f"{run_sh} --dry_run failed")
     return json.loads(done.stdout)

@@ -33,7 +33,7 @@ def arguments_of(described: str | None, name: str, given: str, source: str) -> a
     parser = argparse.ArgumentParser(description=described, formatter_class=style, allow_abbrev=False)
     own = f"a folder with a file for each split, one file, or a name on the hub; default {given}"
     parser.add_argument("--input", "--local_dataset_path", default=given, help=own)
-    parser.add_argument("--data_source", default=source, help="what the rows say; picks the reward function")
+    parser.add_argument("--data_source", default=source, help="what the rows have; picks the reward function")
     parser.add_argument("--local_dir", "--local_save_dir", default=f"~/data/{name}", help="where the files go")
     parser.add_argument("--only", help="write one of the files alone, as test")
     return parser

@@ -17,6 +17,8 @@ HEAD = """\
 
 <!-- Written by scripts/oracle.sh --write from what tests/oracle measures: change those, not this page. -->
 
+After this page you know how closely the numbers of a run here follow those of OpenRLHF, TRL and verl.
+
 How far apart `recipes/verl_ppo` and the real verl are, `recipes/openrlhf_ppo` and the real OpenRLHF, `recipes/grpo`,
 `dpo`, `reward_model` and `sft` and the real TRL: the same keys, flags or settings, data, rewards and starting weights
 on both sides, a model made on the spot, three training steps on a CPU in float32 (of two mini-batches each with verl
@@ -28,7 +30,7 @@ three steps. `0` is less than 1e-9. Adam divides each gradient by its own size, 
 nearly 0 shows in weights; its epsilon is 1e-6 on both sides.
 
 `bash scripts/oracle.sh` makes the packages' environment and measures all of it again; it fails where two that are to
-agree do not, or where two that are said to differ agree. What differs on purpose, formula by formula, is in
+agree do not, or where two that are expected to differ agree. What differs on purpose, formula by formula, is in
 [algorithms.md](algorithms.md#where-this-differs-from-openrlhf-and-verl) and [From
 TRL](from_trl.md#what-differs-from-trl-by-default).
 """

@@ -242,7 +242,7 @@ CASES = [
     Case(
         "TIS with a mask of sequences",
         f"{PLAIN} {CORRECTED} --algo.advantage.is_correction_type seq-mask-tis",
-        "OpenRLHF does not clamp the weight of a token, which its comment says it does",
+        "OpenRLHF does not clamp the weight of a token, which its comment promises",
     ),
     Case(
         "overlong penalty",

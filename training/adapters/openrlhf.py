@@ -54,7 +54,7 @@ def _reward(flags: Computed) -> None:
     first = None
     for option, names in sources.items():
         if first is not None:
-            flags.idle(f"{first} says what a response is worth", *names)
+            flags.idle(f"{first} gives the rewards", *names)
         elif (first := flags.name(*names)) is not None:
             flags.put(option, flags.get(*names))
     buffer = flags.get("overlong_buffer_len", "reward.overlong_buffer_len")
@@ -72,13 +72,13 @@ def _lengths(flags: Computed) -> None:
         if has_agent and prompt and new:
             flags.put("agent.max_tokens", prompt + new)
     elif prompt is not None:
-        flags.idle("prompt_max_len and generate_max_len say it", *names)
+        flags.idle("prompt_max_len and generate_max_len set it", *names)
     elif new is None:
         flags.put("data.max_prompt_tokens", most - 1)
         flags.put("rollout.max_new_tokens", most)
         flags.put("agent.max_tokens", most)
     elif new >= most:
-        flags.faults.append(f"max_len={most} leaves no room for a prompt beside max_new_tokens={new}; raise it")
+        flags.faults.append(f"max_len={most} leaves no tokens for a prompt beside max_new_tokens={new}; raise it")
     else:
         flags.put("data.max_prompt_tokens", most - new)
         if has_agent:
@@ -154,7 +154,7 @@ def _algorithm(flags: Computed) -> None:
     """The clip range, and the correction of what the engine computes otherwise."""
     one, both = ("eps_clip", "actor.eps_clip"), ("eps_clip_low_high", "actor.eps_clip_low_high")
     if flags.name(*both):
-        flags.idle("eps_clip_low_high says both bounds", *one)
+        flags.idle("eps_clip_low_high has both bounds", *one)
     clip = flags.get(*one)
     clips = flags.get(*both, default=[clip, clip])
     if clips[0] is not None:

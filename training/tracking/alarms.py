@@ -204,7 +204,7 @@ ALARMS = (
         name="length",
         watches="rollout/truncated_share",
         when=f"over {MOST_TRUNCATED}, twice in a row",
-        text="{now:.0%} of the responses are cut off at the limit, mostly before they say what the reward looks for",
+        text="{now:.0%} of the responses are cut off at the limit, mostly before what the reward looks for",
         remedies=(
             "allow longer responses ({rollout.max_new_tokens})",
             "allow more turns ({agent.max_turns})",

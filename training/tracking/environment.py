@@ -112,7 +112,7 @@ def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) 
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.debug("%s gave no answer: %s", program, error)
+        logger.debug("%s gave no output: %s", program, error)
         return None
     return result.stdout if result.returncode == 0 else None
 

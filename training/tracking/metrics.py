@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Row = Literal["better", "healthy", "says", "fast"]
-"""Which question of the report a metric responses: is it better, is it healthy, what does it say, how fast is it."""
+"""Which part of the report's curves a metric is in: scores and losses, the update, rollouts, speed and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        logger.warning("%s cannot be read, and what it said is gone: %s", path, error)
+        logger.warning("%s cannot be read, and its content is lost: %s", path, error)
         return {}
     return found if isinstance(found, dict) else {}
 

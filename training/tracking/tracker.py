@@ -115,7 +115,7 @@ class Tracker:
             if sample is not None:
                 self._guard("a response of each step", lambda: response.update(plain(sample())))
             event = StepEvent(step, steps, time.time(), values, shown, response or None)
-            self._guard("what is told of steps", lambda: self._announce(event))
+            self._guard("what observers get of steps", lambda: self._announce(event))
 
     def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Show prompts, responses, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them.

@@ -65,7 +65,7 @@ class Wandb:
             if mode != "online":
                 raise
             problem = hide_in_text(str(error))
-            logger.warning("W&B does not answer (%s); this run is kept offline in %s", problem, run_dir / "wandb")
+            logger.warning("W&B does not respond (%s); this run is kept offline in %s", problem, run_dir / "wandb")
             self._run = self._start(run_dir, config, options, "offline", run_id)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

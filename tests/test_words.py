@@ -1,0 +1,116 @@
+"""The project speaks in the words of its field: in pages, help, metrics and messages there is no private word."""
+
+import ast
+import csv
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs_pages import PAGES, ROOT, text_of
+from tests.recipe_copies import RECIPES
+from training.schema import options_of
+from training.tracking.alarms import ALARMS, NOT_A_NUMBER, advice
+
+PRIVATE = re.compile(
+    r"\b(answer(?:s|ed|ing)?|worlds?|players?|houses?|rooms?|floors?|judg(?:e|es|ed|ing)|sa(?:y|ys|id|ying)"
+    r"|tells?|told|telling|look(?:s|ed|ing)? back|go(?:es)? on|went on|take[sn]? turns|in turns|what is asked)\b",
+    re.IGNORECASE,
+)
+ALLOWED = (
+    "final answer",  # of a task, as its data have it
+    "mathematical answer",  # as a label of the scorer math
+    "the answer ",  # a column of GSM8K
+    "world size",
+    "for a right answer",
+)
+"""The uses that are the field's own."""
+FOLDERS = ("core", "components", "agents", "training", "recipes", "scripts")
+FIELD = {
+    "docs/own_data.md": [
+        "batch size",
+        "gradient accumulation",
+        "hyperparameter",
+        "on-policy",
+        "system prompt",
+        "gradient clipping",
+    ],
+    "docs/howto.md": ["KL penalty", "reference model", "importance sampling", "zero variance", "out of memory"],
+    "docs/does_not_learn.md": ["zero variance", "on-policy", "importance sampling", "entropy"],
+    "docs/metrics.md": [
+        "Entropy",
+        "Clip fraction",
+        "KL penalty",
+        "zero variance",
+        "importance-sampling ratio",
+        "gradient clipping",
+    ],
+}
+"""Words that a reader searches for, on the pages that have to have them."""
+
+
+def private_words(text: str) -> list[str]:
+    """The private words of a text, each with what stands around it; names in code type are not words."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`|<!--.*?-->", " ", text, flags=re.MULTILINE | re.DOTALL)
+    for allowed in ALLOWED:
+        text = re.sub(re.escape(allowed), "", text, flags=re.IGNORECASE)
+    return [text[max(0, m.start() - 40) : m.end() + 40].replace("\n", " ") for m in PRIVATE.finditer(text)]
+
+
+def messages(path: Path) -> Iterator[str]:
+    """The texts in a program that are no docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+        if is_text and id(node) not in docstrings:
+            yield node.value
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_no_private_word(page: str) -> None:
+    assert private_words(text_of(page)) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_a_page_begins_with_what_the_reader_can_do_after_it(page: str) -> None:
+    lines = [line for line in re.sub(r"<!--.*?-->", "", text_of(page), flags=re.DOTALL).splitlines() if line]
+    assert lines[0].startswith("# ")
+    assert re.match(r"(After|On) this page you (can|know|have)\b", lines[1]), lines[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_help_of_a_recipe_has_no_private_word(recipe: str) -> None:
+    schema = importlib.import_module(f"recipes.{recipe}.main").COMMAND.schema
+    assert {o.name: found for o in options_of(schema) if (found := private_words(o.meaning))} == {}
+
+
+def test_no_metric_and_no_alarm_is_described_by_a_private_word() -> None:
+    with (ROOT / "training/tracking/metrics.csv").open(newline="") as file:
+        texts = {row["name"]: row["meaning"] for row in csv.DictReader(file)}
+    texts |= {alarm.name: f"{alarm.when} {advice(alarm)}" for alarm in (*ALARMS, NOT_A_NUMBER)}
+    assert {name: found for name, text in texts.items() if (found := private_words(text))} == {}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_message_has_a_private_word(folder: str) -> None:
+    found = {
+        str(path): words
+        for path in (ROOT / folder).rglob("*.py")
+        for text in messages(path)
+        if (words := private_words(text))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(("page", "words"), FIELD.items())
+def test_the_words_of_the_field_stand_where_a_reader_looks_for_them(page: str, words: list[str]) -> None:
+    text = " ".join(text_of(page).split())
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize("text", ["The start says so.", "It answered.", "no room", "tell the world", "It goes on."])
+def test_private_words_are_found(text: str) -> None:
+    assert private_words(text)
