@@ -18,6 +18,7 @@ from components.engines.config import TrainConfig
 from components.engines.host_memory import tensors_within
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, filled
+from components.engines.weight_gather import Part, cut_part, whole_part
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -89,12 +90,12 @@ class DeepSpeedEngine(TrainEngine):
             self._check_gradient(norm)
         return norm
 
-    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        own = bucket if self.rank == 0 else []
+    def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
         if self._stage < 3:
-            return [(name, parameter.detach().cpu()) for name, parameter in own]
-        with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-            return [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in own]
+            return whole_part(parameter, dtype)
+        partitioned: Any = parameter
+        own = partitioned.ds_tensor
+        return cut_part(own, partitioned.ds_shape, dtype, own.ds_numel)
 
     @property
     def _zero(self) -> Any:

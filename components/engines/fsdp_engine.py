@@ -11,7 +11,6 @@ each rank keeps are rows of the float32 weights and of AdamW's moments. Within a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from components.engines.config import TrainConfig
 from components.engines.fsdp_groups import partition
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, local_rows
+from components.engines.weight_gather import Part, part_of
 
 
 class FSDPEngine(TrainEngine):
@@ -83,11 +83,5 @@ class FSDPEngine(TrainEngine):
         self._adam.zero_grad()
         return norm
 
-    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        whole = []
-        for name, parameter in bucket:
-            rows: Any = parameter.detach().to(self.device, self._type(parameter))
-            tensor = rows.full_tensor()
-            if self.rank == 0:
-                whole.append((name, tensor.cpu()))
-        return whole
+    def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
+        return part_of(parameter, dtype, self.device)

@@ -39,6 +39,7 @@ from components.engines.shared_prompts import (
     shares_prompts,
 )
 from components.engines.weight_average import WeightAverage
+from components.engines.weight_gather import Part, gathered
 from components.heartbeat import beat
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
@@ -153,8 +154,8 @@ class TrainEngine(ABC):
         """Step the optimizer, unless `_check_gradient` objects; returns the gradient's 2-norm before clipping."""
 
     @abstractmethod
-    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        """These parameters, whole, on rank 0's CPU; nothing on other ranks."""
+    def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
+        """What this rank has of a parameter, to be gathered in this type. All ranks call this."""
 
     @property
     def _zero(self) -> Any:
@@ -304,9 +305,8 @@ class TrainEngine(ABC):
 
     def _whole(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         self._check_awake()
-        for bucket in _buckets(parameters):
-            yield from self._gathered(bucket)
-            beat()
+        parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
+        return gathered(parts, self.device, BUCKET_BYTES)
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
@@ -519,18 +519,3 @@ def _members(group_G: Tensor, group_size: int) -> Tensor:
 def _shortest(batch: Batch, group_size: int = 1) -> Tensor:
     """Indices of the cheapest group, for a pass that is only made because other ranks make one."""
     return _members(batch.lengths.view(-1, group_size).sum(1).argmin(), group_size)
-
-
-def _buckets(parameters: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    bucket: list[tuple[str, Any]] = []
-    filled = 0
-    for name, parameter in parameters:
-        # ds_numel: elements of the whole parameter, of which this rank holds a part.
-        nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if bucket and filled + nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, parameter))
-        filled += nbytes
-    if bucket:
-        yield bucket

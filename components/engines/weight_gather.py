@@ -1,0 +1,200 @@
+"""Partitioned parameters made whole on rank 0, a bucket at a time.
+
+What a rank has of all parameters of a bucket goes to rank 0 in one message. While rank 0 does something with the
+tensors of one bucket, those of the next are on their way, so that it holds two buckets of its own and one parameter. On
+a GPU a bucket leaves the device in one copy, into pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from components.heartbeat import beat
+
+_ALIGNMENT = 64
+"""Of each part in a message, in bytes. No message is shorter: NCCL wants all ranks in the first one of a group."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank has of one parameter."""
+
+    numbers: Tensor
+    """Flat, in any type and on any device."""
+    shape: torch.Size
+    """Of the whole parameter."""
+    dtype: torch.dtype
+    """In which it is gathered."""
+    counts: list[int]
+    """How many numbers each rank has. The parameter, laid flat, is these end to end."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole parameter."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_here(self) -> bool:
+        """Rank 0 has all of it."""
+        return self.counts[0] == prod(self.shape)
+
+
+def whole_part(tensor: Tensor, dtype: torch.dtype) -> Part:
+    """Of a parameter that every rank has whole."""
+    others = [0] * (dist.get_world_size() - 1)
+    return Part(tensor.detach().reshape(-1), tensor.shape, dtype, [tensor.numel(), *others])
+
+
+def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) -> Part:
+    """Of a parameter that is cut into parts of `most` numbers, of which the last ranks may have fewer, or none.
+
+    Args:
+        numbers: this rank's, perhaps with padding at the end.
+        shape: of the whole parameter.
+        dtype: in which it is gathered.
+        most: numbers of rank 0.
+    """
+    counts = [min(max(prod(shape) - rank * most, 0), most) for rank in range(dist.get_world_size())]
+    return Part(numbers.detach().reshape(-1)[: counts[dist.get_rank()]], shape, dtype, counts)
+
+
+def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
+    """Of a plain tensor, or of a DTensor in any layout. All ranks call this: other layouts than rows over all ranks
+    are made whole here, one parameter at a time.
+    """
+    if not isinstance(parameter, DTensor):
+        return whole_part(parameter, dtype)
+    mesh = parameter.device_mesh
+    if mesh.ndim == 1 and mesh.size() == dist.get_world_size() and tuple(parameter.placements) == (Shard(0),):
+        most = ceil(len(parameter) / mesh.size()) * prod(parameter.shape[1:])
+        return cut_part(parameter.to_local(), parameter.shape, dtype, most)
+    made: Any = parameter.detach().to(device, dtype)
+    return whole_part(made.full_tensor(), dtype)
+
+
+def gathered(
+    parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters on rank 0's CPU; nothing on other ranks, which have to exhaust it as rank 0 does.
+
+    Args:
+        parts: of each parameter, in the same order on all ranks.
+        device: that messages leave from.
+        bucket_bytes: of whole parameters, what travels together; a larger one travels alone.
+
+    Returns:
+        Names and tensors. One that rank 0 has whole on its CPU, in the right type, is not copied.
+    """
+    before: _Bucket | None = None
+    for items in _buckets(parts, bucket_bytes):
+        bucket = _Bucket(items, device)
+        if before is not None:
+            yield from before.tensors()
+            beat()
+        before = bucket
+    if before is not None:
+        yield from before.tensors()
+        beat()
+
+
+def _buckets(parts: Iterable[tuple[str, Part]], bucket_bytes: int) -> Iterator[list[tuple[str, Part]]]:
+    bucket: list[tuple[str, Part]] = []
+    filled = 0
+    for name, part in parts:
+        if bucket and filled + part.nbytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, part))
+        filled += part.nbytes
+    if bucket:
+        yield bucket
+
+
+class _Bucket:
+    """Parameters on their way to rank 0."""
+
+    def __init__(self, items: list[tuple[str, Part]], device: torch.device) -> None:
+        self._items = items
+        self._rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        # What needs no message and is on the right device already is left where it is.
+        self._travelling = [part for _, part in items if not part.is_here or device.type != "cpu"]
+        self._regions: list[Tensor] = []
+        """[bytes] uint8, what each rank sends; on other ranks than 0 its own alone."""
+        self._works: list[dist.Work] = []
+        self._arrived: torch.cuda.Event | None = None
+        if not self._travelling or (self._rank and all(part.is_here for part in self._travelling)):
+            return
+        sizes = [self._size_of(rank) for rank in (ranks if self._rank == 0 else [self._rank])]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._regions = list(flat.split(sizes))
+        self._pack(self._regions[0])
+        self._exchange()
+        if self._rank == 0 and device.type == "cuda":
+            self._leave_device(flat, sizes)
+
+    def _size_of(self, rank: int) -> int:
+        return max(_ALIGNMENT, sum(_aligned(part.counts[rank] * part.dtype.itemsize) for part in self._travelling))
+
+    def _pack(self, region: Tensor) -> None:
+        offset = 0
+        for part in self._travelling:
+            nbytes = part.counts[self._rank] * part.dtype.itemsize
+            region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.counts[self._rank]])
+            offset += _aligned(nbytes)
+
+    def _exchange(self) -> None:
+        if all(part.is_here for part in self._travelling):
+            return
+        if self._rank == 0:
+            messages = [dist.P2POp(dist.irecv, region, rank) for rank, region in enumerate(self._regions) if rank]
+        else:
+            messages = [dist.P2POp(dist.isend, self._regions[0], 0)]
+        self._works = dist.batch_isend_irecv(messages) if messages else []
+
+    def _leave_device(self, flat: Tensor, sizes: list[int]) -> None:
+        """Queued behind the messages; the host waits for neither."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        # torch keeps pinned memory that is freed, and gives it to a later bucket.
+        on_host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
+        on_host.copy_(flat, non_blocking=True)
+        self._regions = list(on_host.split(sizes))
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait until all has come; on rank 0 the whole parameters."""
+        for work in self._works:
+            work.wait()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if self._rank:
+            return
+        places = [0] * len(self._regions)
+        for name, part in self._items:
+            if self._regions and (not part.is_here or self._arrived is not None):
+                yield name, self._joined(part, places)
+            else:
+                yield name, part.numbers.to(part.dtype).view(part.shape)
+
+    def _joined(self, part: Part, places: list[int]) -> Tensor:
+        """The next parameter; `places` are where its parts begin in each region, and move on."""
+        pieces = []
+        for rank, count in enumerate(part.counts):
+            nbytes = count * part.dtype.itemsize
+            pieces.append(self._regions[rank][places[rank] : places[rank] + nbytes].view(part.dtype))
+            places[rank] += _aligned(nbytes)
+        return (pieces[0] if part.is_here else torch.cat(pieces)).view(part.shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
