@@ -74,7 +74,7 @@ def seconds(what: Callable[[], object]) -> float:
 
 
 def read_into(targets: dict[str, Tensor], handle: WeightHandle) -> None:
-    for name, tensor in read_weights(handle):
+    for name, tensor in read_weights(handle, writable=False):
         targets[name].copy_(tensor)
 
 

@@ -122,7 +122,7 @@ class HFRolloutEngine(RolloutEngine):
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         targets = dict(self.model.named_parameters(remove_duplicate=False))
         digests: dict[str, str] = {}
-        for name, tensor in read_weights(handle):
+        for name, tensor in read_weights(handle, writable=False):
             target = targets[name].data.copy_(tensor)
             if with_digests:
                 # Of the weights in use, unless they are of another type than those that came.

@@ -2,7 +2,8 @@
 
 Readers map the file, and hold a shared lock on it as long as anything they got from it lives. The publisher writes a
 later version into the file of one that nobody holds, since fresh memory costs more than the copy; a file that is held
-is unlinked instead, and stays as it is to those who have it.
+is unlinked instead, and stays as it is to those who have it. For the same reason a reader that writes nothing keeps its
+mapping, without the lock, for the next version in that file.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import json
 import mmap
 import os
 import shutil
-from dataclasses import dataclass
+import warnings
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from components.engines.tensor_file import write_at
-from components.engines.weight_buckets import Bucket, Piece, pieces_of
+from components.engines.weight_buckets import ALIGNMENT, Piece, pieces_of
+from components.heartbeat import beat
 
 _WEIGHTS, _INDEX = "weights.bin", "index.json"
+_kept: dict[tuple[int, int], _Mapping] = {}
+"""Of this process, by device and inode: a publisher has two files in turn."""
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """A whole file that cannot be written through it."""
+
+    file: int
+    whole: mmap.mmap
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,16 @@ class OpenVersion:
     """What lies in each flat buffer of bytes, and the buffer."""
     digests: dict[str, str] | None
     """Of each tensor, where the publisher was asked for them."""
+
+
+@dataclass
+class _Bucket:
+    """What lies where after a page's start; a reader on another machine gets it in one piece."""
+
+    start: int
+    nbytes: int = 0
+    """Gaps of the alignment included."""
+    pieces: list[Piece] = field(default_factory=list)
 
 
 @dataclass
@@ -46,20 +70,24 @@ class WrittenVersion:
 class VersionWriter:
     """A version in the making, in the first directory that has room for all of it."""
 
-    def __init__(self, directories: list[Path], name: str, headroom_bytes: int, old: WrittenVersion | None) -> None:
+    def __init__(
+        self, directories: list[Path], name: str, bucket_bytes: int, headroom_bytes: int, old: WrittenVersion | None
+    ) -> None:
         """
         Args:
             directories: to be tried in this order.
             name: of the folder, once it is whole.
+            bucket_bytes: of tensors that lie together; a larger one stands alone.
             headroom_bytes: must stay free.
             old: a version that is given up; its memory is used again when nobody holds it.
         """
         self._candidates = list(directories)
         self._name = name
+        self._bucket_bytes = bucket_bytes
         self._headroom_bytes = headroom_bytes
         self._mapped: Tensor | None = None
-        self._table: list[dict[str, object]] = []
-        self._end = 0
+        self._names: set[str] = set()
+        self._buckets = [_Bucket(0)]
         self.nbytes = 0
         if old is None or not self._recycle(old):
             self._start()
@@ -88,27 +116,51 @@ class VersionWriter:
         self._folder.mkdir(parents=True)
         self._file = os.open(self._folder / _WEIGHTS, os.O_RDWR | os.O_CREAT)
 
-    def write(self, bucket: Bucket) -> None:
-        end = self._end + -(-bucket.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor behind those that were written.
+
+        Raises:
+            ValueError: the name comes a second time.
+            OSError: no directory has room.
+        """
+        if name in self._names:
+            raise ValueError(f"weight {name!r} came twice; names must be unique")
+        self._names.add(name)
+        bucket = self._buckets[-1]
+        if bucket.pieces and bucket.nbytes + tensor.nbytes > self._bucket_bytes:
+            bucket = _Bucket(self._end)
+            self._buckets.append(bucket)
+        offset = -(-bucket.nbytes // ALIGNMENT) * ALIGNMENT
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        piece = Piece(name, dtype, tuple(tensor.shape), offset)
+        bucket.pieces.append(piece)
+        bucket.nbytes = offset + tensor.nbytes
+        self._copy(tensor, piece, bucket.start)
+        self.nbytes += tensor.nbytes
+        beat()
+
+    @property
+    def _end(self) -> int:
+        """Of the file, as far as it is used: whole pages."""
+        last = self._buckets[-1]
+        return last.start + -(-last.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def _copy(self, tensor: Tensor, piece: Piece, start: int) -> None:
+        end = self._end
         while (more := end - os.fstat(self._file).st_size) > 0 and self._lacks(more):
-            self._move_on(more)
+            self._move_on(more, start + piece.offset)
         if self._mapped is not None and end <= len(self._mapped):
-            place = self._mapped[self._end : end]
-            for (_, target), tensor in zip(pieces_of(place, bucket.pieces), bucket.tensors, strict=True):
-                target.copy_(tensor)
-        else:
-            # Not through a mapping: a full disk is an OSError here, and the end of the process there.
-            for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
-                write_at(self._file, tensor, self._end + piece.offset)
-            os.truncate(self._file, max(end, os.fstat(self._file).st_size))
-        self._table.append({"start": self._end, "nbytes": bucket.nbytes, "pieces": bucket.pieces})
-        self._end = end
-        self.nbytes += sum(tensor.nbytes for tensor in bucket.tensors)
+            ((_, target),) = pieces_of(self._mapped[start:], [piece])
+            target.copy_(tensor)
+            return
+        # Not through a mapping: a full disk is an OSError here, and the end of the process there.
+        write_at(self._file, tensor, start + piece.offset)
+        os.truncate(self._file, max(end, os.fstat(self._file).st_size))
 
     def _lacks(self, nbytes: int) -> bool:
         return shutil.disk_usage(self._folder).free < nbytes + self._headroom_bytes
 
-    def _move_on(self, nbytes: int) -> None:
+    def _move_on(self, nbytes: int, written: int) -> None:
         full = self._folder
         if len(self._candidates) == 1:
             raise OSError(
@@ -117,7 +169,7 @@ class VersionWriter:
                 "fallback_directory on a larger disk, or enlarge the shared memory (docker: --shm-size)"
             )
         self._candidates.pop(0)
-        os.truncate(self._file, self._end)
+        os.truncate(self._file, written)
         os.close(self._file)
         self._mapped = None
         self._start()
@@ -130,7 +182,8 @@ class VersionWriter:
             os.truncate(self._file, self._end)
             self._mapped = None
         os.close(self._file)
-        index = {"proof": proof, "digests": digests, "buckets": self._table}
+        buckets = [vars(bucket) for bucket in self._buckets]
+        index = {"proof": proof, "digests": digests, "buckets": buckets}
         (self._folder / _INDEX).write_text(json.dumps(index))
         return WrittenVersion(self._folder.rename(self._folder.with_name(self._name)), self._mapped)
 
@@ -139,10 +192,17 @@ class VersionWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_version(folder: Path, proof: str) -> OpenVersion | None:
-    """None: it is not there, or is another publisher's."""
+def open_version(folder: Path, proof: str, *, writable: bool) -> OpenVersion | None:
+    """None: it is not there, or is another publisher's.
+
+    Args:
+        folder: of the version.
+        proof: that its publisher has left there.
+        writable: who writes into the tensors writes into a copy of their own; else they must not be written to, which
+            is quicker from the second version on.
+    """
     try:
-        whole = _map(folder / _WEIGHTS)
+        whole = _open(folder / _WEIGHTS, writable)
         index = json.loads((folder / _INDEX).read_text())
     except FileNotFoundError:
         return None
@@ -155,19 +215,37 @@ def open_version(folder: Path, proof: str) -> OpenVersion | None:
     return OpenVersion(opened, index["digests"])
 
 
-def _map(path: Path) -> Tensor | None:
-    """[bytes] uint8; a copy of its own for who writes. None: the file was given up meanwhile."""
+def _open(path: Path, writable: bool) -> Tensor | None:
+    """[bytes] uint8, which has the lock. None: the file was given up meanwhile."""
     file = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         found = os.fstat(file)
-        if found.st_ino != path.stat().st_ino:
-            return None
-        if not found.st_size:
-            return torch.empty(0, dtype=torch.uint8)
-        # The mapping has a duplicate of the file, and by that the lock; tensors keep the mapping alive.
-        return torch.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    except BlockingIOError:
-        return None
-    finally:
+        is_same = found.st_ino == path.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
         os.close(file)
+        return None
+    if not is_same or not found.st_size:
+        os.close(file)
+        return torch.empty(0, dtype=torch.uint8) if is_same else None
+    whole = mmap.mmap(file, 0, access=mmap.ACCESS_COPY) if writable else _mapping(path, found)
+    view = memoryview(whole)
+    # Tensors keep the view alive. (What is mapped writable has a duplicate of the file, and so the lock, itself.)
+    weakref.finalize(view, os.close, file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _mapping(path: Path, found: os.stat_result) -> mmap.mmap:
+    """Of a file that this process has locked; the one it has, or a new one."""
+    for key, kept in list(_kept.items()):
+        now = os.fstat(kept.file)
+        if not now.st_nlink or now.st_size != len(kept.whole):
+            del _kept[key]
+            os.close(kept.file)
+    own = found.st_dev, found.st_ino
+    if own not in _kept:
+        file = os.open(path, os.O_RDONLY)  # not the one with the lock
+        _kept[own] = _Mapping(file, mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+    return _kept[own].whole

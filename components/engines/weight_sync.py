@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from components.engines.weight_buckets import buckets, pieces_of
+from components.engines.weight_buckets import pieces_of
 from components.engines.weight_digest import digest
 from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version
 from components.engines.weight_transport import RemoteVersion, WeightServer, fetch, prove
@@ -65,7 +65,7 @@ class WeightPublisher:
             directory: of this publisher alone, usually below /dev/shm; versions that a killed predecessor left are
                 removed.
             fallback_directory: for versions that do not fit into `directory`; of this publisher alone.
-            bucket_bytes: weights are collected up to this size before they are written or sent.
+            bucket_bytes: a reader on another machine gets so much at a time, or one weight that is larger.
             headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
             serve: listen for readers on other machines, on a free port of `host`, which must lie in a network that you
                 trust (weight_transport.py). Without it no socket is opened.
@@ -90,7 +90,7 @@ class WeightPublisher:
 
         Args:
             version: newer than the last.
-            tensors: each is copied before the next bucket is asked for.
+            tensors: each is copied before the next is asked for.
             with_digests: lay a digest of each tensor beside the version, for `read_digests`.
 
         Raises:
@@ -111,10 +111,10 @@ class WeightPublisher:
         self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
     ) -> tuple[WrittenVersion, int]:
         old = self._published.pop(0)[1] if len(self._published) > 1 else None
-        writer = VersionWriter(self._directories, name, self._headroom_bytes, old)
+        writer = VersionWriter(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
         try:
-            for bucket in buckets(((name, tensor.cpu()) for name, tensor in tensors), self._bucket_bytes):
-                writer.write(bucket)
+            for weight, tensor in tensors:
+                writer.write(weight, tensor.cpu())
             return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
         except BaseException:
             writer.remove()
@@ -123,7 +123,7 @@ class WeightPublisher:
     def _find(self, version: int) -> OpenVersion | None:
         """Called by the server's threads."""
         paths = [handle.path for handle, _ in self._published if handle.version == version]
-        return open_version(Path(paths[0]), prove(self._token, "folder")) if paths else None
+        return open_version(Path(paths[0]), prove(self._token, "folder"), writable=False) if paths else None
 
     def close(self) -> None:
         """Unlink everything; the publisher cannot be used afterwards."""
@@ -171,19 +171,23 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
     return digests
 
 
-def read_weights(handle: WeightHandle, timeout_seconds: float = 60.0) -> Iterator[tuple[str, Tensor]]:
+def read_weights(
+    handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a version, mapped where its folder is, and otherwise through the network, from a publisher that
-    serves: copy what you keep, and do not write.
+    serves: copy what you keep.
 
     Args:
         handle: of the version.
         timeout_seconds: for the publisher's answer, and for each bucket through the network.
+        writable: False: who writes into a tensor that is mapped ends this process. It is quicker: the mapping is used
+            again for later versions.
 
     Raises:
         FileNotFoundError: the version is gone, or was never within reach.
         ConnectionError: the publisher is gone, or does not answer in time.
     """
-    opened = _open(handle, table_only=False, timeout_seconds=timeout_seconds)
+    opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):
         yield from opened.tensors
         return
@@ -191,8 +195,10 @@ def read_weights(handle: WeightHandle, timeout_seconds: float = 60.0) -> Iterato
         yield from pieces_of(flat, pieces)
 
 
-def _open(handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0) -> OpenVersion | RemoteVersion:
-    here = open_version(Path(handle.path), prove(handle.token, "folder"))
+def _open(
+    handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0, writable: bool = False
+) -> OpenVersion | RemoteVersion:
+    here = open_version(Path(handle.path), prove(handle.token, "folder"), writable=writable)
     if here is not None:
         return here
     if handle.address is None:

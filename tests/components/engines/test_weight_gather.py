@@ -1,0 +1,32 @@
+"""What the ranks have in parts is whole on rank 0, to the last bit, and takes two buckets on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.components.engines.gather_worker import BUCKET_BYTES, LARGE, every_layout, grows_by, wholes
+from tests.components.engines.ranks import run_ranks
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
+def test_weights_in_any_layout_arrive_whole_on_rank_0_alone(tmp_path: Path, bucket_bytes: int) -> None:
+    arrived, *others = run_ranks(every_layout, 4, tmp_path, bucket_bytes)
+    assert others == [{}, {}, {}]
+    assert len(arrived) == 4 * 6 + 4
+    for name, tensor in arrived.items():
+        whole, _, dtype = name.split(", ")
+        expected = wholes()[whole].to(getattr(torch, dtype.removeprefix("torch.")))
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.full
+def test_rank_0_holds_two_buckets_and_a_weight_beside_its_own_part(
+    tmp_path: Path,
+) -> None:
+    rank_0, other = run_ranks(grows_by, 2, tmp_path)
+    assert BUCKET_BYTES // 2 < rank_0 < 2 * BUCKET_BYTES + LARGE + 2**24
+    assert other == 0
