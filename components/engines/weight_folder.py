@@ -71,7 +71,12 @@ class VersionWriter:
     """A version in the making, in the first directory that has room for all of it."""
 
     def __init__(
-        self, directories: list[Path], name: str, bucket_bytes: int, headroom_bytes: int, old: WrittenVersion | None
+        self,
+        directories: list[Path],
+        name: str,
+        bucket_bytes: int,
+        headroom_bytes: int,
+        old: WrittenVersion | None = None,
     ) -> None:
         """
         Args:

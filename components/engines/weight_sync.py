@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -193,6 +193,32 @@ def read_weights(
         return
     for pieces, flat in opened.buckets:
         yield from pieces_of(flat, pieces)
+
+
+@contextlib.contextmanager
+def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[WeightHandle]:
+    """The version on this machine, for readers that each want all of it, as the parts of one engine do: it comes
+    through the network once.
+
+    Args:
+        handle: of the version; given back as it is for one reader, and when the version is on this machine.
+        directory: of the caller alone, usually below /dev/shm; removed at the end.
+        readers: how many.
+    """
+    opened = _open(handle, False) if readers > 1 else None
+    if not isinstance(opened, RemoteVersion):
+        yield handle
+        return
+    # A predecessor may have been killed in here.
+    shutil.rmtree(directory, ignore_errors=True)
+    writer = VersionWriter([directory], f"weights-{handle.version:08d}", bucket_bytes=2**28, headroom_bytes=2**24)
+    try:
+        for name, tensor in opened.tensors:
+            writer.write(name, tensor)
+        written = writer.finish(prove(handle.token, "folder"), opened.digests)
+        yield replace(handle, path=str(written.folder), address=None)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _open(

@@ -4,7 +4,7 @@ from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from components.engines.device import is_engine_dead
-from components.engines.weight_sync import WeightHandle
+from components.engines.weight_sync import WeightHandle, nearby
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
@@ -30,7 +30,9 @@ class SamplingWorker(BaseWorkload):
     def take_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on. An engine that sleeps wakes as far as they need."""
         self.runner.wake(for_weights=True)
-        self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        parts = self.config.rollout.tensor_parallel
+        with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as here:
+            self.runner.receive(here, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
 
     @rpc(idempotent=True)

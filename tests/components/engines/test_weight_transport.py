@@ -18,6 +18,7 @@ from components.engines.weight_digest import compare_digests, digest
 from components.engines.weight_sync import (
     WeightHandle,
     WeightPublisher,
+    nearby,
     read_digests,
     read_weights,
     weight_shapes,
@@ -109,6 +110,30 @@ def test_the_folder_of_another_publisher_is_not_read(tmp_path: Path, publisher: 
     assert dict(read_weights(seen_there))["scalar"].item() == 1.0
     with pytest.raises(FileNotFoundError, match=says("version 1", same_place.path)):
         next(read_weights(replace(seen_there, address=None)))
+
+
+def test_the_parts_of_an_engine_get_a_version_through_the_network_once(
+    tmp_path: Path, publisher: WeightPublisher
+) -> None:
+    handle = elsewhere(publisher.publish(1, some_weights().items(), with_digests=True))
+    (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # of a predecessor that was killed
+    with nearby(handle, tmp_path / "arriving", readers=2) as here:
+        publisher.close()  # nobody asks it again
+        for _ in range(2):
+            arrived = dict(read_weights(here))
+            assert all(torch.equal(arrived[name], tensor) for name, tensor in some_weights().items())
+        received = {name: digest(tensor) for name, tensor in arrived.items()}
+        assert compare_digests(read_digests(here), received) == []
+    assert not (tmp_path / "arriving").exists()
+
+
+def test_a_version_on_this_machine_is_not_copied_for_the_parts_of_an_engine(
+    tmp_path: Path, publisher: WeightPublisher
+) -> None:
+    handle = publisher.publish(1, some_weights().items())
+    with nearby(handle, tmp_path / "arriving", readers=2) as here:
+        assert here == handle
+        assert not (tmp_path / "arriving").exists()
 
 
 def test_without_serve_there_is_neither_address_nor_thread(tmp_path: Path) -> None:
