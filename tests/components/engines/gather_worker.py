@@ -39,7 +39,7 @@ def every_layout(bucket_bytes: int) -> dict[str, Tensor]:
     }
     parts = []
     for name, whole in wholes().items():
-        placed = {layout: distribute_tensor(whole, *where) for layout, where in layouts.items()}
+        placed: dict[str, Tensor] = {layout: distribute_tensor(whole, *where) for layout, where in layouts.items()}
         if whole.ndim > 1:
             placed["columns"] = distribute_tensor(whole, line, [Shard(1)])
             placed["grid"] = distribute_tensor(whole, grid, [Shard(0), Shard(1)])
