@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -145,6 +146,8 @@ def check_python(words: list[str], command: Command) -> None:
         elif module == "recipes.reward_model.serve":
             if rest:  # else it is only named
                 load_config(importlib.import_module(module).ServeConfig, rest)
+        elif module == "tests.notebooks":
+            assert importlib.util.find_spec(module) and not rest, f"{module} takes no options: {rest}"
         elif module in OPTIONS_OF:
             schema = getattr(importlib.import_module(module), OPTIONS_OF[module])
             check_flags(rest, {f"--{field.name}" for field in dataclasses.fields(schema)}, module)
