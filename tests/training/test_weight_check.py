@@ -22,13 +22,13 @@ COLD_N = torch.tensor([-9.0, 0.0, 0.0, -9.0, 0.0])
 
 def test_answers_that_the_policy_would_give_too_are_said_to_agree() -> None:
     found = check_greedy(ANSWERS, PLAIN_N + 0.004, COLD_N, "float32")
-    assert re.search(says("2 greedy answers", "3 tokens", 0.004), found)
+    assert re.search(says("2 greedy responses", "3 tokens", 0.004), found)
 
 
 def test_a_token_that_is_not_the_policys_likeliest_is_named() -> None:
-    # The second token of answer 0 is 0.05 nats behind the likeliest.
+    # The second token of response 0 is 0.05 nats behind the likeliest.
     cold_N = COLD_N - torch.tensor([0, 0, 0.05 / COLD, 0, 0])
-    with pytest.raises(RuntimeError, match=says(0.05, "token 2 of answer 0")):
+    with pytest.raises(RuntimeError, match=says(0.05, "token 2 of response 0")):
         check_greedy(ANSWERS, PLAIN_N, cold_N, "float32")
     check_greedy(ANSWERS, PLAIN_N, cold_N, "bfloat16")
 
@@ -37,7 +37,7 @@ def test_another_probability_of_the_same_token_is_named_and_so_is_nan() -> None:
     for wrong in (-0.4, float("nan")):
         plain_N = PLAIN_N.clone()
         plain_N[4] = wrong
-        with pytest.raises(RuntimeError, match="token 1 of answer 1"):
+        with pytest.raises(RuntimeError, match="token 1 of response 1"):
             check_greedy(ANSWERS, plain_N, COLD_N, "float32")
 
 
