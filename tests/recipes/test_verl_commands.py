@@ -81,7 +81,7 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
     assert len(PLAIN) >= 47
     assert len(refused) <= (1 - TAKEN) * len(PLAIN), refused
     # Each for something that is not here, and with what to use.
-    words = ("optimal_token_baseline", "use_pf_ppo", "lora_adapter_path")
+    words = ("use_pf_ppo", "lora_adapter_path")
     assert [said for said in refused.values() if not any(word in said for word in words)] == []
 
 
