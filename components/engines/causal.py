@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 # Options of mallopt, by their numbers in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_SMALL = 2**25
+"""Parameters of a model, at most, of which memory that is freed is kept."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    keep_freed_memory()
     model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
+    keep_freed_memory(model)
     own: Any = probe.config._attn_implementation
     # Flash attention is for GPUs, and the model is not on one yet.
     probe.set_attn_implementation("eager")
@@ -257,7 +259,6 @@ def load_value_model(
     """
     from transformers import AutoConfig, AutoModel
 
-    keep_freed_memory()
     # All that is small is checked before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
     statistics = score_statistics(config, path) if normalize else None
@@ -273,6 +274,7 @@ def load_value_model(
             "it scores several classes; use a model with num_labels=1"
         )
     backbone, probe = _open(AutoModel, path, dtype, attn_implementation, empty)
+    keep_freed_memory(backbone)
     _fit(backbone, probe, attn_implementation, packing, gradient_checkpointing)
     model = ValueModel(backbone, seed, value_head_prefix, statistics)
     if head_1H is not None:
@@ -398,18 +400,22 @@ def _scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:
     return x_M.new_zeros(num_tokens).index_copy(0, follower_M, x_M)
 
 
-def keep_freed_memory() -> None:
-    """Let this process use again what its tensors leave free, up to a gigabyte, where torch computes on a CPU.
+def keep_freed_memory(model: nn.Module) -> None:
+    """Let this process use again what its tensors leave free, up to a gigabyte, where a small model computes on a CPU.
 
     glibc gives every block of 32 MB or more back to the system and asks for it anew, empty: the activations of a
-    training step then cost a page fault for each 4 KB. Measured: 12% of the CPU time of a step of 11,000 tokens.
+    training step then cost a page fault for each 4 KB. Measured: 12% of the CPU time of a step of 11,000 tokens, with
+    0.4 million parameters. The wider a model, the less: the bytes of a token grow with the width, its computation with
+    the square of that. But the gradients of a large model, which stay, would lie in what is left free of the large
+    blocks that they are reduced from, and the next layer's block would not fit there.
     """
     if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)
+    kept = 2**30 if sum(parameter.numel() for parameter in model.parameters()) <= _SMALL else 2**25
     # Older versions refuse more than 32 MB. Only then the other: alone it would freeze this one where it is.
-    if library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_THRESHOLD, 2**25):
-        library.mallopt(_TRIM_THRESHOLD, 2**30)
+    if library.mallopt(_MMAP_THRESHOLD, kept) or library.mallopt(_MMAP_THRESHOLD, 2**25):
+        library.mallopt(_TRIM_THRESHOLD, kept)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification
 from components.batch import Batch
 from components.engines import logprobs
 from components.engines.causal import evaluate, load_policy, load_value_model, token_logprobs, token_values
+from tests.components.engines.freed_worker import kept_when_freed
+from tests.components.engines.ranks import run_ranks
 from tests.messages import says
 
 # Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
@@ -256,3 +258,9 @@ def test_the_attention_that_was_asked_for_is_used_and_gives_the_same_numbers(tie
 def test_an_unknown_dtype_is_named(tied_model: Path) -> None:
     with pytest.raises(ValueError, match=says("dtype='float8'", "bfloat16", "float32")):
         load_policy(tied_model, dtype="float8")
+
+
+def test_memory_that_a_small_model_frees_is_kept_and_that_of_a_large_one_is_given_back(tmp_path: Path) -> None:
+    ((large, small),) = run_ranks(kept_when_freed, 1, tmp_path)
+    assert small >= 2**27
+    assert large < 2**24
