@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 WINDOW = 256
 """Of so many episodes, the last ones, the share that failed is taken where episodes have no batch of their own."""
-_PLAIN = ("tokens", "action_mask", "rollout_logprob", "prompt_length", "truncated", "weight_version")
-"""The columns that an engine itself makes."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -85,13 +82,12 @@ class EpisodeRunner:
         if tokenizer is not None:
             self.encoder = TextEncoder(tokenizer)
 
-    def run_episodes(self, prompts: Batch, sampling: SamplingConfig, *, alone: bool = False) -> Batch:
+    def run_episodes(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """Run one episode for each prompt.
 
         Args:
             prompts: as `RolloutEngine.generate` takes them; agents read the objects `prompt` and `label`.
             sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less room.
-            alone: leave the agent out: one response each, with the columns of `RolloutEngine.generate`.
 
         Returns:
             What `as_batch` says, in the order of `prompts`; of a `RolloutEngine` what that returns.
@@ -102,10 +98,6 @@ class EpisodeRunner:
         """
         if isinstance(self.engine, RolloutEngine):
             return self.engine.generate(prompts, sampling, self.options.max_tokens)
-        if alone:
-            options = dataclasses.replace(self.options, stop=[])
-            plain = EpisodeRunner(self.engine, None, options, self.encoder.tokenizer, self._loop_runner)
-            return plain.run_episodes(prompts, sampling).only(*prompts.per_sequence, *prompts.objects, *_PLAIN)
         failures = _Failures(self.options.max_failed_share, len(prompts))
         episodes = self._loop_runner.run(self._run_all(prompts, sampling, failures))
         return as_batch(prompts, episodes, self.engine.weight_version)

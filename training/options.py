@@ -279,8 +279,7 @@ class RolloutOptions(Options):
     prefix_caching: bool = where(True, engine=("auto", "vllm"))
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides, and let the policy score greedy responses of the
-    engines. Costs about a step's time."""
+    """After each step compare a digest of every weight on both sides."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

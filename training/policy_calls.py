@@ -118,10 +118,6 @@ class PolicyCalls:
         for future in loading:
             future.result()
 
-    def generate_plain(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One response to each prompt, without the agent."""
-        return self.trainer.RG_ROLLOUT.generate(prompts, sampling, True)
-
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
         """Begin responses that `collect` brings; the list has an item for every engine."""
         self.trainer.RG_ROLLOUT.begin(prompts, sampling)
@@ -144,11 +140,6 @@ class PolicyCalls:
         for future in asked:
             found |= future.result().per_token
         return found
-
-    def logprobs(self, tokens: Batch, temperatures: Sequence[float]) -> list[Batch]:
-        """`logprob` per token under the policy, in nats, at each temperature."""
-        asked = [self.trainer.RG_ACTOR.logprobs(tokens, temperature) for temperature in temperatures]
-        return [future.result() for future in asked]
 
     def sync_weights(self, version: int) -> None:
         """Bring the policy to every engine."""

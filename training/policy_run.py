@@ -25,7 +25,6 @@ from training.rollouts import check_staleness, record_step, rollout_metrics
 from training.run import Run
 from training.tracking import console_line
 from training.tracking.tracker import UNREWARDED
-from training.weight_check import COLD, check_greedy, greedy_prompts
 
 if TYPE_CHECKING:
     from components.data.prompts import PromptSource
@@ -174,9 +173,6 @@ class PolicyRun(Run[Batch]):
         """
         if weights_synced:
             self.progress.version = self.step
-            if self.config.rollout.verify_weight_sync:
-                with self.phase("verify"):
-                    self._verify_weights(experience)
         found = dict(metrics or {})
         for role, own in by_role.items():
             found |= {f"{role}/{name}": value for name, value in own.items()}
@@ -263,18 +259,6 @@ class PolicyRun(Run[Batch]):
         for score in self._scores:
             rollouts = score(rollouts)
         return rollouts
-
-    def _verify_weights(self, experience: Batch) -> None:
-        """Let the policy score greedy responses of every engine; see `check_greedy`."""
-        own = self.config.placement
-        prompts = greedy_prompts(experience, 4 * max(own.rollout_engines or 1, own.actor_ranks or 1))
-        generate = self.awake(self.calls.generate_plain)
-        responses = generate(prompts, self.config.sampling(self.step, 0.0))
-        check_staleness(responses, self.version)
-        self.calls.end_generation()
-        plain, cold = self.calls.logprobs(responses.only("tokens"), (1.0, COLD))
-        precision = "float32" if self.config.train.precision == "fp32" else "bfloat16"
-        self.info(f"weights verified: {check_greedy(responses, plain['logprob'], cold['logprob'], precision)}")
 
     # --- evaluation
 

@@ -48,12 +48,12 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 # --- experience: the batch is split over the workers of the role
 
 
-def generate_samples(prompts: list[Batch], sampling: SamplingConfig, alone: bool = False) -> FutureSequence[Batch]:
+def generate_samples(prompts: list[Batch], sampling: SamplingConfig) -> FutureSequence[Batch]:
     """One response per prompt: tokens, action_mask, rollout_logprob per token; truncated, weight_version per response.
-    With an agent one episode, which may be several sequences; `alone` without it. The list has an item for each engine
-    that is to generate, and so has the result.
+    With an agent one episode, which may be several sequences. The list has an item for each engine that is to generate,
+    and so has the result.
     """
-    return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling, alone)
+    return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling)
 
 
 def begin_samples(prompts: list[Batch | None], sampling: SamplingConfig) -> FutureSequence[None]:

@@ -57,14 +57,10 @@ class PPOCalls(PolicyCalls):
             loading.append(remote_call.reference_init(path))
         remote_call.wait_all(loading)
 
-    def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
-        """One response to each prompt, or one episode; `alone` without the agent."""
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One response to each prompt, or one episode."""
         parts = prompts.split(min(self.engines, len(prompts)))
-        return Batch.concat(remote_call.generate_samples(parts, sampling, alone).result())
-
-    def generate_plain(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One response to each prompt, without the agent."""
-        return self.generate(prompts, sampling, alone=True)
+        return Batch.concat(remote_call.generate_samples(parts, sampling).result())
 
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
         """See `PolicyCalls.begin`."""
@@ -73,11 +69,6 @@ class PPOCalls(PolicyCalls):
     def collect(self, seconds: float) -> Sequence[Collected]:
         """See `PolicyCalls.collect`."""
         return remote_call.collect_samples(seconds).result()
-
-    def logprobs(self, tokens: Batch, temperatures: Sequence[float]) -> list[Batch]:
-        """See `PolicyCalls.logprobs`."""
-        asked = [remote_call.actor_forward(tokens, temperature) for temperature in temperatures]
-        return [future.result() for future in asked]
 
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from, and the critic where that is asked for."""

@@ -60,10 +60,6 @@ class VerlCalls(PolicyCalls):
         for future in loading:
             future.result()
 
-    def generate_plain(self, prompts: "Batch", sampling: "SamplingConfig") -> "Batch":
-        """One response to each prompt, without the agent."""
-        return self.rollout.generate_sequences(prompts, sampling, True)
-
     def begin(self, prompts: "list[Batch | None]", sampling: "SamplingConfig") -> None:
         """Begin responses that `collect` brings; the list has an item for every engine."""
         self.rollout.begin(prompts, [sampling] * self.engines)
@@ -71,10 +67,6 @@ class VerlCalls(PolicyCalls):
     def collect(self, seconds: float) -> "Sequence[Collected]":
         """From every engine what has finished, in whole groups, after at most so many seconds."""
         return self.rollout.collect(seconds)
-
-    def logprobs(self, tokens: "Batch", temperatures: Sequence[float]) -> "list[Batch]":
-        """`logprob` per token under the policy, in nats, at each temperature."""
-        return [self.actor.compute_log_prob(tokens, temperature).result() for temperature in temperatures]
 
     def sync_weights(self, version: int) -> None:
         """Bring the policy as it is now to every engine; their responses carry `version` from here on."""

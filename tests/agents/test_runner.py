@@ -346,23 +346,6 @@ def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> Non
     assert batch["truncated"].tolist() == [False, False, False]
 
 
-def test_alone_a_response_is_the_engines(rig: Rig) -> None:
-    runner = rig.runner(MultiTurnAgentExecutor(Talk), stop=["e"])
-    prompts = rig.prompts(3, 2)
-    own_greedy = runner.run_episodes(prompts, sampling(temperature=0.0), alone=True)
-    for temperature in (0.0, 1.0):
-        own = runner.run_episodes(prompts, sampling(temperature=temperature), alone=True)
-        plain = rig.engine.generate(prompts, sampling(temperature=temperature))
-        same(own, plain, but=["rollout_logprob"])
-        assert float((own["rollout_logprob"] - plain["rollout_logprob"]).abs().max()) < 1e-5
-    # Prompts without their text are enough, as the check of the weights has them.
-    tokens_only = Batch.from_rows(
-        {"tokens": prompts.lists("tokens")}, {name: prompts[name] for name in ("prompt_id", "sample_id")}
-    )
-    again = runner.run_episodes(tokens_only, sampling(temperature=0.0), alone=True)
-    assert torch.equal(again["tokens"], own_greedy["tokens"])
-
-
 def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
     marks = len(first_tokens(rig.encoder, [{"role": "user", "content": ""}]))
 

@@ -264,14 +264,6 @@ def test_the_kl_in_the_loss_is_added_and_leaves_rewards_as_they_are(local: dict[
         assert line["critic/rewards/mean"] == line["critic/score/mean"]
 
 
-def test_weights_are_verified_after_each_step_where_that_is_asked_for(local: dict[str, RunFolder]) -> None:
-    assert all(line["timing_s/verify"] > 0 for line in local["loss"].metrics)
-    began, policy = calls(local["loss"]), "actor_rollout_ref"
-    received = [i for i, call in enumerate(began) if call == f"{policy}.receive_weights"]
-    inferred = [f"{policy}.generate_sequences", f"{policy}.compute_log_prob", f"{policy}.compute_log_prob"]
-    assert [began[i + 1 : i + 4] for i in received] == [inferred] * 2
-
-
 def test_a_reward_model_and_half_of_a_function_of_the_users_own_make_the_reward(local: dict[str, RunFolder]) -> None:
     (line,) = local["model"].metrics
     (batch,) = batches(local["model"])

@@ -49,7 +49,6 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
     assert run.summary["steps"] == 3
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
     assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
-    assert all(step["timing_s/verify"] > 0 for step in run.metrics)
 
 
 @pytest.mark.nightly
@@ -69,7 +68,6 @@ def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runn
     gaps = [(batch["logprob"] - batch["rollout_logprob"]).abs() for batch in samples]
     assert all(gap[fresh].max() < 1e-4 for gap, fresh in zip(gaps, own, strict=True) if fresh.any())
     assert sum(line["rollout/staleness_mean"] for line in run.metrics) > 0
-    assert run.out.count("verified") == 5
     assert run.left_behind() == []
 
 
@@ -90,7 +88,6 @@ def test_ppo_runs_with_vllm_sleep_packing_and_adapters_and_leaves_nothing_behind
     said = run.out.splitlines()
     for facts in (["vllm"], ["actor and critic", "sleep", "CPU"], ["engines", "sleep", "CPU"]):
         assert any(re.search(says(*facts), line) for line in said), facts
-    assert sum(bool(re.search(says("verified", "4 "), line)) for line in said) == 2
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
     assert (run.run_dir / "checkpoints/step_2/hf/model.safetensors").is_file()
     assert run.left_behind() == []

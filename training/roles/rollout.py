@@ -63,13 +63,13 @@ class RolloutWorker(SamplingWorker):
         self.open_runner(model_path)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
-    def generate(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
-        """One response per prompt, or one episode; the prompts are split over the engines. `alone`: without the agent.
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One response per prompt, or one episode; the prompts are split over the engines.
 
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        return self.runner.run_episodes(prompts, sampling, alone=alone)
+        return self.runner.run_episodes(prompts, sampling)
 
     @trainer_invocation(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:

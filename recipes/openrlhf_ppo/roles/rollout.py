@@ -18,9 +18,9 @@ class Rollout(RolloutWorker):
         self.load(model_path)
 
     @rpc(remote_call.generate_samples, idempotent=True)
-    def generate_parts(self, prompts: list[Batch], sampling: SamplingConfig, alone: bool = False) -> list[Batch]:
+    def generate_parts(self, prompts: list[Batch], sampling: SamplingConfig) -> list[Batch]:
         """One response or episode per prompt; the list has an item for every engine."""
-        return [self.generate(mine, sampling, alone) for mine in prompts]
+        return [self.generate(mine, sampling) for mine in prompts]
 
     @rpc(remote_call.begin_samples, idempotent=True)
     def begin_parts(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:

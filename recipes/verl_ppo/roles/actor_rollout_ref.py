@@ -58,13 +58,13 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
     # --- rollouts
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
-    def generate_sequences(self, prompts: Batch, sampling: SamplingConfig, alone: bool = False) -> Batch:
-        """One response or episode per prompt, split over the workers. `alone`: without the agent.
+    def generate_sequences(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """One response or episode per prompt, split over the workers.
 
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        return self.runner.run_episodes(prompts, sampling, alone=alone)
+        return self.runner.run_episodes(prompts, sampling)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, idempotent=True)
     def begin(self, prompts: Batch | None, sampling: SamplingConfig) -> None:
