@@ -222,8 +222,7 @@ class RewardOptions(Options):
     source: str | None = None
     """A Python file with a reward function, `FILE.py` or `FILE.py:NAME`, in the signature of TRL, OpenRLHF or verl; the
     URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
-    or a task's own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and
-    logged by itself. Default: that of the task which data.path names."""
+    or a task's own. Default: that of the task which data.path names."""
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0
