@@ -359,7 +359,7 @@ def answers(address: str) -> bool:
 def tools(_: Probes) -> list[Line]:
     """Compilers, which hardly anything needs; the network; W&B."""
     have = [name for name in ("gcc", "g++", "nvcc", "ninja") if shutil.which(name)]
-    why = "needed by nothing but DeepSpeed's own optimizers and kernels, which are off"
+    why = "needed by nothing but the extra `tasks` (gcc) and DeepSpeed's own optimizers and kernels, which are off"
     lines = [line("compilers", f"{', '.join(have) or 'none'}; {why}")]
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
     proxies = [name for name in (*names, *map(str.lower, names)) if os.environ.get(name)]

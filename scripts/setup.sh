@@ -6,7 +6,8 @@
 # EXTRA   what to install, by the names in pyproject.toml: base (core alone), train, wandb, recipes, vllm (1 GB; on a
 #         machine without a GPU its build for CPUs), lora, math, games (for env:textarena and env:gymnasium), endpoint
 #         (for agents that are OpenAI clients), serve (a reward model over HTTP), cluster (Ray's job server, for
-#         scripts/cluster), tensorboard, test (for scripts/test.sh), docs (the site of the documentation), dev, all.
+#         scripts/cluster), tensorboard, tasks (for reasoning_gym:<task>; one of its packages needs a C compiler), test
+#         (for scripts/test.sh), docs (the site of the documentation), dev, all.
 #         Without any: recipes and dev. They are installed one by one, what recipes need first: one that fails leaves
 #         the others ready. What was installed before stays.
 # --quiet       print nothing when there is nothing to do

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--full | --nightly] [ARGUMENT OF PYTEST ...]
 #
 # (none)      what a change could break: at most 8 minutes on two quiet cores; needs no compiler, browser or vLLM
-# --full      everything but what is nightly, at most 30 minutes: adds vLLM (1 GB)
+# --full      everything but what is nightly, at most 30 minutes: adds vLLM (1 GB), reasoning-gym (needs a C compiler)
 #             and the report in a browser (needs Chromium or Chrome: apt-get install chromium)
 # --nightly   the rest: learning over seeds, all tasks, every copy of a recipe, long stalls
 #

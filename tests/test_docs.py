@@ -49,7 +49,7 @@ FOREIGN = {
 OPTIONS_OF = {"recipes.grpo.single_file": "Settings", "training.warm_start": "WarmStartSettings"}
 """Modules that are commands, and the class whose fields are their options."""
 
-OF_FULL = re.compile(r"rollout[._]engine[= ]vllm")
+OF_FULL = re.compile(r"reasoning_gym:|rollout[._]engine[= ]vllm")
 """Options that are read only where their package is installed, which the default tier does without."""
 
 

@@ -117,20 +117,21 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
-    from components.data.rewards import check_reward, is_reward_file
+    from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
     check_model(model.path)
     if reward is not None:
         check_reward(reward)
     rows, heldout = data.rows(seed), evaluation.rows(data)
-    if reward in scorer_names():
+    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
+    for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
-            get_scorer(reward)("", str(row["label"]))
+            get_scorer(scorer)("", str(row["label"]))
     too_long = check_encoding(model, data, rows, seed, max_new_tokens)
-    if reward is not None and is_reward_file(reward):
-        found = try_reward(reward, rows[0], settings)
+    for part in filter(is_reward_file, sorted(parts)):
+        found = try_reward(part, rows[0], settings)
         if notes is not None:
             notes.append(found)
     return len(rows) - too_long

@@ -140,8 +140,8 @@ class DataOptions(Options):
     """The prompts to train on."""
 
     path: str = ""
-    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name, or
-    `task:<name>` for a generated task; several with commas between."""
+    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name,
+    `task:<name>` for a generated task, or `reasoning_gym:<task>`; several with commas between."""
     probs: str | None = None
     """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
     split: str = "train"
@@ -222,7 +222,8 @@ class RewardOptions(Options):
     source: str | None = None
     """A Python file with a reward function, `FILE.py` or `FILE.py:NAME`, in the signature of TRL, OpenRLHF or verl; the
     URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
-    or a task's own. Default: that of the task which data.path names."""
+    `reasoning_gym`, or a task's own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and
+    logged by itself. Default: that of the task which data.path names."""
     workers: int = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: float = 60.0

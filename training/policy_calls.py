@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,8 @@ class PolicyCalls:
     def __init__(self, trainer: BaseTrainer, config: RLOptions) -> None:
         self.trainer = trainer
         self.config = config
+        self.reference_folder: Path | None = None
+        """Where the reference model lies since it was moved; None: where the run started from."""
         self._generates = False
         self._reported: set[str] = set()
         """Whose freed memory was shown."""
@@ -142,12 +145,39 @@ class PolicyCalls:
         """Bring the policy to every engine."""
         remote_call.sync_weights(version)
 
+    def sync_reference(self, step: int, share: float) -> None:
+        """Let the reference model move towards the policy, by this share of the way."""
+        self.end_generation()
+        folder = Path(self.config.run_dir, "reference")
+        policy, target = folder / "policy", folder / f"step_{step}"
+        for old in (policy, target):
+            shutil.rmtree(old, ignore_errors=True)
+        self.save(policy)
+        # What it is from here on lies in a folder, from which a replacement or a resumed run loads it too.
+        self.trainer.RG_REFERENCE.follow(str(policy), share, str(target))
+        self._load_reference(target)
+
+    def _load_reference(self, path: Path) -> None:
+        self.trainer.RG_REFERENCE.load(str(path)).result()
+        self.reference_folder = path
+        for other in path.parent.iterdir():
+            if other != path:
+                shutil.rmtree(other)
+
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from into the folder of a step's checkpoint."""
         self.trainer.RG_ACTOR.save_state(str(folder / "state"))
+        if self.reference_folder is not None:
+            shutil.copytree(self.reference_folder, folder / "state" / "reference")
 
     def load_state(self, folder: Path) -> list[str]:
         """Resume from it; what cannot be exact is returned in words."""
+        reference = folder / "state" / "reference"
+        if reference.exists():
+            target = Path(self.config.run_dir, "reference", "resumed")
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(reference, target)
+            self._load_reference(target)
         return self.trainer.RG_ACTOR.load_state(str(folder / "state"))
 
     def save(self, folder: Path) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from components.data.mixture import mixed, mixture_probabilities, source_names
+from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import kind_of, read_records
-from components.data.scorers import TASK_PREFIX
+from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.data.tasks import Split, get_task
 from components.data.text import TextEncoder, are_messages, render_prompt
 
@@ -49,7 +50,9 @@ def load_rows(
     `datasource` says where a row came from: the task's name, the row's own field `datasource`, or "default".
 
     Args:
-        source: parts with commas between them; each is `task:<name>` or what `read_records` takes.
+        source: parts with commas between them; each is `task:<name>`, `reasoning_gym:<task>` or what `read_records`
+            takes. A task of reasoning-gym may have settings, as in `reasoning_gym:chain_sum?min_terms=2&max_terms=2`;
+            see `draw_rows`. Its labels are for the scorer reasoning_gym.
         input_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
         label_key: the field handed to the scorer as the label, with dots a field of a field; None means that every
             label is "".
@@ -67,11 +70,14 @@ def load_rows(
     probabilities = mixture_probabilities(probs, len(names))
     parts: list[list[dict[str, Any]]] = []
     for name in names:
-        if name.startswith(TASK_PREFIX):
+        if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
             task_split = split or ("heldout" if heldout else "train")
             count = DEFAULT_TASK_ROWS if max_rows is None else max_rows
             if len(names) > 1:
                 count = min(count, DEFAULT_TASK_ROWS)
+            if name.startswith(REASONING_GYM_PREFIX):
+                parts.append(draw_rows(name.removeprefix(REASONING_GYM_PREFIX), task_split, count, seed))
+                continue
             task = get_task(name.removeprefix(TASK_PREFIX))
             rows = task.rows(cast(Split, task_split), count, seed)
             parts.append([{**row, "datasource": task.name} for row in rows])

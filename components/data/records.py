@@ -56,8 +56,8 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
     elif _type_of(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(
-            f"data file {str(source)!r} does not exist; give a {types} file, a folder, a name on the hub, or "
-            "task:<name>"
+            f"data file {str(source)!r} does not exist; give a {types} file, a folder, a name on the hub, task:<name> "
+            "or reasoning_gym:<task>"
         )
     else:
         records = _read_hub(name, data_dir, split)
@@ -183,7 +183,7 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
             raise ValueError(
                 f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
                 f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, a name on the "
-                "hub, or task:<name>"
+                "hub, task:<name> or reasoning_gym:<task>"
             ) from error
         finally:
             config.HF_HUB_OFFLINE = was_offline

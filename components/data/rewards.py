@@ -1,4 +1,4 @@
-"""Rewards: a scorer by name, a function in a Python file, or servers, opened and called the same way.
+"""Rewards: a scorer by name, a function in a Python file, servers, or a sum of them, opened and called the same way.
 
 B sequences. Nothing here imports torch before the first rewards are there, so that a plan check can call
 `check_reward`.
@@ -33,6 +33,8 @@ FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
 _FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+_WEIGHT = re.compile(r"(?:^|\s\+\s)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class RewardOutput:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     """What else was said of each, in words."""
     absent: list[int] = field(default_factory=list)
-    """Places for which there is no reward (None), where that is no failure; it stands as 0 above."""
+    """Places for which a part of a sum has no reward (None); it stands as 0 above."""
 
 
 class RewardError(RuntimeError):
@@ -130,32 +132,33 @@ class Closing:
 
 def check_reward(spec: str) -> None:
     """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
-    if "://" in spec:
-        reward_urls(spec)
-    elif is_reward_file(spec):
-        reward_function(spec)
-    else:
-        get_scorer(spec)
+    for _, part in reward_parts(spec):
+        if "://" in part:
+            reward_urls(part)
+        elif is_reward_file(part):
+            reward_function(part)
+        else:
+            get_scorer(part)
 
 
-def is_reward_file(spec: str) -> bool:
-    """Whether a reward is a Python file, maybe with the name of a function of it."""
-    return _FILE.fullmatch(spec) is not None
+def is_reward_file(part: str) -> bool:
+    """Whether a part of a reward is a Python file, maybe with the name of a function of it."""
+    return _FILE.fullmatch(part) is not None
 
 
-def reward_function(spec: str) -> tuple[Path, str]:
-    """The file of a reward, and the name of its function: the one that is given, else one of FUNCTION_NAMES, else the
+def reward_function(part: str) -> tuple[Path, str]:
+    """The file of a part, and the name of its function: the one that is given, else one of FUNCTION_NAMES, else the
     only one that the file defines. The file is not run.
 
     Raises:
         ValueError: it is not there, no valid Python, or does not define it.
     """
-    found = _FILE.fullmatch(spec)
-    assert found is not None, spec
+    found = _FILE.fullmatch(part)
+    assert found is not None, part
     path, name = found["path"], found["name"]
     usage = "reward_func(queries, prompts, labels, **kwargs), or give the name of a function: FILE.py:NAME"
     if name is not None:
-        check_defines(path, "reward file", [name], f"{name}, which {spec!r} names", may_be_async=True)
+        check_defines(path, "reward file", [name], f"{name}, which {part!r} names", may_be_async=True)
         return Path(path).expanduser().resolve(), name
     if Path(path).expanduser().is_file():
         with suppress(SyntaxError, ValueError):
@@ -166,6 +169,28 @@ def reward_function(spec: str) -> tuple[Path, str]:
                 return Path(path).expanduser().resolve(), public[0]
     defined = names_in(check_defines(path, "reward file", FUNCTION_NAMES, usage, may_be_async=True))
     return Path(path).expanduser().resolve(), next(name for name in FUNCTION_NAMES if name in defined)
+
+
+def reward_parts(spec: str) -> list[tuple[float, str]]:
+    """The parts of a weighted sum with their weights, or all of `spec` with a weight of 1.
+
+    Only ` + ` before a number and `*` parts it: both may be in the name of a file, and neither in a URL.
+
+    Raises:
+        ValueError: a part has no weight, or one that is not above 0.
+    """
+    found = list(_WEIGHT.finditer(spec))
+    if not found and (" + " not in spec or Path(spec).expanduser().is_file()):
+        return [(1.0, spec)]
+    ends = [*(match.start() for match in found[1:]), len(spec)]
+    parts = [(float(match[1]), spec[match.end() : end].strip()) for match, end in zip(found, ends)]
+    whole = bool(found) and not spec[: found[0].start()].strip()
+    if not whole or not all(0 < weight < math.inf and part for weight, part in parts):
+        raise ValueError(
+            f"the reward {spec!r} is no sum: give each part a weight above 0, as in 0.7*gsm8k + 0.3*style.py (a "
+            "penalty is a part whose rewards are below 0)"
+        )
+    return parts
 
 
 def reward_urls(spec: str) -> list[str]:

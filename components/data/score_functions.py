@@ -19,7 +19,7 @@ from typing import Any
 
 from components.data.child_process import load_file
 from components.data.rewards import Columns, check_defines, read_columns
-from components.data.scorers import get_scorer, get_style, scorer_names
+from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, get_style, scorer_names
 
 ScoreFunction = Callable[..., Any]
 
@@ -30,6 +30,7 @@ SCORER_OF = {
     **dict.fromkeys(("openai/gsm8k", "Rowan/hellaswag"), "gsm8k"),
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
     **dict.fromkeys(("math_dapo", "math_dapo_reasoning", "aime*", "numina_*"), "math"),
+    f"{REASONING_GYM_PREFIX}*": REASONING_GYM,
 }
 """The scorers of data sources that are not called as they are. A `*` stands for any end of a name."""
 

@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
+from components.data.reasoning_gym_scorer import reasoning_gym_score, reasoning_gym_style
 from components.data.tasks import TASKS, get_task
 
 TASK_PREFIX = "task:"
+REASONING_GYM = "reasoning_gym"
+REASONING_GYM_PREFIX = f"{REASONING_GYM}:"
 
 Scorer = Callable[[str, str], float]
 """Scores one response against its label; both without special tokens."""
@@ -75,8 +78,10 @@ _SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
     "math": math_answer,
+    REASONING_GYM: reasoning_gym_score,
 }
-_PACKAGES = {"math": ("math_verify", "math-verify", "math")}
+_STYLES: dict[str, Style] = {REASONING_GYM: reasoning_gym_style}
+_PACKAGES = {"math": ("math_verify", "math-verify", "math"), REASONING_GYM: ("reasoning_gym", "reasoning-gym", "tasks")}
 """The module, the package and the extra that a scorer needs."""
 
 
@@ -115,14 +120,16 @@ def module_of(name: str) -> str | None:
 
 def default_scorer(source: str) -> str | None:
     """Name the scorer of data that bring one, by their source in `load_rows`; None where the parts do not bring one."""
-    parts = {part.strip() for part in source.split(",")}
-    name = parts.pop()
-    return name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) and not parts else None
+    found: set[str | None] = set()
+    for name in map(str.strip, source.split(",")):
+        of_task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else None
+        found.add(REASONING_GYM if name.startswith(REASONING_GYM_PREFIX) else of_task)
+    return found.pop() if len(found) == 1 else None
 
 
 def get_style(name: str) -> Style:
     """Look up how a task describes responses; the registered scorers say nothing of them."""
-    return get_task(name).style if name in TASKS else _no_style
+    return get_task(name).style if name in TASKS else _STYLES.get(name, _no_style)
 
 
 def _no_style(*_pair: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from components.data.prompts import check_prompt, load_rows
 from components.data.records import read_records
-from components.data.scorers import TASK_PREFIX
+from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
@@ -35,7 +35,7 @@ def load_verl_rows(
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
     Args:
-        files: each is what `read_records` takes, or `task:<name>`, whose data source is that.
+        files: each is what `read_records` takes, `task:<name>` or `reasoning_gym:<task>`, whose data source is that.
         prompt_key: the field with the prompt.
         source_key: the field that tells where a row is from.
         needs_truth: a row without a ground truth is an error; else its label is "".
@@ -47,9 +47,13 @@ def load_verl_rows(
     """
     rows: list[dict[str, Any]] = []
     for name in files:
-        if name.startswith(TASK_PREFIX):
-            most = max_rows or (HELDOUT_ROWS if heldout else None)
-            rows += load_rows(name, heldout=heldout, max_rows=most, seed=seed)
+        if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
+            found = load_rows(
+                name, heldout=heldout, max_rows=max_rows or (HELDOUT_ROWS if heldout else None), seed=seed
+            )
+            if name.startswith(REASONING_GYM_PREFIX):
+                found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
+            rows += found
             continue
         for number, record in enumerate(read_records(name)):
             where = f"{name}, row {number}"

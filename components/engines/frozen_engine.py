@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from components.batch import Batch
 from components.engines.causal import load_policy
 from components.engines.config import FrozenConfig, weight_type
 from components.engines.device import compute_device
+from components.engines.export import save_model
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in, round_products
-from components.engines.weight_files import fill
+from components.engines.weight_files import WeightFiles, fill, first_row, local_rows
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,6 +72,35 @@ class FrozenEngine(Generic[M]):
         """
         own = self.config
         return evaluate_together(self.model, batch, own.limits, self.device, compute, own.is_collective)
+
+    @torch.no_grad()
+    def mix(self, folder: str | Path, share: float) -> None:
+        """Move the weights towards those of a folder of the same model: (1 - share) * own + share * theirs, in the
+        type of the weights. Each rank reads what it keeps.
+        """
+        model: Any = self.model
+        with WeightFiles(model, Path(folder)) as files:
+            for name, parameter in self.model.named_parameters():
+                own = local_rows(parameter.detach())
+                theirs = torch.empty_like(own)
+                files.read(name, theirs, first_row(parameter))
+                own.lerp_(theirs, share)
+
+    def save_hf(self, path: str | Path, *, writes: bool) -> None:
+        """Write a folder that `from_pretrained` loads. All ranks of a sharded model call this, and one of them writes,
+        as one instance of a whole one does.
+        """
+        parameters = dict(self.model.named_parameters())
+        shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in parameters.items()}
+        weights = ((name, _whole(x.detach())) for name, x in parameters.items())
+        if writes:
+            save_model(Path(path), self.model, shapes, weights)
+        for _ in weights:  # the other ranks gather to the end
+            pass
+
+
+def _whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def is_read_by_parts(config: FrozenConfig) -> bool:

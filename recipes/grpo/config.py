@@ -32,6 +32,11 @@ class AlgorithmOptions(PolicyOptions):
     started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
+    reference_sync_steps: int | None = where(None, kl_coef=True)
+    """After every so many steps the reference model moves towards the policy (TR-DPO). Default: it stays what it was at
+    the start."""
+    reference_mixup: float = where(0.6, reference_sync_steps=True)
+    """How far: 1 is the policy itself, less a moving average."""
     filter_range: tuple[float, float] | None = None
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
@@ -53,6 +58,15 @@ class GRPOConfig(RLOptions):
         own = self.algorithm
         if self.samples_per_prompt < 2:
             yield f"samples_per_prompt={self.samples_per_prompt}: GRPO compares responses to one prompt; set 2 or more"
+        if own.reference_sync_steps is not None and own.reference_sync_steps < 1:
+            yield f"algorithm.reference_sync_steps={own.reference_sync_steps}; set it to 1 or more"
+        if not 0 < own.reference_mixup <= 1:
+            yield f"algorithm.reference_mixup={own.reference_mixup}; set it above 0, and 1 at most"
+        if own.reference_sync_steps and self.is_own_reference:
+            yield (
+                "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
+                "without its adapters; unset one of them"
+            )
         if own.filter_range and not own.filter_range[0] < own.filter_range[1]:
             yield f"algorithm.filter_range={own.filter_range}; set two scores, the lower first"
         longest = self.rollout.max_new_tokens
@@ -65,6 +79,11 @@ class GRPOConfig(RLOptions):
             yield f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more"
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
             yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
+
+    def syncs_reference(self, step: int) -> bool:
+        """Whether the reference model moves after this step."""
+        every = self.algorithm.reference_sync_steps
+        return self.has_reference_role and every is not None and step % every == 0
 
     def optimizer_steps(self, count: int) -> int:
         """All of the same size, but at the end of filtered data, where a step of a few responses would move as far."""

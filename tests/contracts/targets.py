@@ -26,6 +26,9 @@ USUAL_NAMES = (FUNCTION_NAME, "AgentInstance", "AgentExecutor")
 """What is taken from a file or module when the target names nothing in it."""
 REWARD_PARAMETERS = 3
 """A reward function takes so many at least: queries, prompts and labels."""
+OWN_LABELS = {"reasoning_gym"}
+"""Scorers that can use no label but those which came with their own prompts: their contract needs --samples."""
+
 EXAMPLES = Path(__file__).resolve().with_name("examples")
 
 
@@ -52,8 +55,9 @@ class Unusable:
 
 
 def shipped_specs() -> list[str]:
-    """List the parts that come with the project: the scorers, and the examples."""
-    return [*scorer_names(), *(str(path) for path in sorted(EXAMPLES.glob("*.py")))]
+    """List the parts that come with the project: the scorers that can use generated labels, and the examples."""
+    scorers = [name for name in scorer_names() if name not in OWN_LABELS]
+    return [*scorers, *(str(path) for path in sorted(EXAMPLES.glob("*.py")))]
 
 
 def try_target(spec: str, kind: Kind | None) -> Target | Unusable:

@@ -123,6 +123,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
         "Reference": [
             ("load", (model,)),
             ("logprobs", (experience().only("tokens"),)),
+            ("follow", (str(folder / "saved"), 0.5, str(folder / "reference"))),
         ],
     }
 

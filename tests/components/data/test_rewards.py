@@ -114,8 +114,8 @@ def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
     code = (
         "import sys, components.data.scorers\n"
         "from components.data.rewards import check_reward\n"
-        "for spec in ('sort', 'gsm8k', 'math', 'http://a/b'): check_reward(spec)\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify'}\n"
+        "for spec in ('sort', 'gsm8k', 'math', 'http://a/b', '.5*sort + 1*math'): check_reward(spec)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'httpx', 'pyarrow', 'numpy', 'math_verify', 'reasoning_gym'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -165,7 +165,7 @@ def test_functions_can_be_added_by_a_name_or_by_its_beginning() -> None:
     assert find_function(functions, "mine/any") is twice
     assert find_function(functions, "yours/any") is None
     code = ScoreCode(functions=functions)
-    assert code.unknown(["mine/a", "yours", "openai/gsm8k", "yours"]) == ["yours"]
+    assert code.unknown(["mine/a", "yours", "openai/gsm8k", "yours", "reasoning_gym:chain_sum"]) == ["yours"]
     output = scored(code, ["mine/a", "mine/b", "mine/special"], ["", "", "2"])
     assert output.reward_B.tolist() == [0.0, 2.0, 1.0]
     assert output.logs["acc"].tolist()[:2] == [0.5, 0.5]

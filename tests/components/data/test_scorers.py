@@ -181,7 +181,7 @@ def test_math_refuses_a_label_without_mathematics() -> None:
         math_answer("5", "")
 
 
-@pytest.mark.parametrize(("name", "extra"), [("math", "math")])
+@pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "tasks")])
 def test_a_scorer_without_its_package_says_what_to_install(name: str, extra: str) -> None:
     # -S: no installed package is seen.
     code = f"from components.data.rewards import check_reward; check_reward('gsm8k'); check_reward({name!r})"
@@ -203,7 +203,9 @@ def test_math_works_in_any_thread() -> None:
     [
         ("task:sort", "sort"),
         ("task:sort, task:sort", "sort"),
-        ("task:sort,task:word", None),
+        ("reasoning_gym:chain_sum?min_terms=2", "reasoning_gym"),
+        ("reasoning_gym:chain_sum,reasoning_gym:gcd", "reasoning_gym"),
+        ("task:sort,reasoning_gym:gcd", None),
         ("task:sort,data.jsonl", None),
         ("data.jsonl", None),
         ("", None),

@@ -65,6 +65,12 @@ def test_a_task_that_validates_is_drawn_from_what_is_kept_for_it() -> None:
     assert len(load_verl_rows(["task:sort"], heldout=True)) == 2048
 
 
+@pytest.mark.full
+def test_a_task_of_reasoning_gym_is_a_data_source_that_names_it() -> None:
+    (drawn,) = load_verl_rows(["reasoning_gym:chain_sum"], max_rows=1)
+    assert drawn["datasource"] == "reasoning_gym:chain_sum"
+
+
 @pytest.mark.parametrize(
     ("changes", "facts"),
     [
