@@ -33,7 +33,7 @@ ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray --pretrain M --rewar
 bash recipes/openrlhf_ppo/run.sh                            --pretrain M --reward_pretrain R --prompt_data D ...
 ```
 
-`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. The flags of 0.8.11 to 0.11.0 are
+`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. The flags of 0.8.11 to 0.11.2 are
 taken, the flat ones (`--actor_learning_rate`) and the dotted ones (`--actor.adam.lr`), as `--flag value` or
 `flag=value`, beside the options of this project (`train.learning_rate`). `--print_config` prints the options that a
 command comes to, and `--dry_run` shows the plan; both start nothing.
@@ -55,7 +55,10 @@ What takes more than another name:
 - **`vllm_enable_sleep`** has an effect where engines share devices, and is the default there.
 - **`use_dynamic_batch`** cuts by `train_max_tokens_per_gpu`; the micro-batch sizes have no effect then, as there.
 - **`enable_vllm_is_correction`** with `use_icepop` or `vllm_is_correction_type` is `algorithm.correction`. One number
-  as `vllm_is_truncated_threshold` is the highest weight, as up to 0.9.0.
+  as `vllm_is_truncated_threshold` is the highest weight, as up to 0.9.0. Of 0.11.2, `is_correction_level` token with
+  `is_correction_mode` clip is `tis`, with mask `icepop`, and seq is `seq-mask`; `is_correction_gating` is always ratio.
+- **`algo.advantage.estimator flash_reinforce`** is one line in a copy of recipes/grpo with `samples_per_prompt=1`:
+  `advantage_B = reward_B - reward_B.mean()`.
 - **`eps_clip`**, **`eps_clip_low_high`** are `algorithm.clip_low` and `clip_high`; **`enable_ema`**, **`ema_beta`** are
   `train.ema_beta`; **`lr_scheduler`** takes transformers' names; `linear` ends at 0 and `constant` has no warm-up.
 - **`use_wandb`** and **`use_tensorboard`** take a key and a folder, or `true`.

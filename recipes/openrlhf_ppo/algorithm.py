@@ -4,6 +4,7 @@ Change a line here in a copy of the folder, and it is another algorithm. `B` seq
 entry t of a per-token column is about token t.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -79,8 +80,9 @@ def corrections(experience: Batch, config: PPOConfig) -> Tensor:
     columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
     own, (low, high) = config.algorithm, config.algorithm.correction_range
     outside = "zero" if own.correction == "icepop" else "clamp"
-    weight_N = correction.importance_weights(*columns, level="token", low=low, high=high, outside=outside)
-    if own.correction == "seq-mask-tis":
+    least, most = (0.0, math.inf) if own.correction == "seq-mask" else (low, high)
+    weight_N = correction.importance_weights(*columns, level="token", low=least, high=most, outside=outside)
+    if own.correction in ("seq-mask", "seq-mask-tis"):
         weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
     return weight_N
 

@@ -49,10 +49,10 @@ class AlgorithmOptions(PPOOptions):
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     kl_estimator: KLEstimator = "k1"
     kl_in_reward: bool = where(True, kl_coef=True)
-    correction: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
+    correction: Literal["none", "tis", "icepop", "seq-mask", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
     correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
-    (seq-mask-tis). gspo corrects its ratio instead."""
+    (seq-mask-tis), or that without the cut (seq-mask). gspo corrects its ratio instead."""
     filter_range: tuple[float, float] | None = None
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""

@@ -173,6 +173,10 @@ def read_algorithm(keys: Computed) -> None:
     )
     coef = keys.get(f"{ACTOR}.kl_loss_coef", default=0.001) if keys.get(f"{ACTOR}.use_kl_loss") else 0.0
     estimator = _estimator(keys, f"{ACTOR}.kl_loss_type", "low_var_kl")
+    if keys.get("algorithm.use_pf_ppo"):
+        drawn = {"reweight_method": "pow", "weight_pow": 2.0} | within(keys, "algorithm.pf_ppo")
+        keys.put("algorithm.resample", drawn["reweight_method"], "algorithm.pf_ppo.reweight_method")
+        keys.put("algorithm.resample_power", drawn["weight_pow"], "algorithm.pf_ppo.weight_pow")
     if keys.get("algorithm.use_kl_in_reward"):
         keys.put("algorithm.kl_in_reward", True, "algorithm.use_kl_in_reward")
         keys.put("algorithm.kl_coef", control["kl_coef"], "algorithm.kl_ctrl.kl_coef")

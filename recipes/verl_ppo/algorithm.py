@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
-from components.rl.rewards import token_rewards
+from components.rl.rewards import selection_weights, token_rewards
 from components.rl.value_losses import clipped_value_loss
 from training import ppo_loss
 from training.ppo_loss import surrogate
@@ -221,14 +222,19 @@ class AdaptedKL(ppo_loss.AdaptedKL):
 
 
 def minibatches(experience: Batch, config: VerlPPOConfig, part: str, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of "actor" or "critic", in order, or shuffled by (seed, step, epoch); without
-    those of which all tokens were rejected.
+    """Indices of each optimizer step of "actor" or "critic", in order, or shuffled by (seed, step, epoch), of all
+    responses or as many drawn by their rewards; without those of which all tokens were rejected.
     """
-    own, count = config.trained(part), len(experience)
+    own, count, rule = config.trained(part), len(experience), config.algorithm.resample
     # All of the same size, but at the end of filtered data, where a step of a few responses would move as far.
     parts = max(round(count / config.size_of(part)), 1)
     found = [chosen_B for _ in range(own.epochs) for chosen_B in torch.arange(count).tensor_split(parts)]
     if own.shuffle:
         found = shuffled_minibatches(count, parts, own.epochs, seed=config.seed, step=step)
+    if rule is not None:
+        weight_B = selection_weights(experience["reward"], rule, config.algorithm.resample_power)
+        draw = np.random.default_rng([config.seed, step, 2])  # the same for actor and critic
+        drawn_B = torch.from_numpy(draw.choice(count, size=count, p=(weight_B / weight_B.sum()).numpy()))
+        found = [drawn_B[chosen_B] for chosen_B in found]
     acts_B = experience.sum_tokens(experience["action_mask"]) > 0
     return [chosen_B for chosen_B in found if bool(acts_B[chosen_B].any())]

@@ -47,6 +47,11 @@ class AlgorithmOptions(PPOOptions):
     """gdpo: numbers that the reward function returns, which are normalised each for itself."""
     gdpo_weights: list[float] | None = None
     """gdpo: their weights. Default: 1 each."""
+    resample: Literal["pow", "max_min", "max_random"] | None = where(None, estimator=("gae",))
+    """Train on as many responses as there are, but drawn from them with replacement by their rewards R (PF-PPO): pow
+    by abs(R)^resample_power, max_min the best and the worst, max_random the best four times as often as others."""
+    resample_power: float = where(2.0, resample=("pow",))
+    """See resample."""
     dual_clip: float | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"

@@ -19,6 +19,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from steps import (
     EPS,
+    LONGEST,
     PROMPTS,
     SAMPLES,
     SIZE,
@@ -56,7 +57,7 @@ def flags_of(case: Case, path: str) -> list[str]:
     """The command line that both sides read."""
     common = f"""--actor.model_name_or_path {path} --critic.model_name_or_path {path} --data.prompt_dataset task:sort
         --rollout.batch_size {PROMPTS} --rollout.n_samples_per_prompt {SAMPLES} --rollout.micro_batch_size 8
-        --train.batch_size {SIZE // 2} --train.micro_batch_size 4 --rollout.max_new_tokens 8
+        --train.batch_size {SIZE // 2} --train.micro_batch_size 4 --rollout.max_new_tokens {LONGEST}
         --actor.num_gpus_per_node 1 --critic.num_gpus_per_node 1 --ref.num_gpus_per_node 1
         --actor.adam.lr 1e-3 --critic.adam.lr 1e-3 --actor.adam.eps {EPS} --critic.adam.eps {EPS}
         --actor.lr_scheduler constant --critic.lr_scheduler constant"""
@@ -215,7 +216,7 @@ ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 KL_LOSS = "--algo.kl.use_loss --algo.kl.estimator"
 PLAIN = f"{ESTIMATOR} rloo {KL} 0"
-CORRECTED = "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 0.8 1.25"
+CORRECTED = "--algo.advantage.is_correction_threshold 0.8 1.25 --algo.advantage.is_correction_level"
 CASES = [
     Case("PPO with a critic, the defaults", ""),
     Case("PPO, discounted", f"--algo.advantage.gamma 0.95 --algo.advantage.lambd 0.9 {KL} 0.1"),
@@ -237,13 +238,10 @@ CASES = [
         "clip-higher, dual clip and an entropy bonus",
         f"{PLAIN} --actor.eps_clip_low_high 0.01 0.02 --actor.dual_clip 1.5 --actor.entropy_coef 0.01",
     ),
-    Case("TIS", f"{PLAIN} {CORRECTED}"),
-    Case("IcePop", f"{PLAIN} {CORRECTED} --algo.advantage.is_correction_type icepop"),
-    Case(
-        "TIS with a mask of sequences",
-        f"{PLAIN} {CORRECTED} --algo.advantage.is_correction_type seq-mask-tis",
-        "OpenRLHF does not clamp the weight of a token, which its comment promises",
-    ),
+    Case("TIS", f"{PLAIN} {CORRECTED} token --algo.advantage.is_correction_mode clip"),
+    Case("IcePop", f"{PLAIN} {CORRECTED} token"),
+    Case("sequences masked by their mean ratio", f"{PLAIN} {CORRECTED} seq"),
+    Case("means over responses", f"{PLAIN} --actor.loss_agg_mode seq-mean-token-mean"),
     Case(
         "overlong penalty",
         f"{PLAIN} --reward.overlong_buffer_len 4 --reward.overlong_penalty_factor 0.5",

@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from differences import Differences
-from steps import EPS, PROMPTS, SAMPLES, SIZE, STEPS, Apart, Trace, make_model, make_steps, roles, weights_of
+from steps import (
+    EPS,
+    LONGEST,
+    PROMPTS,
+    SAMPLES,
+    SIZE,
+    STEPS,
+    Apart,
+    Trace,
+    make_model,
+    make_steps,
+    roles,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -37,9 +50,9 @@ class Case:
 
 def ours(case: Case, path: str, folder: Path) -> Trace:
     common = f"""run_dir={folder} model.path={path} data.path=task:sort prompts_per_step={PROMPTS}
-        samples_per_prompt={SAMPLES} train.mini_batch_size={SIZE} rollout.max_new_tokens=8 train.learning_rate={RATE}
-        train.betas=[0.9,0.999] train.eps={EPS} train.weight_decay=0 train.max_grad_norm=1 train.lr_scheduler=constant
-        train.engine=fsdp train.zero_stage=2"""
+        samples_per_prompt={SAMPLES} train.mini_batch_size={SIZE} rollout.max_new_tokens={LONGEST}
+        train.learning_rate={RATE} train.betas=[0.9,0.999] train.eps={EPS} train.weight_decay=0
+        train.max_grad_norm=1 train.lr_scheduler=constant train.engine=fsdp train.zero_stage=2"""
     config = read_config([*common.split(), *case.options.split()])
     trace = Trace()
     with roles(folder) as stage:
@@ -105,7 +118,7 @@ def theirs(case: Case, path: str, folder: Path) -> Trace:
         "per_device_train_batch_size": SIZE,
         "gradient_accumulation_steps": 1,
         "num_generations": SAMPLES,
-        "max_completion_length": 8,
+        "max_completion_length": LONGEST,
         "max_steps": STEPS * again,
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from differences import Differences
 from omegaconf import OmegaConf
 from steps import (
     EPS,
+    LONGEST,
     PROMPTS,
     SAMPLES,
     SIZE,
@@ -36,7 +38,7 @@ from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
@@ -44,7 +46,7 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from recipes.verl_ppo.algorithm import AdaptedKL, add_advantages
+from recipes.verl_ppo.algorithm import AdaptedKL, add_advantages, minibatches
 from recipes.verl_ppo.main import read_config
 from recipes.verl_ppo.roles.actor_rollout_ref import ActorRolloutRefWorker
 from recipes.verl_ppo.roles.critic import CriticWorker
@@ -61,12 +63,14 @@ class Case:
     """Why they are apart, where they are meant to be."""
     holes: bool = False
     update_twice: bool = True
+    draws: bool = False
+    """Whether responses are drawn for training."""
 
 
 def keys_of(case: Case, path: str) -> list[str]:
     """The command line that both sides read."""
     common = f"""actor_rollout_ref.model.path={path} critic.model.path={path} data.train_files=task:sort
-        data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length=8
+        data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length={LONGEST}
         {ACTOR}.ppo_mini_batch_size={PROMPTS // (1 + case.update_twice)} critic.ppo_mini_batch_size={PROMPTS // 2}
         {ACTOR}.use_dynamic_bsz=true critic.use_dynamic_bsz=true
         {ACTOR}.optim.lr=1e-3 critic.optim.lr=1e-3 trainer.total_training_steps={STEPS}"""
@@ -85,15 +89,18 @@ def ours(case: Case, path: str, folder: Path) -> Trace:
         kl = AdaptedKL(config)
         for number, responses in enumerate(make_steps(path, holes=case.holes), 1):
             step = responses
-            forwards = [partial(policy["compute_log_prob"], temperature=1.0), policy["compute_ref_log_prob"]]
+            forwards = [] if config.algorithm.bypass else [partial(policy["compute_log_prob"], temperature=1.0)]
+            forwards += [policy["compute_ref_log_prob"]] if config.needs_reference else []
             forwards += [critic["compute_values"]] if critic is not None else []
-            for forward in forwards[: None if config.needs_reference else 1] + forwards[2:]:
+            for forward in forwards:
                 step = step.with_tokens(**forward(step.only("tokens")).per_token)
             if config.algorithm.estimator == "optimal_token_baseline":
                 step = step.with_tokens(**policy["compute_sharp_log_prob"](step.only("tokens")).per_token)
             step = add_advantages(step, config, kl.coef)
             kl.adapt(step)
-            trace.advantages.append(step["advantage"][step["action_mask"]])
+            order = torch.cat(minibatches(step, config, "critic", number)) if case.draws else slice(None)
+            trained = step.select(order)
+            trace.advantages.append(trained["advantage"][trained["action_mask"]])
             if critic is not None:
                 trace.value_losses.append(critic["update_critic"](step, number)["loss"])
             metrics = policy["update_actor"](step, number)
@@ -132,6 +139,9 @@ def theirs(case: Case, path: str) -> Trace:
     given = OmegaConf.from_dotlist(keys_of(case, path))
     config: Any = OmegaConf.merge(defaults, given, {"actor_rollout_ref": {"actor": adam}, "critic": adam})
     own = config.algorithm
+    correction, policy_loss = own.rollout_correction, config.actor_rollout_ref.actor.policy_loss
+    if correction.bypass_mode:  # as its loop does, which tells the actor of it
+        apply_bypass_mode(DataProto.from_dict({"rollout_log_probs": torch.zeros(1)}), correction, policy_loss)
     # As its main program does: the actor and critic are told of the mini-batch in responses, the former of the rollout.
     options = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     policy = Model(AutoModelForCausalLM.from_pretrained(path), options.optim)
@@ -141,7 +151,7 @@ def theirs(case: Case, path: str) -> Trace:
         critic_options = omega_conf_to_dataclass(config.critic)
         critic = Model(value_model(path), critic_options.optim)
     control, trace = core_algos.get_kl_controller(own.kl_ctrl), Trace()
-    for step in make_steps(path, holes=case.holes):
+    for number, step in enumerate(make_steps(path, holes=case.holes), 1):
         rows = Padded(step)
         data = DataProto.from_dict(tensors={"responses": rows.ids[:, rows.S :], "response_mask": rows.mask_BT.long()})
         columns = data.batch
@@ -153,15 +163,20 @@ def theirs(case: Case, path: str) -> Trace:
                 columns["values"] = rows.values(critic.model)
         columns["rollout_log_probs"] = rows.of("rollout_logprob")
         columns["reward_baselines"] = step["greedy_reward"]
+        columns["row"] = torch.arange(SIZE)
         data.non_tensor_batch["uid"] = np.array([str(i) for i in step["prompt_id"].tolist()], dtype=object)
         columns["token_level_scores"] = columns["token_level_rewards"] = rows.last(step["reward"])
         if own.use_kl_in_reward:
             data, _ = apply_kl_penalty(data, control, own.kl_penalty)
-        if own.rollout_correction.rollout_is or own.rollout_correction.rollout_rs:
-            data, _ = compute_rollout_correction_and_add_to_batch(data, own.rollout_correction)
-        data = compute_advantage(
-            data, own.adv_estimator, own.gamma, own.lam, SAMPLES, own.get("norm_adv_by_std_in_grpo", True), own
-        )
+        if correction.bypass_mode:
+            apply_bypass_mode(data, correction, policy_loss)
+        elif correction.rollout_is or correction.rollout_rs:
+            data, _ = compute_rollout_correction_and_add_to_batch(data, correction)
+        with mock.patch.object(torch, "multinomial", partial(drawn, number)):
+            data = compute_advantage(
+                data, own.adv_estimator, own.gamma, own.lam, SAMPLES, own.get("norm_adv_by_std_in_grpo", True), own
+            )
+        rows = Padded(step.select(data.batch["row"]))
         trace.advantages.append(data.batch["advantages"][data.batch["response_mask"].bool()])
         if critic is not None:
             values = [
@@ -180,6 +195,14 @@ def theirs(case: Case, path: str) -> Trace:
         trace.grad_norms.append(sum(norm for _, norm in found) / len(found))
     trace.weights = weights_of(policy.model)
     return trace
+
+
+def drawn(number: int, weights: torch.Tensor, count: int, replacement: bool) -> torch.Tensor:
+    """The responses that the recipe draws in a step, by weights of verl's."""
+    assert replacement
+    draw = np.random.default_rng([42, number, 2])  # of the recipe's seed
+    share = weights.double() / weights.double().sum()
+    return torch.from_numpy(draw.choice(len(weights), size=count, p=share.numpy()))
 
 
 def minibatch_losses(data: DataProto, rows: Padded, held: Model, options: Any, size: int, loss: Any) -> Any:
@@ -224,6 +247,8 @@ def unpadded(x_BT: torch.Tensor, rows: Padded, chosen: slice) -> torch.Tensor:
 
 SEQ = "seq-mean-token-mean"
 OTB = f"{ACTOR}.calculate_sum_pi_squared=true algorithm.adv_estimator"
+TIS = f"{CORRECTION}.loss_type=reinforce {CORRECTION}.rollout_is"
+REJECTED = f"{CORRECTION}.rollout_rs"
 CASES = [
     Case("PPO with a critic, the defaults", ""),
     Case(
@@ -241,7 +266,7 @@ CASES = [
     Case(
         "Dr. GRPO",
         f"algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false "
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=8",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor={LONGEST}",
     ),
     Case("RLOO", "algorithm.adv_estimator=rloo"),
     Case("REINFORCE++", "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9"),
@@ -315,6 +340,23 @@ CASES = [
             ("seq_sum_k3", "0.2", "grpo", SEQ),
             ("seq_max_k2", "0.15", "rloo", "token-mean"),
         )
+    ),
+    *(
+        Case(f"bypass, {name}", f"algorithm.adv_estimator=grpo {CORRECTION}.bypass_mode=true {keys}")
+        for name, keys in (
+            ("a clipped ratio", ""),
+            ("a clipped ratio, seq_max_k3", f"{REJECTED}=seq_max_k3 {CORRECTION}.rollout_rs_threshold=0.15"),
+            ("REINFORCE", f"{CORRECTION}.loss_type=reinforce"),
+            ("REINFORCE, TIS, token_k1", f"{TIS}=token {REJECTED}=token_k1 {CORRECTION}.rollout_rs_threshold=0.8_1.25"),
+            (
+                "REINFORCE, TIS of sequences, seq_sum_k1",
+                f"{TIS}=sequence {REJECTED}=seq_sum_k1 {CORRECTION}.rollout_rs_threshold=0.5_2.0",
+            ),
+        )
+    ),
+    *(
+        Case(f"PF-PPO, {rule}", f"algorithm.use_pf_ppo=true algorithm.pf_ppo.reweight_method={rule}", draws=True)
+        for rule in ("pow", "max_min", "max_random")
     ),
     Case(
         "warm-up, then a cosine",

@@ -6,6 +6,7 @@ B responses; N all tokens end to end; T tokens of the longest response; S tokens
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,10 @@ from components.data.tiny_model import task_tokenizer, tiny_model
 from components.engines.causal import load_value_model, token_values
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 8
+STEPS = 3
+SEED = int(os.environ.get("ORACLE_SEED", "11"))
+PROMPTS, SAMPLES, LONGEST = (int(n) for n in os.environ.get("ORACLE_SHAPE", "4x4x8").split("x"))
+"""Prompts of a step, an even number, responses to each, and the tokens of the longest."""
 SIZE = PROMPTS * SAMPLES
 EPS = 1e-6
 """Of Adam, on both sides: what is only rounding in a gradient is not made as large as the rest of it."""
@@ -88,8 +92,7 @@ def roles(folder: Path) -> Iterator[Any]:
 def make_model(folder: Path) -> str:
     """A model of the task `sort` with random weights, in a folder."""
     tokenizer = task_tokenizer(get_task("sort"))
-    torch.manual_seed(0)
-    model = tiny_model(tokenizer, 0, hidden=32, layers=1, intermediate=64)
+    model = tiny_model(tokenizer, SEED, hidden=32, layers=1, intermediate=64)
     with torch.no_grad():  # far from even, so that ratios and divergences say something
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.1)
@@ -103,14 +106,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def make_steps(model_path: str, *, holes: bool = False, count: int = STEPS) -> list[Batch]:
-    """Responses of 1 to 8 tokens, the first of one and the second of all 8; one prompt's rewards are equal.
+    """Responses of 1 to `LONGEST` tokens, the first of one and the second of all; one prompt's rewards are equal.
 
     `rollout_logprob` is off the policy's by a third of a nat or so; with `holes` an environment wrote some of the
     tokens in between.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     most = model.config.vocab_size
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(SEED)
 
     def integers(low: int, high: int, size: int) -> Tensor:
         return torch.randint(low, high + 1, (size,), generator=generator)

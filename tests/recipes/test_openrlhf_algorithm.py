@@ -197,6 +197,7 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
         ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
         ({"correction": "icepop"}, [1, 0, 0, 0, 0, 0, 1, 1]),
         ({"correction": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
+        ({"correction": "seq-mask"}, [1, 0, 0, 0.25, 4, 8, 1, 1]),
     ],
 )
 def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str, Any], weights: list[float]) -> None:

@@ -19,7 +19,7 @@ from training.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
 FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())
-"""Flag of OpenRLHF 0.8.11 to 0.11.0 -> its first release, its last, the kind of its value, and its default."""
+"""Flag of OpenRLHF 0.8.11 to 0.11.2 -> its first release, its last, the kind of its value, and its default."""
 
 BASE = ["model.path=./x", "data.path=task:sort"]
 """What has to be given of a run of one's own."""
@@ -167,6 +167,26 @@ def test_of_several_rewards_the_one_that_openrlhf_takes_is_taken(
 def test_the_correction_is_that_of_each_release(options: str, apart: str, bounds: tuple[float, float]) -> None:
     own = read_config(["--enable_vllm_is_correction", *options.split()]).algorithm
     assert (own.correction, own.correction_range) == (apart, bounds)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "own"),
+    [("token", "clip", "tis"), ("token", "mask", "icepop"), ("seq", "mask", "seq-mask"), ("off", "mask", "none")],
+)
+def test_the_correction_of_the_newest_release_has_a_level_and_a_mode(level: str, mode: str, own: str) -> None:
+    flags = f"--algo.advantage.is_correction_level {level} --algo.advantage.is_correction_mode {mode}"
+    config = read_config([*flags.split(), "--algo.advantage.is_correction_threshold", "3"])
+    assert config.algorithm.correction == own
+    assert config.algorithm.correction_range == (0.0, 3.0)
+    assert read_config(["--algo.advantage.is_correction_level", "seq"]).algorithm.correction == "seq-mask"
+
+
+def test_a_correction_that_is_not_here_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    level = "--algo.advantage.is_correction_level"
+    assert main(["--dry_run", *BASE, level, "seq", "--algo.advantage.is_correction_mode", "clip"]) == 2
+    assert re.search(says("is_correction_level=seq", "clip", "mask"), capsys.readouterr().err)
+    assert main(["--dry_run", *BASE, level, "seq", "--algo.advantage.is_correction_gating", "binary_kl"]) == 2
+    assert re.search(says("is_correction_gating", "dppo_kl"), capsys.readouterr().err)
 
 
 def test_engines_have_devices_of_their_own_while_responses_are_generated_ahead() -> None:

@@ -308,3 +308,21 @@ def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
     shuffled = minibatches(responses, config("actor_rollout_ref.actor.shuffle=True"), "actor", 3)
     assert [len(chosen) for chosen in shuffled] == [12, 12]
     assert sorted(torch.cat(shuffled).tolist()) == list(range(24)) != torch.cat(shuffled).tolist()
+
+
+def test_responses_are_drawn_by_their_rewards_the_same_for_actor_and_critic() -> None:
+    reward_B = torch.tensor([1.0, -2.0, *[0.5] * 22])
+    responses = Batch([1] * 24, {"action_mask": torch.ones(24, dtype=torch.bool)}, {"reward": reward_B})
+    extremes = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=max_min")
+    found = {part: torch.cat(minibatches(responses, extremes, part, 3)).tolist() for part in ("actor", "critic")}
+    assert found["actor"] == found["critic"] and len(found["actor"]) == 24
+    assert set(found["actor"]) == {0, 1}
+    assert torch.cat(minibatches(responses, extremes, "actor", 4)).tolist() != found["actor"]
+
+
+def test_pf_ppo_is_off_unless_it_is_asked_for_and_has_verls_rule() -> None:
+    assert config("algorithm.pf_ppo.reweight_method=max_min").algorithm.resample is None
+    own = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo={weight_pow: 3.0}").algorithm
+    assert (own.resample, own.resample_power) == ("pow", 3.0)
+    with pytest.raises(ValueError, match=says("algorithm.pf_ppo.reweight_method", "best", "max_min")):
+        config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=best")

@@ -315,7 +315,6 @@ def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_f
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=half", ["rollout.engine_kwargs"]),
         (f"{A}.optim.optimizer=Adafactor", [f"{A}.optim.optimizer", "AdamW"]),
         ("data.custom_cls.path=a.py", ["data.custom_cls.path", "scripts/data_preprocess"]),
-        ("algorithm.use_pf_ppo=True", ["algorithm.use_pf_ppo"]),
         (f"{A}.no_such_key=1", [f"'{A}.no_such_key'"]),
         (f"{R}.max_model_len=600", ["max_model_len=600", 1024]),
     ],

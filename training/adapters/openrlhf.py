@@ -25,6 +25,12 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 """transformers' name of a schedule -> the options that make it here, beside `train.lr_scheduler`."""
 _WORKERS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "references", "reward": "rewards"}
 """OpenRLHF's role -> the option that says how many workers it has."""
+_CORRECTIONS: Mapping[tuple[str, str], str] = {
+    ("token", "clip"): "tis",
+    ("token", "mask"): "icepop",
+    ("seq", "mask"): "seq-mask",
+}
+"""Level and mode of its correction, since 0.11.2 -> the name here."""
 
 
 def compute(flags: Computed) -> None:
@@ -161,7 +167,15 @@ def _algorithm(flags: Computed) -> None:
         flags.put("algorithm.clip_low", clips[0])
         flags.put("algorithm.clip_high", clips[-1])
     kinds = ("vllm_is_correction_type", "algo.advantage.is_correction_type")
-    if flags.get("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable"):
+    level = flags.get("algo.advantage.is_correction_level", default="off")
+    mode = flags.get("algo.advantage.is_correction_mode", default="mask")
+    if (level, mode) in _CORRECTIONS:
+        flags.put("algorithm.correction", _CORRECTIONS[level, mode], "algo.advantage.is_correction_level")
+    elif level != "off":
+        flags.faults.append(
+            f"is_correction_level={level} with is_correction_mode={mode}; use token with clip or mask, or seq with mask"
+        )
+    elif flags.get("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable"):
         kind = flags.get(*kinds, default="tis")
         flags.put("algorithm.correction", "icepop" if flags.get("use_icepop") else kind)
     else:
