@@ -95,7 +95,7 @@ def grpo(**algorithm: Any) -> Any:
 
 
 def test_the_page_shows_what_is_tested_here() -> None:
-    assert len(DIFFS) == PAGE.count("```diff") == 11
+    assert len(DIFFS) == PAGE.count("```diff") == 12
     assert set(PAIR_LOSSES) == {*PAIR_VALUES, "aot_unpaired"}
     assert PAIR_LOSSES["hinge"] == SLIC
 
@@ -180,6 +180,17 @@ def test_sapo_gates_by_the_sign_of_the_advantage(copy: Copy) -> None:
     assert loss == pytest.approx(wanted, abs=1e-5)
 
 
+def test_vespo_weighs_a_response_by_its_whole_ratio(copy: Copy) -> None:
+    loss, batch, said = loss_of(copy("grpo", DIFFS["VESPO"]), grpo())
+    said_BT = (said.logprob_N * batch["action_mask"]).split(batch.lengths.tolist())
+    sums = [float(row.sum()) for row in said_BT]
+    # Each token's log-ratio is 0.1, and there are 1, 2, 3 and 2 of them.
+    good = [exp(3 + 2 * x - 3 * exp(x)) for x in (0.1, 0.2)]
+    bad = [exp(2 + 3 * x - 2 * exp(x)) for x in (0.2, 0.3)]
+    wanted = -(good[0] * sums[0] - bad[0] * sums[1] - 0.5 * bad[1] * sums[2] + 2.0 * good[1] * sums[3]) / 8
+    assert loss == pytest.approx(wanted, abs=1e-5)
+
+
 def sigmoid(x: float) -> float:
     return 1 / (1 + exp(-x))
 
@@ -201,6 +212,7 @@ PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
     "aot": lambda c, r: -log(sigmoid(BETA * (c - r))),  # the reference says the same of all
     "forward_kl": lambda c, r: -log(sigmoid(BETA * (exp(-r) - exp(-c)))),
     "js_divergence": lambda c, r: -log(sigmoid(BETA * (log(sigmoid(c)) - log(sigmoid(r))))),
+    "alpha_divergence": lambda c, r: -log(sigmoid(BETA * 2 * (exp(-r / 2) - exp(-c / 2)))),
     "discopop": lambda c, r: (
         log(1 + exp(-BETA * (c - r))) * (1 - sigmoid(BETA * (c - r) / 0.05))
         + exp(-BETA * (c - r)) * sigmoid(BETA * (c - r) / 0.05)

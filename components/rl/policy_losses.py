@@ -299,7 +299,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(covariance_N: Tensor, action_mask_N: Tensor, *, share: float) -> Tensor:
     """[N] bool, the tokens that `kl_cov_loss` holds back: the share with the largest covariances, at least one.
 
-    Source: Cui et al. 2025 (arXiv 2505.22617), equation 12.
+    Source: Cui et al. 2025 (arXiv 2505.22617), equation 13.
 
     Args:
         covariance_N: [N] of `covariances`, over the whole optimizer step.
@@ -326,7 +326,7 @@ def clip_cov_loss(
 ) -> TokenLoss:
     """The clipped surrogate without the tokens that would cost the most entropy.
 
-    Source: Cui et al. 2025 (Clip-Cov, arXiv 2505.22617), equation 11.
+    Source: Cui et al. 2025 (Clip-Cov, arXiv 2505.22617), equation 12.
 
     Args:
         dropped_N: [N] bool of `clip_cov_tokens`.
@@ -349,7 +349,7 @@ def kl_cov_loss(
 ) -> TokenLoss:
     """-r A, and coef |log r| on the tokens that would cost the most entropy.
 
-    Source: Cui et al. 2025 (KL-Cov, arXiv 2505.22617), equation 13.
+    Source: Cui et al. 2025 (KL-Cov, arXiv 2505.22617), equation 14; the penalty is that of its listing 1.
 
     Args:
         held_N: [N] bool of `kl_cov_tokens`.

@@ -185,7 +185,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 LINES = DIFFS["Losses of the log-ratios"]
 MEANS = DIFFS["IPO of means"]
 SMOOTHED = ("robust", "exo_pair")
-DIVERGENCES = ("forward_kl", "js_divergence")
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 
 
 def pair_loss(name: str, line: str) -> Case:
