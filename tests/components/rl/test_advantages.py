@@ -313,6 +313,52 @@ def test_the_optimal_token_baseline_weighs_returns_by_what_was_spent_so_far() ->
     assert return_N.tolist() == [0.0, 1.0, 0.0, 1.0, 3.0, 5.0]
 
 
+def slow_token_baseline(batch: list[list[Token]], groups: list[int]) -> list[float]:
+    """Tokens are (acts, reward, energy)."""
+    found: list[float] = []
+    acting = [[(r, e) for a, r, e in tokens if a] for tokens in batch]
+
+    def to_go(own: list[tuple[float, float]], place: int) -> float:
+        return sum(r for r, _ in own[place:])
+
+    for tokens, group, own in zip(batch, groups, acting, strict=True):
+        place = 0
+        for acts, _, _ in tokens:
+            if not acts:
+                found.append(0.0)
+                continue
+            beside = [x for x, g in zip(acting, groups, strict=True) if g == group and len(x) > place]
+            weights = [sum(e for _, e in x[: place + 1]) for x in beside]
+            weighed = sum(w * to_go(x, place) for w, x in zip(weights, beside, strict=True))
+            found.append(to_go(own, place) - (weighed / (sum(weights) + 1e-8) if len(beside) > 1 else 0.0))
+            place += 1
+    return found
+
+
+@given(sequences, st.lists(st.integers(0, 2), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_the_optimal_token_baseline_agrees_with_a_scalar_loop(batch: list[list[Token]], groups: list[int]) -> None:
+    # Energies are positive, where a token may be nearly sure.
+    batch = [[(acts, reward, abs(energy) + 0.125) for acts, reward, energy in tokens] for tokens in batch]
+    reward_N, energy_N, mask_N, lengths_B = columns(batch)
+    found, _ = optimal_token_baseline(reward_N, energy_N, mask_N, lengths_B, torch.tensor(groups[: len(batch)]).long())
+    assert found.tolist() == pytest.approx(slow_token_baseline(batch, groups[: len(batch)]), rel=1e-4, abs=1e-4)
+
+
+@given(sequences)
+@settings(max_examples=30, deadline=None)
+def test_equal_returns_of_a_group_leave_no_optimal_token_advantage(batch: list[list[Token]]) -> None:
+    # One reward, at the last token that acts: whatever was spent, all of a place have the same return.
+    batch = [tokens for tokens in batch if any(acts for acts, _, _ in tokens)] * 2
+    reward_N, energy_N, mask_N, lengths_B = columns(batch)
+    last = [max(t for t, (acts, _, _) in enumerate(tokens) if acts) for tokens in batch]
+    reward_N = torch.zeros_like(reward_N)
+    reward_N[(lengths_B.cumsum(0) - lengths_B + torch.tensor(last).long()).long()] = 0.75
+    groups = torch.zeros(len(batch), dtype=torch.int64)
+    found, _ = optimal_token_baseline(reward_N, energy_N.abs() + 0.125, mask_N, lengths_B, groups)
+    assert found.abs().max() < 1e-5 if len(found) else True
+
+
 def test_the_optimal_token_baseline_of_no_sequence_is_nothing() -> None:
     none = torch.zeros(0)
     empty = (none.bool(), none.long(), none.long())

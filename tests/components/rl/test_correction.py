@@ -226,6 +226,22 @@ def test_rejection_by_estimate_agrees_with_a_scalar_loop(
     assert found.tolist() == slow_rejection(batch, level, estimator, 0.0, high)
 
 
+@given(batches, st.sampled_from(["k2", "k3"]), st.sampled_from([0.001, 0.3, 0.5, 3.0, 1e3, math.inf]))
+@settings(max_examples=60, deadline=None)
+def test_rejection_by_the_worst_token_is_that_of_its_sequence(
+    batch: list[Tokens], estimator: Estimator, high: float
+) -> None:
+    found = rejection_weights(*columns(batch), level="max", estimator=estimator, low=None, high=high)
+    each = slow_rejection(batch, "token", estimator, 0.0, high)
+    wanted, start = list[float](), 0
+    for tokens in batch:
+        own = each[start : start + len(tokens)]
+        start += len(tokens)
+        kept = all(weight == 1.0 for weight, (acts, *_) in zip(own, tokens, strict=True) if acts)
+        wanted += [float(kept and acts) for acts, *_ in tokens]
+    assert found.tolist() == wanted
+
+
 @pytest.mark.parametrize("level", get_args(Level))
 def test_a_nan_that_counts_stays_in_its_token_or_sequence(level: Level) -> None:
     # The second of three sequences has a NaN in its first action token; its prompt token stays 0.
