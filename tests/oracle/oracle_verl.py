@@ -172,10 +172,7 @@ def theirs(case: Case, path: str) -> Trace:
             apply_bypass_mode(data, correction, policy_loss)
         elif correction.rollout_is or correction.rollout_rs:
             data, _ = compute_rollout_correction_and_add_to_batch(data, correction)
-        with mock.patch.object(torch, "multinomial", partial(drawn, number)):
-            data = compute_advantage(
-                data, own.adv_estimator, own.gamma, own.lam, SAMPLES, own.get("norm_adv_by_std_in_grpo", True), own
-            )
+        data = with_advantages(data, own, number)
         rows = Padded(step.select(data.batch["row"]))
         trace.advantages.append(data.batch["advantages"][data.batch["response_mask"].bool()])
         if critic is not None:
@@ -195,6 +192,13 @@ def theirs(case: Case, path: str) -> Trace:
         trace.grad_norms.append(sum(norm for _, norm in found) / len(found))
     trace.weights = weights_of(policy.model)
     return trace
+
+
+def with_advantages(data: DataProto, own: Any, number: int) -> DataProto:
+    """As verl's trainer estimates them; where it draws responses, those that the recipe draws."""
+    by_std = own.get("norm_adv_by_std_in_grpo", True)
+    with mock.patch.object(torch, "multinomial", partial(drawn, number)):
+        return compute_advantage(data, own.adv_estimator, own.gamma, own.lam, SAMPLES, by_std, own)
 
 
 def drawn(number: int, weights: torch.Tensor, count: int, replacement: bool) -> torch.Tensor:
