@@ -19,7 +19,8 @@ from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
-from components.rl.rewards import selection_weights, token_rewards
+from components.rl.resampling import selection_weights
+from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
 from training import ppo_loss
 from training.ppo_loss import surrogate

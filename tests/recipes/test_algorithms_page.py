@@ -25,7 +25,7 @@ from training.schema import options_of
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 LOSSES = ("policy_losses", "preference_losses", "supervised", "value_losses")
-MODULES = ("advantages", "aggregation", "correction", "kl", "rewards", *LOSSES)
+MODULES = ("advantages", "aggregation", "correction", "kl", "resampling", "rewards", *LOSSES)
 IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from components.rl.rewards import (
     RunningMoments,
     groups_within,
     overlong_penalty,
-    selection_weights,
     stop_properly_penalty,
     token_rewards,
 )
@@ -315,23 +313,3 @@ def test_scores_and_bounds_that_cannot_be_are_named() -> None:
 def test_a_penalty_does_not_hide_a_reward_that_is_no_number(coef: float) -> None:
     found = stop_properly_penalty(torch.tensor([math.nan, 1.0]), torch.tensor([True, False]), coef)
     assert found.isnan().tolist() == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("rule", "weights"),
-    [("pow", [4.0, 0.25, 0.0, 4.0]), ("max_min", [1.0, 0.0, 0.0, 1.0]), ("max_random", [0.4, 0.1, 0.1, 0.1])],
-)
-def test_responses_are_weighed_for_drawing_by_their_rewards(rule: Any, weights: list[float]) -> None:
-    found = selection_weights(torch.tensor([2.0, -0.5, 0.0, -2.0]), rule)
-    assert found.tolist() == pytest.approx(weights, abs=2e-8)
-    assert bool((found > 0).all())
-
-
-def test_equal_rewards_are_drawn_alike_and_no_number_is_an_error() -> None:
-    for rule in ("pow", "max_min", "max_random"):
-        weights = selection_weights(torch.zeros(3), rule)
-        assert weights.tolist() == [weights[0].item()] * 3
-    with pytest.raises(ValueError, match=says("finite")):
-        selection_weights(torch.tensor([1.0, math.nan]), "pow")
-    with pytest.raises(ValueError, match=says("best", "max_min")):
-        selection_weights(torch.ones(2), "best")  # pyright: ignore[reportArgumentType] (refused)
