@@ -80,8 +80,8 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
             refused[command["script"]] = said
     assert len(PLAIN) >= 47
     assert len(refused) <= (1 - TAKEN) * len(PLAIN), refused
-    # Each for something that is not here, and with what to use.
-    words = ("use_pf_ppo", "lora_adapter_path")
+    # For something that is not here, and with what to use.
+    words = ("lora_adapter_path",)
     assert [said for said in refused.values() if not any(word in said for word in words)] == []
 
 
