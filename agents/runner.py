@@ -107,7 +107,7 @@ class EpisodeRunner:
 
         Args:
             prompts: as for `run_episodes`; those with the same `prompt_id` are a group, which `collect` returns as a
-            whole.
+                whole.
             sampling: as for `run_episodes`.
         """
         for prompt_id, rows in prompts.group_by("prompt_id").items():

@@ -35,6 +35,8 @@ RECIPES = "recipes/index.md"
 HAS_MKDOCSTRINGS = importlib.util.find_spec("mkdocstrings") is not None
 LOG = logging.getLogger("mkdocs.hooks.docs_site")
 DOCSTRINGS = {
+    # The types of decorators are those of their overloads.
+    "docstring_options": {"warn_missing_types": False, "warn_unknown_params": False},
     "docstring_section_style": "list",
     "docstring_style": "google",
     "filters": ["!^_"],
