@@ -18,7 +18,7 @@ class AgentInstanceBase(ABC):
         Args:
             states: `observation` (the prompt's text), `label` (of the data), `extra_info` (the data's other columns); a
                 copy of the episode's own.
-            kwargs: room for what later versions may add.
+            kwargs: for what later versions may add.
 
         Returns:
             `{"observation": text or chat messages}`: what the policy reads first. The prompt's own text means the
@@ -28,7 +28,7 @@ class AgentInstanceBase(ABC):
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Answer one action of the policy.
+        """Respond to one action of the policy.
 
         Args:
             states: `observation_text` (all the policy has read and written before this action), `action_text` (what it

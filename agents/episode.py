@@ -23,7 +23,7 @@ STREAMS = 2**32
 Status = Literal["finished", "truncated", "aborted", "error"]
 """`finished`: its environment was done with it, or, where there is none, an end token came. `truncated`: a limit of
 tokens or turns came first, after a turn. `aborted`: it was ended from outside. `error`: its environment raised, hung,
-died or broke its contract, or there was no room for a first turn."""
+died or broke its contract, or there were no tokens left for a first turn."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Episode:
     """One sequence to train on."""
 
     tokens: list[int]
-    """Prompt, turns and what the environment said between them. Only ever appended to."""
+    """Prompt, turns and the environment's text between them. Only ever appended to."""
     prompt_length: int
     logprobs: list[float] = field(default_factory=list)
     """As long as `tokens`: in nats, of what the policy wrote; 0 elsewhere."""
@@ -95,7 +95,7 @@ class Episode:
         return self.turns[-1]
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append what the environment said."""
+        """Append the environment's text."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
@@ -156,7 +156,7 @@ class Policy:
             was complete.
 
         Raises:
-            ValueError: there is nothing to continue, or no room for a single token.
+            ValueError: there is nothing to continue, or no token left.
         """
         if not tokens or not self.has_space(len(tokens)):
             why = f"it may have {self.max_tokens} (the model's positions, or agent.max_tokens where that is less)"

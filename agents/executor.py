@@ -42,8 +42,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
         """Run one episode.
 
-        Tokens that an environment says after the last turn are not in it: nothing was drawn from them. One that fails
-        keeps what was said before.
+        Tokens of an environment after the last turn are not in it: nothing was drawn from them. One that fails
+        keeps what came before.
         """
         episode, environment = Episode(list(task.tokens), len(task.tokens)), self.pool.open()
         try:
@@ -113,7 +113,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         self._limit_s = options.step_timeout_s
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
-        """Draw one response, if there is room for one."""
+        """Draw one response, if there are tokens left for one."""
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
         if self.reward is None and not policy.has_space(len(tokens)):

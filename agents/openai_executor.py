@@ -139,7 +139,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
 
 def _read(result: Any) -> StepResult:
-    """Read what an agent returned; ValueError says what is wrong with it."""
+    """Read what an agent returned; ValueError names what is wrong with it."""
     if not isinstance(result, Mapping):
         raise ValueError(f'the agent returned {result!r:.200}; return {{"reward": number}}')
     rewards = {f"{name}s": result.get(name, result.get(f"{name}s")) for name in ("reward", "score")}

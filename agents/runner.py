@@ -87,7 +87,7 @@ class EpisodeRunner:
 
         Args:
             prompts: as `RolloutEngine.generate` takes them; agents read the objects `prompt` and `label`.
-            sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less room.
+            sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less space.
 
         Returns:
             What `as_batch` says, in the order of `prompts`; of a `RolloutEngine` what that returns.

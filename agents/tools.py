@@ -228,7 +228,7 @@ class ToolAgentInstance(TextEnvironment):
     result_text: ClassVar[str] = "\n<tool_response>\n{}\n</tool_response>\n"
     """Around a result where `chat` is False."""
     max_result_chars: ClassVar[int] = 2000
-    """Of one result; the rest is cut off, with a note that says so."""
+    """Of one result; the rest is cut off, with a note."""
     max_calls: ClassVar[int] = 16
     """That are run in one turn."""
     tool_timeout_s: ClassVar[float] = 30.0

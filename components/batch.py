@@ -521,7 +521,7 @@ class Batch:
         """Positions for n ranks, such that each costs about the same and has, to within one, as many sequences.
 
         A sequence of L tokens costs L + attention * L^2. The most expensive one left goes to the rank with the lowest
-        cost that still has room. The same batch gives the same shares everywhere; within a share sequences keep their
+        cost that still has space. The same batch gives the same shares everywhere; within a share sequences keep their
         order.
 
         Args:

@@ -30,7 +30,7 @@ _beaten = 0.0
 
 
 def beat() -> None:
-    """Say that the work of this process makes progress: `stall_timeout` counts from here. It costs nothing."""
+    """Report that the work of this process makes progress: `stall_timeout` counts from here. It costs nothing."""
     global _beaten
     _beaten = time.monotonic()
 

@@ -13,7 +13,7 @@ class ResultLost(WorkerDied):
 
 
 class WorkerTimeout(TimeoutError):
-    """Workers did not answer within the time that their method is given. `missing`: (role, rank, attempt) of each."""
+    """Workers did not return within the time that their method is given. `missing`: (role, rank, attempt) of each."""
 
     missing: tuple[tuple[str, int, int], ...] = ()
 

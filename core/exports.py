@@ -40,7 +40,7 @@ class NdDispatch:
 
 
 def nd_compute(mesh: str) -> NdDispatch:
-    """Split over the data-parallel ranks of a mesh, that each worker has told by `register_mesh`; returns joined.
+    """Split over the data-parallel ranks of a mesh, that each worker has registered by `register_mesh`; returns joined.
 
     Workers of one data-parallel rank (tensor or sequence parallel peers) get the same chunk, which is stored once. The
     answer of a data-parallel rank is that of its one worker with `is_collect`.

@@ -102,7 +102,7 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
     """Values of all calls, in their order.
 
     Raises:
-        WorkerTimeout: after `timeout` seconds some had not answered; it names role, method and ranks. Not where calls
+        WorkerTimeout: after `timeout` seconds some had not returned; it names role, method and ranks. Not where calls
             run in this process: whoever stops in a debugger is not late.
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
@@ -187,7 +187,7 @@ class _Wait:
 
 
 class Future(Generic[T_co]):
-    """The answers of a group that are still on their way. `await future` works in async code."""
+    """The results of a group that are still on their way. `await future` works in async code."""
 
     def __init__(
         self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T_co] = lambda v: v

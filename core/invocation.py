@@ -97,12 +97,12 @@ def trainer_invocation(
     Args:
         blocking: wait for the results; False returns a Future at once.
         is_async: wait with `timeout` for all targets, and raise TimeoutError naming the ranks that are missing.
-        timeout: seconds, only with is_async. Workers that have not answered by then are taken for hung, and ended.
+        timeout: seconds, only with is_async. Workers that have not returned by then are taken for hung, and ended.
         target: "ALL" workers, or "RANK0" alone, which returns the single value instead of a list.
         auto_shard: split lists, arrays and batches over the workers; everything else goes whole to all.
         pre_func: runs on the caller's side; what it returns is sent (a tuple is several arguments).
         post_func: runs on the caller's side over the list of results; what it returns is the result.
-        idempotent: a call that a dying instance of a `run` role did not answer may be sent again to its replacement.
+        idempotent: a call that a dying instance of a `run` role did not return may be sent again to its replacement.
         replay: "last" repeats the last successful call in a replacement, before it is given any work.
 
     Raises:

@@ -154,8 +154,8 @@ class JobBuilder:
             stall_timeout: seconds without a sign of progress after which a process is taken for hung, and ended;
                 0: never. Below 5 it would be shorter than the pauses between two questions.
             stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return; 0: none.
-            placement_timeout: seconds that the job, and a process that takes a lost one's place, wait for room in the
-                cluster; long enough, an autoscaler can make it.
+            placement_timeout: seconds that the job, and a process that takes a lost one's place, wait for resources;
+                long enough, an autoscaler can make it.
         """
         if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
             raise JobError(f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g}, or 0 for never")
@@ -265,7 +265,7 @@ class JobBuilder:
         """Check the description and make the plan.
 
         Raises:
-            JobError: it cannot work; the message says what to set.
+            JobError: it cannot work; the message names what to set.
         """
         if not self._roles:
             raise JobError("the job has no role; add one with role(name).run('package.module:Class')")
@@ -313,7 +313,7 @@ class RLJobBuilder(JobBuilder):
         return self.role(Role.REFERENCE).run(path)
 
     def reward(self: B, path: str) -> B:
-        """The instances that score answers."""
+        """The instances that score responses."""
         return self.role(Role.REWARD).run(path)
 
     def build(self) -> Job:

@@ -124,10 +124,10 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         return self._context.job_memory()
 
     def register_mesh(self, mesh: str, dp_rank: int, is_collect: bool = True) -> None:
-        """Tell worker groups which data-parallel rank I am of a mesh, and whether my answer is taken for it.
+        """Register for worker groups which data-parallel rank I am of a mesh, and whether my result is taken for it.
 
         Raises:
-            ValueError: told before.
+            ValueError: registered before.
         """
         if mesh in self._meshes:
             raise ValueError(f"{self.name} has registered its place in the mesh {mesh!r} already: {self._meshes[mesh]}")
@@ -135,7 +135,7 @@ class BaseWorkload(metaclass=_SeenAsGroup):
 
     @rpc()
     def mesh_position(self, mesh: str) -> tuple[int, bool]:
-        """(data-parallel rank, whether my answer is taken for it).
+        """(data-parallel rank, whether my result is taken for it).
 
         Raises:
             ValueError: I have no place in this mesh.

@@ -185,5 +185,5 @@ class PolicyCalls:
         self.trainer.RG_ACTOR.save(str(folder))
 
     def end(self) -> None:
-        """Tell the roles that no call will follow."""
+        """Let the roles know that no call will follow."""
         remote_call.end_job()

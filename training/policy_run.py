@@ -44,7 +44,7 @@ SHOWN = (
     "actor/entropy",
     "timing_s/step",
 )
-"""What a person sees of a step, unless a recipe says otherwise."""
+"""What a person sees of a step, unless a recipe sets otherwise."""
 
 
 class PolicyRun(Run[Batch]):
@@ -201,7 +201,7 @@ class PolicyRun(Run[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End what the run has started, and tell the roles that no call will follow."""
+        """End what the run has started, and let the roles know that no call will follow."""
         if self.reward is not None:
             self.reward.close()
         self.tracker.close()

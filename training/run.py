@@ -128,11 +128,11 @@ class Run(Generic[Item]):
         return self.progress.count(self.clock.take(), batch, self.trainer.job_memory_bytes)
 
     def note_stop(self) -> None:
-        """Say that the run was stopped, and how it is resumed."""
+        """Report that the run was stopped, and how it is resumed."""
         self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.config.run_dir} continues")
 
     def note_end(self, what: str, **summary: Any) -> None:
-        """Sum up speed and training time, and say where the trained model is."""
+        """Sum up speed and training time, and report where the trained model is."""
         seconds = self.progress.seconds
         speed = self.progress.tokens / max(seconds, 1e-9)
         self.tracker.update_summary(seconds={"training": seconds}, tokens_per_second=speed, **summary)

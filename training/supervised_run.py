@@ -167,7 +167,7 @@ class SupervisedRun(Run[Batch]):
         self.tracker.update_summary(steps=self.step, seconds={"training": self.progress.seconds})
 
     def _sum_up(self) -> None:
-        """Export the model, and say how its accuracy has changed, where that is measured."""
+        """Export the model, and report how its accuracy has changed, where that is measured."""
         if self.config.checkpoint.export_path:
             self.export(Path(self.config.checkpoint.export_path).expanduser())
         accuracy = {when: own["accuracy"] for when, own in self.evaluations.items() if "accuracy" in own}

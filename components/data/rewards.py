@@ -78,7 +78,7 @@ class RewardOutput:
     failures: dict[int, str] = field(default_factory=dict)
     """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs 0 or NaN."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
-    """What else was said of each, in words."""
+    """Other texts about each."""
     absent: list[int] = field(default_factory=list)
     """Places for which a part of a sum has no reward (None); it stands as 0 above."""
 
@@ -280,7 +280,7 @@ def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
 
 
 def read_columns(result: Any, count: int) -> Columns:
-    """Read what a reward function returned, or a server answered, for `count` responses; ValueError says what is wrong.
+    """Read what a reward function returned, or a server sent, for `count` responses; ValueError names what is wrong.
 
     Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1].
     """
@@ -313,7 +313,7 @@ def join_columns(
     failures: dict[int, str],
     missing: float | None = None,
 ) -> RewardOutput:
-    """Put the columns of all calls together: each part says which answers of the batch it is about.
+    """Put the columns of all calls together: each part names which responses of the batch it is about.
 
     A number to log that is not there for all of them is an error, or `missing` for those without it.
     """

@@ -22,7 +22,7 @@ NAMED_FAILURES = 3
 
 
 def for_samples(prompts: Batch, count: int) -> Batch:
-    """Each prompt `count` times, side by side, told apart by `sample_id`."""
+    """Each prompt `count` times, side by side, distinguished by `sample_id`."""
     import torch
 
     return prompts.repeat(count).with_sequences(sample_id=torch.arange(count).repeat(len(prompts)))
@@ -42,7 +42,7 @@ def add_rewards(
             read `datasource` and `extra_info`, the data's other columns, where they are there.
         source: of the rewards; None: the responses are episodes, whose environments have rewarded them.
         tokenizer: of the policy.
-        info: is given which answers have no reward, the first few by name.
+        info: is given which responses have no reward, the first few by name.
         step: of training; such functions may read it.
 
     Returns:
@@ -105,7 +105,7 @@ def check_rewarded(samples: Batch) -> None:
 
 
 def log_failures(failures: Mapping[int, str], info: Callable[[str], None], what: str = "reward") -> None:
-    """Name the first few responses that have no reward, and say how many more there are."""
+    """Name the first few responses that have no reward, and how many more there are."""
     for index, reason in list(failures.items())[:NAMED_FAILURES]:
         info(f"response {index} has no {what}: {reason}")
     if len(failures) > NAMED_FAILURES:

@@ -2,7 +2,7 @@
 
 The machine is made of Linux namespaces, and is a boundary: the program reads the interpreter and its packages, writes
 to a file system of its own in memory, and sees no other file, process, socket or network (sandbox_child.py). Where the
-system does not let us make namespaces, nothing is run, unless TROUPE_SANDBOX=unsafe says that the limits are enough:
+system does not let us make namespaces, nothing is run, unless TROUPE_SANDBOX=unsafe declares the limits enough:
 the program runs as the user who trains then, and can read, write and delete that user's files.
 """
 
@@ -103,7 +103,7 @@ async def run_python_async(program: str, stdin: str = "", limits: Limits | None 
     it ends with this process.
 
     As many programs of this process run at the same time as it may use cores; the others wait, and their limits begin
-    afterwards. The time of a tool or a step that waits for them continues: leave it room for that.
+    afterwards. The time of a tool or a step that waits for them continues: leave it time for that.
     """
     return await in_place(run_now(program, stdin, limits or Limits()))
 
@@ -258,7 +258,7 @@ def _shown(text: str, folder: str, most: int) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The first so many characters, and where there are more a line that says so."""
+    """The first so many characters, and where there are more a line that notes it."""
     return text if len(text) <= most else f"{text[:most]}\n... ({len(text)} characters, cut after {most})"
 
 

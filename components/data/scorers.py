@@ -18,7 +18,7 @@ REASONING_GYM_PREFIX = f"{REASONING_GYM}:"
 Scorer = Callable[[str, str], float]
 """Scores one response against its label; both without special tokens."""
 Style = Callable[[str, str], dict[str, float]]
-"""Says how one response to a label is written, in numbers to log."""
+"""How one response to a label is written, in numbers to log."""
 
 # A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -128,7 +128,7 @@ def default_scorer(source: str) -> str | None:
 
 
 def get_style(name: str) -> Style:
-    """Look up how a task describes responses; the registered scorers say nothing of them."""
+    """Look up how a task describes responses; the registered scorers do not know them."""
     return get_task(name).style if name in TASKS else _STYLES.get(name, _no_style)
 
 

@@ -58,7 +58,7 @@ class Request(ABC):
 
         Raises:
             RuntimeError: the engine has died, or was closed.
-            ValueError, RuntimeError: what the engine says of this request and those that it drew together with it.
+            ValueError, RuntimeError: what the engine raises for this request and those that it drew together with it.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class AsyncEngine(WeightVersions):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
 
     @abstractmethod
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:

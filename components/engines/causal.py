@@ -44,7 +44,7 @@ _SMALL = 2**25
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What a policy says about the tokens of a batch."""
+    """What a policy gives for the tokens of a batch."""
 
     logprob_N: Tensor
     """[N] float32, in nats; 0 for the first token of a sequence."""
@@ -71,7 +71,7 @@ def load_policy(
             attention of ours, unless `attn_implementation` is flash attention. None: if it can, and a warning is logged
             that says why it cannot.
         empty: leave the parameters on the meta device; a training engine, or `fill`, reads what a rank keeps. A model
-            that cannot be read in parts is loaded whole, and a warning is logged that says why.
+            that cannot be read in parts is loaded whole, and a warning with the reason is logged.
 
     Raises:
         ValueError: its files lack some of its weights, it cannot be packed, or its attention is more than sdpa, which

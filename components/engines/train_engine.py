@@ -55,7 +55,7 @@ LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 def init_process_group(timeout_s: float = 1800.0) -> None:
     """Make the default process group that the environment describes; nothing happens when there is one.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who meets where; LOCAL_RANK which device. With
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have who meets where; LOCAL_RANK which device. With
     WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
 
     A script of several ranks ends best with `os._exit`, once its output is flushed. DeepSpeed's parameters keep gloo's
@@ -115,7 +115,7 @@ class TrainEngine(ABC):
         """Join the other ranks, seed this one and make `model` ready. The engine of a library then takes it.
 
         Args:
-            model: adapters are put into it, and automatic casting around its passes, where the config says so.
+            model: adapters are put into it, and automatic casting around its passes, where the config has it.
             config: of this engine.
         """
         init_process_group()
@@ -382,7 +382,7 @@ class TrainEngine(ABC):
         self._state().save(Path(folder), self.step_count)
 
     def load_state(self, folder: str | Path) -> list[str]:
-        """Go on exactly where `save_state` was called. All ranks call this, and each reads what it needs.
+        """Continue exactly where `save_state` was called. All ranks call this, and each reads what it needs.
 
         The engine is one just made from the same architecture; its own weights do not matter, but those beneath
         adapters have to be the same. Learning rate,

@@ -37,7 +37,7 @@ class WeightHandle:
     nbytes: int
     """Payload, in bytes."""
     token: str = field(default="", repr=False)
-    """Tells the publisher's folder from one of the same name on another machine, and its readers from strangers."""
+    """Marks the publisher's folder from one of the same name on another machine, and its readers from strangers."""
     address: tuple[str, int] | None = None
     """Where the publisher serves its versions to other machines; None: nowhere."""
 
@@ -46,7 +46,7 @@ class WeightPublisher:
     """Writes versions and unlinks the older ones. One per run: the publisher owns its directory.
 
     The version before the newest stays until the next one is written: an engine that is replaced while the newest is
-    on its way to all is given it first. So two versions take room, never more.
+    on its way to all is given it first. So two versions take space, never more.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WeightPublisher:
 
         Raises:
             ValueError: `version` is not newer than the last, or a name comes twice.
-            OSError: no directory has room.
+            OSError: no directory has space.
         """
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
@@ -179,13 +179,13 @@ def read_weights(
 
     Args:
         handle: of the version.
-        timeout_seconds: for the publisher's answer, and for each bucket through the network.
+        timeout_seconds: for the publisher's response, and for each bucket through the network.
         writable: False: who writes into a tensor that is mapped ends this process. It is quicker: the mapping is used
             again for later versions.
 
     Raises:
         FileNotFoundError: the version is gone, or was never within reach.
-        ConnectionError: the publisher is gone, or does not answer in time.
+        ConnectionError: the publisher is gone, or does not respond in time.
     """
     opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):

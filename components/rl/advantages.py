@@ -325,7 +325,7 @@ def opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def gpg(reward_B: Tensor, group_B: Tensor, scale: float = 1.0) -> Tensor:
-    """Reward minus the mean of its group, times the responses there are over those whose group says anything, over
+    """Reward minus the mean of its group, times the responses there are over those in groups of unequal rewards, over
     scale.
 
     Source: Chu et al. 2025 (GPG, arXiv 2504.02546), equation 7: groups of equal rewards have no gradient, and the

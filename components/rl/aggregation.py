@@ -31,7 +31,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What a loss function says about each token of a micro-batch."""
+    """What a loss function gives for each token of a micro-batch."""
 
     loss_N: Tensor
     """[N] what is minimised, 0 where the policy did not act."""

@@ -30,7 +30,7 @@ Level = Literal["token", "sequence", "geometric"]
 Outside = Literal["clamp", "zero"]
 """What becomes of a weight outside its bounds: the nearest bound, or 0."""
 Estimator = Literal["k1", "k2", "k3"]
-"""By what a token or a sequence is judged: its ratio, or an estimate of how far p and q are apart there."""
+"""By what a token or a sequence is accepted: its ratio, or an estimate of how far p and q are apart there."""
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def rejection_weights(
       in one token and down in another does not cancel, as it does in the ratio of a sequence.
 
     Masked importance sampling (MIS) is this with k1 times `importance_weights`. OpenRLHF's seq-mask-tis promises to
-    clamp the latter and forgets it; here they are two functions, and each does what it says.
+    clamp the latter and forgets it; here they are two functions, and each does what its name has.
 
     Source: Schulman 2020, "Approximating KL Divergence", for the estimators; verl's rollout correction for rejecting
     by them. k3 has verl's sign: its mean over tokens that q sampled is KL(q, p).
@@ -113,7 +113,7 @@ def rejection_weights(
         high: more than 0; k1: the largest ratio, at least low; k2, k3: the largest estimate, nats.
 
     Returns:
-        [N] float32 without gradient: 1, or 0, or NaN where what is judged is NaN; 0 where the policy did not act.
+        [N] float32 without gradient: 1, or 0, or NaN where what is tested is NaN; 0 where the policy did not act.
 
     Raises:
         ValueError: the shapes or bounds cannot be, or a name is unknown.

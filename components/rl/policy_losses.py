@@ -1,6 +1,6 @@
 """Policy losses: what is minimised to make good actions likelier.
 
-B sequences; N all tokens of a micro-batch end to end. Each function says what every token costs, [N]; `aggregation`
+B sequences; N all tokens of a micro-batch end to end. Each function gives the loss of every token, [N]; `aggregation`
 makes one number of it. `logprob_N` is the log-probability now, in nats, and the only thing that gradients flow through;
 `old_logprob_N` is the same before the first update on these samples; `action_mask_N` is True where the policy produced
 the token, and what is outside of it may be anything, NaN too. r = exp(logprob - old_logprob) is the ratio, with the
@@ -183,7 +183,7 @@ def dppo_loss(
     """-sg(min(r, cap)) A log p on tokens whose probability has not moved too far to where the advantage pulls it.
 
     Source: Qi et al. 2026 (DPPO, arXiv 2602.04879): the trust region is a divergence of the token against all others,
-    which leaves room to rare tokens whose ratio is large, and binds likely ones whose ratio is not.
+    which leaves freedom to rare tokens whose ratio is large, and binds likely ones whose ratio is not.
 
     Args:
         divergence: "tv": |p - p_old|; "kl": p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), in nats.

@@ -1,4 +1,4 @@
-"""Preference losses: what is minimised to tell the better of two responses. P pairs of a micro-batch.
+"""Preference losses: what is minimised to rank the better of two responses first. P pairs of a micro-batch.
 
 As in `aggregation`, everything is a sum over the micro-batch divided by the pairs of the whole optimizer step.
 """
@@ -24,7 +24,7 @@ def bradley_terry_loss(
         margin_P: [P] by how much the one should be better; None: 0.
 
     Returns:
-        The loss, and the metrics `accuracy` (share of pairs told right, a tie is half of one), `chosen_reward`,
+        The loss, and the metrics `accuracy` (share of pairs ranked right, a tie is half of one), `chosen_reward`,
         `rejected_reward` and `margin`, means over the pairs.
 
     Raises:

@@ -16,7 +16,7 @@ C = TypeVar("C", bound=RLOptions)
 
 
 class PolicyWorker(TrainedModel, Generic[C]):
-    """One rank of the policy. A recipe's subclass says its options, and its `loss`."""
+    """One rank of the policy. A recipe's subclass declares its options, and its `loss`."""
 
     config: C
 

@@ -14,7 +14,7 @@ C = TypeVar("C", bound=SupervisedOptions)
 
 
 class SupervisedModel(TrainedModel, Generic[C]):
-    """One rank of the model. A recipe's subclass says its options, its `loss`, and what it evaluates."""
+    """One rank of the model. A recipe's subclass declares its options, its `loss`, and what it evaluates."""
 
     config: C
 

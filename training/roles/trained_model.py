@@ -35,7 +35,7 @@ def policy_to_train(path: str, config: Any) -> nn.Module:
 
 
 class TrainedModel(BaseWorkload):
-    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and says its `loss`."""
+    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and declares its `loss`."""
 
     engine: TrainEngine
     publisher: WeightPublisher | None = None
@@ -94,7 +94,7 @@ class TrainedModel(BaseWorkload):
     def train_epochs(
         self, experience: Batch, step: int, loss: LossFunction, prepare: Prepare | None = None
     ) -> dict[str, float]:
-        """Train on all of a step's responses, in as many mini-batches and epochs as the options say; see `train`."""
+        """Train on all of a step's responses, in as many mini-batches and epochs as the options have; see `train`."""
         config = self.config
         count = len(experience)
         parts = config.optimizer_steps(count)
