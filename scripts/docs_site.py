@@ -108,7 +108,7 @@ def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath)
 
 
 def option_tables() -> str:
-    """A table for each group of options, and one of verl_ppo, which has verl's names: of all recipes' schemas."""
+    """A table for each group of options, of all recipes' schemas."""
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
     from migration_page import table
 
@@ -120,11 +120,11 @@ def option_tables() -> str:
             continue
         schema = importlib.import_module(f"recipes.{folder.name}.main").COMMAND.schema
         for option in options_of(schema):
-            group = "verl_ppo" if folder.name == "verl_ppo" else option.name.rpartition(".")[0] or "run"
+            group = option.name.rpartition(".")[0] or "run"
             found = groups.setdefault(group, {}).setdefault((option.name, option.kind, option.meaning), {})
             found[folder.name] = f"`{DATE.sub('<recipe>-<time>', repr(option.default))}`"
     lines: list[str] = []
-    for group in sorted(groups, key=lambda name: (name == "verl_ppo", name != "run", name)):
+    for group in sorted(groups, key=lambda name: (name != "run", name)):
         rows = [
             (f"`{name}`", f"`{kind.replace(' | ', ' or ')}`", *_in_recipes(defaults), meaning)
             for (name, kind, meaning), defaults in groups[group].items()
