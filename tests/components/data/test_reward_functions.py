@@ -149,24 +149,30 @@ def test_a_file_names_its_function_by_convention_by_being_alone_or_in_the_path(t
     assert reward_function(f"{path}:brevity") == (path, "brevity")
     with pytest.raises(ValueError, match=says("length", "brevity")):
         check_reward(f"{path}:length")
-    with open_reward(f"{path}:brevity") as reward:
-        assert reward(["pa"], ["p"], [""]).reward_B.tolist() == [0.0]
+    with open_reward(f"2*{path}:brevity + 1*{path}") as reward:
+        assert reward(["pa"], ["p"], [""]).reward_B.tolist() == [1.0]
 
 
-def test_none_is_no_reward_and_too_many_of_it_stop_the_run(tmp_path: Path) -> None:
+def test_none_is_a_part_that_does_not_apply_and_no_reward_where_it_is_all_there_is(tmp_path: Path) -> None:
     path = tmp_path / "parts.py"
     path.write_text(
-        "def math(completions, kind, **kwargs):\n    return [1.0 if of == 'math' else None for of in kind]\n"
+        "def math(completions, kind, **kwargs):\n"
+        "    return [1.0 if of == 'math' else None for of in kind]\n"
+        "def code(completions, kind, **kwargs):\n"
+        "    return [0.5 if of == 'code' else None for of in kind]\n"
     )
     count = 40
-    rows = [{"columns": {"kind": kind}} for kind in ["math"] * (count - 1) + ["prose"]]
+    kinds = ["math", "code"] * (count // 2 - 1) + ["math", "prose"]
+    rows = [{"columns": {"kind": kind}} for kind in kinds]
     given = ["p"] * count
-    with open_reward(f"{path}:math") as reward:
+    with open_reward(f"3*{path}:math + 1*{path}:code") as reward:
         output = reward(given, given, given, responses=given, rows=rows)
-        assert output.reward_B.tolist() == [1.0] * (count - 1) + [0.0]
-        assert list(output.failures) == [count - 1]
-        with pytest.raises(RewardError, match=says("None", "math")):
-            reward(given, given, given, responses=given, rows=rows[-1:] * count)
+    # 3 * 1, and 1 * .5 alone; their mean scores are 3 / 3 and .5 / 1; nobody rewards the last.
+    assert output.reward_B.tolist() == [3.0, 0.5] * (count // 2 - 1) + [3.0, 0.0]
+    assert output.score_B.tolist() == [1.0, 0.5] * (count // 2 - 1) + [1.0, 0.0]
+    assert list(output.failures) == [count - 1]
+    with open_reward(f"{path}:math") as reward, pytest.raises(RewardError, match=says("None", "math")):
+        reward(given, given, given, responses=given, rows=rows)
 
 
 def test_columns_of_the_data_are_kept_beside_prompt_and_label(tmp_path: Path) -> None:
