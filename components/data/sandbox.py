@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from components.data.child_process import run_program
+from components.data.sandbox_filter import call_filter
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 HOME = "/sandbox"
@@ -157,6 +159,7 @@ async def run_now(
             "isolate": is_isolated,
             "root": folder,
             "trees": _trees() if is_isolated else [],
+            "filter": call_filter(platform.machine()).hex() if is_isolated else "",
             "program": text.fileno(),
             "status": status.fileno(),
             "keep": list(inherited),

@@ -8,7 +8,8 @@ It imports nothing of ours and little else: it is started for every program, and
 process namespace ends when its init does, whatever the program has forked, and that ends with this process.
 
 What the program sees: the interpreter, its packages and the system's libraries, read-only; a few devices; HOME, a file
-system in memory, which is empty but for its own file. No /proc, no network, nobody else's files, sockets or processes.
+system in memory, which is empty but for its own file. No /proc, no network, nobody else's files, sockets or processes,
+and no system calls that would get round these.
 A program that is started by root runs as a user of its own, who has no other process.
 """
 
@@ -30,7 +31,7 @@ NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40000, 0x2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, SET_READ_ONLY, SET_NOSUID = 442, -100, 0x8000, 0x1, 0x2
-SET_PARENT_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES = 1, 38
+SET_PARENT_DEATH_SIGNAL, SET_FILTER, FILTER, SET_NO_NEW_PRIVILEGES = 1, 22, 2, 38
 NOBODY = 65534
 FIRST_USER = 2_000_000_000
 """Numbers of users from here on are nobody's; a process id is added."""
@@ -138,6 +139,19 @@ def limit(settings: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))
 
 
+def forbid(calls: bytes) -> None:
+    """Have the kernel refuse system calls to this process and its children, by a filter of sandbox_filter.py."""
+    held = ctypes.create_string_buffer(calls, len(calls))
+    program = struct.pack("HxxxxxxQ", len(calls) // 8, ctypes.addressof(held))
+    checked(_libc.prctl(SET_FILTER, ctypes.c_ulong(FILTER), program, 0, 0), "prctl")
+
+
+def go_first() -> None:
+    """Where memory runs short, have the kernel end this process and its children before any other."""
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+
+
 def let_go(descriptors: list[int]) -> None:
     """Close what the program alone should have, so that its end is noticed."""
     for descriptor in descriptors:
@@ -156,6 +170,7 @@ def run(settings: dict[str, Any], user: int) -> None:
             # It is cleared when a process becomes somebody else.
             die_with_parent()
         checked(_libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+        forbid(bytes.fromhex(settings["filter"]))
     for descriptor in settings["keep"]:
         os.set_inheritable(descriptor, True)
     limit(settings)
@@ -168,8 +183,9 @@ def main() -> None:
     die_with_parent()
     if os.getppid() != settings["parent"]:
         sys.exit(1)
+    go_first()
     user = FIRST_USER + os.getpid()
-    for descriptor in (settings["status"], *settings["keep"]):
+    for descriptor in (settings["status"], settings["program"], *settings["keep"]):
         os.set_inheritable(descriptor, False)
     if settings["isolate"]:
         leave()

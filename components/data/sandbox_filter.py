@@ -1,0 +1,83 @@
+"""Which system calls a program of the sandbox may not make: a filter for the kernel, as seccomp takes it.
+
+Namespaces hide files, processes and IP networks. What they do not hide, or what a program could use to get at the
+kernel itself, is refused here: sockets of a virtual machine's host, keyrings of the user, memory that counts for no
+process, and namespaces of its own. A refused call fails as for a user without rights; programs live on.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import struct
+
+LOAD, EQUALS, HAS_BITS, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+"""Instructions: a word of the call into the register, three comparisons of that with a number, and the end."""
+ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""Bytes from the start of what the kernel shows of a call."""
+NEW_USER = 0x10000000
+OTHER_NUMBERS = 0x40000000
+"""From here on x86_64 has the numbers of another convention (x32)."""
+FAMILIES = (1, 2, 10)
+"""Sockets that namespaces hold: Unix, IPv4, IPv6."""
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+"""socket, socketpair."""
+CLONE = {"x86_64": 56, "aarch64": 220}
+CLONE3 = 435
+"""Its flags lie in memory, where no filter looks. Without it, the C library takes clone."""
+NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)
+"""io_uring_*, which makes calls past any filter; open_tree to fspick and mount_setattr; memfd_secret."""
+OLD_CALLS = {
+    "x86_64": (29, 64, 68, 101, 155, 165, 166, 248, 249, 250, 272, 298, 308, 310, 311, 321, 323),
+    "aarch64": (194, 190, 186, 117, 41, 40, 39, 217, 218, 219, 97, 241, 268, 270, 271, 280, 282),
+}
+"""shmget, semget, msgget, ptrace, pivot_root, mount, umount2, add_key, request_key, keyctl, unshare, perf_event_open,
+setns, process_vm_readv, process_vm_writev, bpf, userfaultfd."""
+
+
+@functools.cache
+def call_filter(machine: str) -> bytes:
+    """The filter for a processor, as `platform.machine` names it; 8 bytes an instruction.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if machine not in AUDIT:
+        raise RuntimeError(f"no filter of system calls is known for {machine}; known: {', '.join(AUDIT)}")
+    steps = [
+        _step(LOAD, ARCHITECTURE),
+        _step(EQUALS, AUDIT[machine], when=1),
+        _step(RETURN, KILL),
+        _step(LOAD, NUMBER),
+        _step(AT_LEAST, OTHER_NUMBERS, unless=1),
+        _step(RETURN, FAIL | errno.ENOSYS),
+        *_refused(EQUALS, CLONE3, errno.ENOSYS),
+    ]
+    for number in (*NEW_CALLS, *OLD_CALLS[machine]):
+        steps += _refused(EQUALS, number, errno.EPERM)
+    steps += _looked_at(CLONE[machine], _refused(HAS_BITS, NEW_USER, errno.EPERM))
+    families = [_step(EQUALS, family, when=len(FAMILIES) - place) for place, family in enumerate(FAMILIES)]
+    for number in SOCKET_CALLS[machine]:
+        steps += _looked_at(number, [*families, _step(RETURN, FAIL | errno.EAFNOSUPPORT)])
+    return b"".join([*steps, _step(RETURN, ALLOW)])
+
+
+def _step(code: int, number: int, when: int = 0, unless: int = 0) -> bytes:
+    """An instruction, and how many to skip when its comparison holds, or does not."""
+    return struct.pack("HBBI", code, when, unless, number)
+
+
+def _refused(comparison: int, number: int, error: int) -> list[bytes]:
+    return [_step(comparison, number, unless=1), _step(RETURN, FAIL | error)]
+
+
+def _looked_at(call: int, steps: list[bytes]) -> list[bytes]:
+    """What is done with the first argument of a call that has this number; other calls pass by it."""
+    return [
+        _step(EQUALS, call, unless=len(steps) + 2),
+        _step(LOAD, FIRST_ARGUMENT),
+        *steps,
+        _step(RETURN, ALLOW),
+    ]
