@@ -27,14 +27,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.checkpoint_digests import Digests, damage
+from training.checkpoint_digests import PROMISE, STATE_FILE, Digests, damage
 from training.tracking.plain import flat
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 BEST = "best"
-STATE_FILE = Path("state", "trainer.json")
 
 _STEP = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"\.(step_\d+|latest|best|probe)\.(partial|gone|old)")
@@ -102,7 +101,7 @@ class Checkpoints:
         """
         _check_json(state, "state")
         # With NaN and Infinity where there are any, which Python reads again.
-        text = json.dumps(state) + "\n"
+        text = json.dumps({**state, PROMISE: True}) + "\n"
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
@@ -281,11 +280,13 @@ def read_state(step_folder: Path) -> dict[str, Any]:
     file = step_folder / STATE_FILE
     advice = "resume from another checkpoint, or set resume to none"
     try:
-        return json.loads(file.read_bytes())
+        state = dict(json.loads(file.read_bytes()))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}; {advice}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}; {advice}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON object: {error}; {advice}") from error
+    state.pop(PROMISE, None)
+    return state
 
 
 def step_of(folder: Path) -> int:
@@ -353,12 +354,19 @@ def _find(resume: str) -> Path:
 
 
 def _newest_whole(root: Path) -> Path | None:
-    """The step that `latest` names; where it is damaged the newest whole one before it, with a warning."""
+    """The step that `latest` names; where it is damaged the newest whole one before it, and where there is no `latest`
+    the newest whole one, with a warning.
+    """
     latest = _named(root, LATEST)
-    fault = None if latest is None else damage(latest)
-    if latest is None or fault is None:
+    if latest is None:
+        whole = _whole_before(root)
+        if whole is not None:
+            logger.warning("%s is missing or empty; resuming from %s, the newest whole one", root / LATEST, whole.name)
+        return whole
+    fault = damage(latest)
+    if fault is None:
         return latest
-    whole = _whole_before(latest)
+    whole = _whole_before(root, step_of(latest))
     if whole is None:
         raise ValueError(
             f"{latest} is damaged: {fault}; no whole checkpoint is before it; bring its files back, or set resume=none "
@@ -371,28 +379,27 @@ def _newest_whole(root: Path) -> Path | None:
 def _refuse_damage(resume: str, folder: Path) -> None:
     fault = damage(folder)
     if fault is not None:
-        whole = _whole_before(folder)
+        whole = _whole_before(folder.parent, step_of(folder))
         advice = f"set resume={whole}, the newest whole one before it" if whole else "no whole one is before it"
         raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
 
 
-def _whole_before(folder: Path) -> Path | None:
+def _whole_before(root: Path, step: float = math.inf) -> Path | None:
     """The newest step of the same run, before this one, that is whole and can be resumed from."""
-    earlier = [folder.parent / name for name in _names(folder.parent)]
-    earlier = [path for path in earlier if step_of(path) < step_of(folder)]
+    earlier = [root / name for name in _names(root) if step_of(root / name) < step]
     whole = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
     return next(whole, None)
 
 
 def _named(root: Path, file: str) -> Path | None:
     name = _read_name(root, file)
-    if name is None:
+    if not name:
         return None
     folder = root / name
     if not _STEP.fullmatch(name) or not _put_back(folder):
         raise ValueError(
             f"{root / file} names {name!r}, which is no step folder here; write one of {_names(root)} into it, or "
-            "remove it to start anew"
+            "set resume=none and another run_dir to start anew"
         )
     return folder
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
+STATE_FILE = Path("state", "trainer.json")
 DIGESTS_FILE = Path("state", "digests.json")
+PROMISE = "has_digests"
+"""In the trainer's state: there is a file of digests, unless it was lost. Older versions wrote none."""
 _THREADS = 4
 _BLOCK_BYTES = 2**20 * 4
 
@@ -45,12 +47,14 @@ def damage(folder: Path) -> str | None:
     """Compare the files of a checkpoint with what was written.
 
     Returns:
-        What is wrong, in words; None where all is as it was written. A checkpoint without digests, from an older
-        version, cannot be checked and counts as whole. Files that were added are passed over.
+        What is wrong, in words; None where all is as it was written. A checkpoint of an older version, which wrote no
+        digests, cannot be checked and counts as whole. Files that were added are passed over.
     """
     files = [*_files(folder), str(DIGESTS_FILE)]
     if not (folder / DIGESTS_FILE).is_file():
-        return None
+        # Without a state nothing is resumed from it, whatever else it holds.
+        state = _json_in(folder / STATE_FILE) or {PROMISE: (folder / STATE_FILE).exists()}
+        return f"{DIGESTS_FILE} is missing" if state.get(PROMISE) else None
     facts = []
     for name in files:
         fact = (folder / name).stat()
@@ -61,11 +65,8 @@ def damage(folder: Path) -> str | None:
 @functools.lru_cache(maxsize=16)
 def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None:
     """See `damage`. Files whose sizes and times are those of an earlier call are not read again."""
-    try:
-        written: Any = json.loads((folder / DIGESTS_FILE).read_bytes())
-    except ValueError:
-        written = None
-    if not isinstance(written, Mapping):
+    written = _json_in(folder / DIGESTS_FILE)
+    if written is None:
         return f"{DIGESTS_FILE} is no JSON object"
     missing = sorted(written.keys() - {name for name, _, _ in files})
     if missing:
@@ -76,6 +77,15 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None
     if changed:
         return f"{changed[0]} is not as it was written"
     return None
+
+
+def _json_in(file: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _files(folder: Path) -> list[str]:
