@@ -22,12 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from uvicorn.server import ServerState
+
+    from components.http_server import read_body, server_config
 except ModuleNotFoundError as error:
     raise ValueError(f"OpenAIAgentExecutor needs {error.name}; run: bash scripts/setup.sh recipes endpoint") from error
 
@@ -169,9 +171,9 @@ class Server:
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={RequestError: _refused})
+        app = Starlette(routes=routes, exception_handlers={RequestError: _refused, HTTPException: _refused})
         # A client that keeps its connection must not find it closed just when it asks again.
-        config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", timeout_keep_alive=3600)
+        config = server_config(app, log_config=None, lifespan="off", timeout_keep_alive=3600)
         config.load()
         # Not uvicorn's Server, which would take the signals of the run.
         self._state = ServerState()
@@ -213,7 +215,7 @@ class Server:
 
     async def _complete(self, http: Request) -> Response:
         session = self._session(http)
-        request, sampling = read_request(await http.body(), session.task.sampling)
+        request, sampling = read_request(await read_body(http), session.task.sampling)
         drawing = asyncio.create_task(session.draw(request, sampling))
         watching = asyncio.create_task(_watch(http, session, drawing))
         session.drawing.add(drawing)
@@ -237,7 +239,8 @@ async def _watch(http: Request, session: Session, drawing: asyncio.Task[Any]) ->
     session.is_aborted = drawing.cancel()
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
+async def _refused(_: Request, error: Any) -> Response:
+    if isinstance(error, HTTPException):
+        error = RequestError(error.detail, status=error.status_code)
     # Clients would try again what fails again.
     return JSONResponse(error.body, error.status, {"x-should-retry": "false"})

@@ -42,14 +42,15 @@ try:
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from pydantic import BaseModel, ValidationError
     from starlette.exceptions import HTTPException as AnyHTTPException
-    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse
+
+    from components.http_server import GONE, read_body, server_config
 
     from .service import QueueFull, Scored, ScoringService
 except ModuleNotFoundError as error:
     sys.exit(f"serve: {error.name} is missing; run: bash scripts/setup.sh recipes serve")
 
-UNAUTHORIZED, TOO_SLOW, TOO_LARGE, INVALID, GONE, FAILED, BUSY = 401, 408, 413, 422, 499, 500, 503
+UNAUTHORIZED, INVALID, FAILED, BUSY = 401, 422, 500, 503
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,8 @@ class ServeConfig(Options):
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 is faster on a GPU. A score then depends a little on what shares its pass."""
     grace_s: int = 60
-    """Seconds in which requests under way are answered when the server is stopped, and in which a body has to come."""
+    """Seconds in which requests under way are answered when the server is stopped. So many has a client for the head of
+    a request, and for its body."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,19 +217,7 @@ async def scored_for(request: Request, service: ScoringService, texts: list[str]
 
 async def read_query(request: Request, config: ServeConfig, most_texts: int) -> Query:
     """The body of a request, read no further than it may be long."""
-    body, limit = bytearray(), int(config.max_request_mb * 1e6)
-    try:
-        async with asyncio.timeout(config.grace_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise HTTPException(
-                        TOO_LARGE, f"the body is larger than {config.max_request_mb:g} MB; send fewer texts"
-                    )
-    except TimeoutError as error:
-        raise HTTPException(TOO_SLOW, f"the body has not come in {config.grace_s} s") from error
-    except ClientDisconnect as error:
-        raise HTTPException(GONE, "the caller has gone") from error
+    body = await read_body(request, config.max_request_mb, config.grace_s)
     try:
         asked = Query.model_validate(json.loads(body))
     except ValidationError as error:
@@ -289,12 +279,7 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
         OSError: another server has begun to listen at the same address.
     """
     listener.listen()
-    options = uvicorn.Config(
-        make_app(service, config),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=config.grace_s,
-    )
+    options = server_config(make_app(service, config), config.grace_s, timeout_graceful_shutdown=config.grace_s)
     # uvicorn answers requests under way, and then raises the signal again, for the handler before its own.
     server = uvicorn.Server(options)
     for number in (signal.SIGINT, signal.SIGTERM):

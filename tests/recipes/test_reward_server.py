@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,25 @@ def test_only_who_brings_the_token_is_answered(server: Server) -> None:
     assert server.get("metrics").status_code == 401
     assert server.get("health").json()["status"] == "ok"
     assert server.post({"query": []}, **AUTHORIZATION).json()["rewards"] == []
+
+
+@pytest.mark.full
+def test_900_half_sent_heads_keep_nobody_waiting_and_end_in_time(folder: Path) -> None:
+    server = Server(folder, "--grace_s", "3")
+    try:
+        descriptors = Path(f"/proc/{server.process.pid}/fd")
+        before = len(list(descriptors.iterdir()))
+        address = httpx.URL(server.url)
+        clients = [socket.create_connection((address.host, address.port or 0), timeout=GUARD_S) for _ in range(900)]
+        for client in clients:
+            client.sendall(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Le")
+        assert server.post({"query": ["dbcaf>abcdf"]}).status_code == 200
+        for client in clients:
+            with client, suppress(ConnectionResetError):
+                assert client.recv(100) == b""
+        assert len(list(descriptors.iterdir())) <= before + 1
+    finally:
+        server.stop()
 
 
 def test_who_listens_is_this_machine_alone() -> None:

@@ -1,0 +1,136 @@
+"""Clients that send too slowly, too much, or nothing keep nobody from being answered, and no connection for long."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from uvicorn.server import ServerState
+
+from components.http_server import HEAD_BYTES, read_body, server_config
+
+GUARD_S = 120
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n"
+
+
+async def echo(request: Request) -> JSONResponse:
+    body = await read_body(request, 0.001, 0.3)
+    return JSONResponse(body.decode())
+
+
+@asynccontextmanager
+async def serving(head_s: float) -> AsyncIterator[int]:
+    """A server in this process; gives its port."""
+    config = server_config(Starlette(routes=[Route("/", echo, methods=["POST"])]), head_s, lifespan="off")
+    config.load()
+    state = ServerState()
+    protocol = partial(config.http_protocol_class, config, state, {})
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    server = await asyncio.get_running_loop().create_server(protocol, sock=listening, backlog=512)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+
+
+async def replied(port: int, sent: bytes, *later: bytes) -> bytes:
+    """All that comes back to what is sent, until the server ends the connection; the rest is sent bit by bit."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        for part in later:
+            await asyncio.sleep(0.05)
+            writer.write(part)
+        return await asyncio.wait_for(reader.read(), GUARD_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def answered(port: int) -> None:
+    reply = await replied(port, HEAD + b"Connection: close\r\n\r\nbody")
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert reply.endswith(b'"body"')
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [b""],
+        [b"P"],
+        [HEAD],
+        [HEAD, *(b"X-%d: a\r\n" % number for number in range(60))],
+        [b"\r\n", *[b"\r\n"] * 60],
+        [HEAD + b"\r\nbody", b"POST / HT"],
+    ],
+    ids=["nothing", "a byte", "half a head", "a head without an end", "empty lines", "half a head after a request"],
+)
+def test_a_head_that_does_not_come_ends_its_connection_and_no_other(sent: list[bytes]) -> None:
+    async def many() -> None:
+        async with serving(head_s=1.0) as port:
+            slow = [asyncio.create_task(replied(port, *sent)) for _ in range(40)]
+            await asyncio.sleep(0.1)
+            await answered(port)
+            for reply in await asyncio.gather(*slow):
+                assert b"200" not in reply or b"HT" in sent[-1]
+
+    asyncio.run(many())
+
+
+def test_a_head_of_any_size_is_not_kept() -> None:
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            reply = await replied(port, HEAD, *[b"X: " + b"a" * HEAD_BYTES] * 9)
+            assert b" 200 " not in reply
+            await answered(port)
+
+    asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"Content-Length: 4\r\n\r\n", b"bo", 408),
+        (b"Content-Length: 9999999999\r\n\r\n", b"b" * 2000, 413),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"7d0\r\n" + b"b" * 2000 + b"\r\n", 413),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"ffffffffffffffffffff\r\n", 400),
+        (b"Content-Length: -4\r\n\r\n", b"", 400),
+        (b"Content-Length: 4\r\nContent-Length: 5\r\n\r\n", b"body!", 400),
+        (b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n", b"0\r\n\r\nPOST / HTTP/1.1\r\n\r\n", 400),
+        (b"Transfer-Encoding: xchunked\r\n\r\n", b"body", 400),
+        (b"Content-Length : 4\r\n\r\n", b"body", 400),
+        (b"X: a\0b\r\nContent-Length: 4\r\n\r\n", b"body", 400),
+    ],
+)
+def test_a_body_that_is_late_too_long_or_ambiguous_is_refused(head: bytes, body: bytes, status: int) -> None:
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            sent = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + head + body
+            reply = await replied(port, sent)
+            assert reply.startswith(b"HTTP/1.1 %d" % status), reply
+            assert reply.count(b"HTTP/1.1") == 1
+            await answered(port)
+
+    asyncio.run(send())
+
+
+def test_a_request_in_time_is_answered_however_long_the_connection_has_been_open() -> None:
+    async def talk() -> None:
+        async with serving(head_s=0.5) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                writer.write(HEAD + b"\r\nbody")
+                assert b" 200 " in await asyncio.wait_for(reader.readuntil(b'"body"'), GUARD_S)
+                await asyncio.sleep(0.7)
+            writer.close()
+
+    asyncio.run(talk())
