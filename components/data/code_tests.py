@@ -19,7 +19,7 @@ MOST_TESTS = 10
 LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
 """Of each. All of a response's tests are done within the minute that reward code has for it."""
 
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "py", "python", "python3")
 _CALL = """\
 import json

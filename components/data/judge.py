@@ -65,7 +65,8 @@ async def _judged(program: str, tests: Sequence[str], limits: Limits) -> Verdict
             given = json.dumps([list(tests), limits.timeout_s])
             await _side("tests", "", given, test_limits, [report.fileno()], [end for _, end in pairs])
             report.seek(0)
-            outcomes = [json.loads(line) for line in report.read().splitlines()]
+            # The last may be cut off, where the tests' side has met a limit.
+            outcomes = [json.loads(line) for line in report if line.endswith(b"\n")]
             is_late = len(outcomes) < count or any(outcome is not None and outcome[1] for outcome in outcomes)
             ended = None if is_late else await runner
         finally:

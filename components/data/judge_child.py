@@ -36,6 +36,8 @@ SCALARS = {
     "Fraction": fractions.Fraction,
 }
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+MOST_TEXT = 4000
+"""Characters of what is told of a test that failed. What a program raises may say more than a report has room for."""
 FOREIGN = "foreign"
 """What lies in the program, by its number there."""
 
@@ -334,7 +336,7 @@ def run_tests(report: int, channels: list[int]) -> None:
         except Overdue:
             outcome = ["", True]
         except BaseException as error:  # noqa: BLE001 - a test may raise anything
-            outcome = [fault_of(error), False]
+            outcome = [fault_of(error)[-MOST_TEXT:], False]
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(report, json.dumps(outcome).encode() + b"\n")
         if outcome is not None and outcome[1]:

@@ -191,7 +191,9 @@ def main() -> None:
         leave()
         if init := os.fork():
             let_go(settings["keep"])
-            os.waitpid(init, 0)
+            _, how = os.waitpid(init, 0)
+            if os.WIFSIGNALED(how):  # by the kernel, where memory ran short; nobody is left who says it
+                os.write(settings["status"], f"{os.waitstatus_to_exitcode(how)} 0".encode())
             return
         die_with_parent()
         make_root(settings["root"], settings["trees"])

@@ -23,7 +23,8 @@ Style = Callable[[str, str], dict[str, float]]
 # A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 # What follows must not make it another number: `3/4` is not 3, and `1.2.3` is not 1.2.
-_STATED_NUMBER = re.compile(rf"\s*(?:\\?\$)?\s*(?P<sign>[-+−]?)\s*(?:\\?\$)?\s*{_DIGITS}(?!\s*[/^]|[.,:]?[0-9])")
+# Nothing is given back: in a long row of spaces each way to share them would be tried.
+_STATED_NUMBER = re.compile(rf"\s*+(?:\\?\$)?+\s*+(?P<sign>[-+−]?+)\s*+(?:\\?\$)?+\s*+{_DIGITS}(?!\s*[/^]|[.,:]?[0-9])")
 # In running text a minus is a sign only where nothing stands before it that it could be taken from: `10-3` ends in 3.
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-−](?=\\?\$?[0-9.]))?(?:\\?\$)?{_DIGITS}")
 

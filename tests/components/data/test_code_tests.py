@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from components.data import code_tests
-from components.data.code_tests import code_score
+from components.data.code_tests import code_score, program_in
 from tests.messages import says
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -49,3 +49,9 @@ def test_a_ground_truth_without_tests_is_refused() -> None:
     for truth in ("7", "{", {}, {"inputs": ["1"]}, {"inputs": [], "outputs": []}, {"inputs": "12", "outputs": "1"}):
         with pytest.raises(ValueError, match=says(f"{truth!r:.20}")):
             code_score("apps", ADD, truth)
+
+
+def test_a_fence_without_an_end_of_line_takes_no_time() -> None:
+    for filling in ("a", " ", "\t", "a ", "```a"):
+        text = f"```{filling * 100_000}"
+        assert program_in(text) == text

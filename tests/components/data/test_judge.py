@@ -126,10 +126,125 @@ if IS_ISOLATED:
     CHEATS["the end of all"] = "import os\ndef add(a, b): os.kill(-1, 9)"
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+# What is sent in the place of a reply, as often as it is asked for.
+FORGED = """  for fd in range(3, 64):
+    try: os.write(fd, b'["value", ["bool", "1"]]\\n')
+    except OSError: pass
+"""
+REST = "\nadd = max"
+MORE_CHEATS = {
+    "a trace function": (
+        "import sys\ndef trace(frame, event, arg):\n  frame.f_locals.update(outcome=None, passed=True)\n"
+        f"  return trace\nsys.settrace(trace)\nsys.setprofile(trace){REST}"
+    ),
+    "frames of an error": (
+        "def add(a, b):\n  try: 1 / 0\n  except ZeroDivisionError as e:\n    f = e.__traceback__.tb_frame\n"
+        f"    while f:\n      if {SOUGHT} in repr([*f.f_locals.values()]): return 42\n      f = f.f_back"
+    ),
+    "numbers changed in memory": f"import ctypes\nfor n in range(43, 257): ctypes.memset(id(n) + 24, 42, 1){REST}",
+    "a float that says another number": (
+        "class E(float):\n  __repr__ = lambda _: '42.0'\n  __float__ = lambda _: 41.0\n"
+        "  __eq__ = lambda *_: True\ndef add(a, b): return E(1)"
+    ),
+    "a class whose class equals all": (
+        "class M(type):\n  __eq__ = lambda *_: True\n  __hash__ = type.__hash__\nclass E(metaclass=M): pass\n"
+        "def add(a, b): return E"
+    ),
+    "an array that equals all": (
+        "import numpy as np\nclass A(np.ndarray):\n  __eq__ = __bool__ = lambda *_: True\n"
+        "def add(a, b): return np.zeros(1).view(A)"
+    ),
+    "an array of its own": (
+        "class E:\n  tolist = lambda *_: 1\n  __eq__ = lambda *_: True\nE.__module__ = 'numpy'\n"
+        "def add(a, b): return E()"
+    ),
+    "an object of mock": "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "a module": "import types\ndef add(a, b): return types.ModuleType('idlelib.__main__')",
+    "an end of its own name": "def add(a, b): raise type('SystemExit', (BaseException,), {})(0)",
+    "an interrupt": "def add(a, b): raise KeyboardInterrupt",
+    "an error that says too much": "def add(a, b): raise ValueError('x' * 10**7)",
+    "an error that cannot be told": ("class E(Exception):\n  def __str__(self): raise self\ndef add(a, b): raise E"),
+    "an error made of more": "def add(a, b): raise type('UnicodeDecodeError', (Exception,), {})('x')",
+    "what is done at the end": f"import atexit, os\ndef late():\n{FORGED}atexit.register(late){REST}",
+    "closed descriptors": f"import os\nos.closerange(0, 64){REST}",
+    "descriptors that lead elsewhere": (
+        f"import os\nfor fd in range(3, 64):\n  try: os.fstat(fd)\n  except OSError: continue\n  os.dup2(1, fd){REST}"
+    ),
+    "handlers of all signals": (
+        "import signal\nfor s in range(1, 65):\n  try: signal.signal(s, lambda *_: None)\n"
+        f"  except (OSError, ValueError): pass{REST}"
+    ),
+    "a clock": (
+        "import os, signal\nsignal.signal(signal.SIGALRM, lambda *_: os._exit(0))\n"
+        f"signal.setitimer(signal.ITIMER_REAL, 0.01){REST}"
+    ),
+    "a child that outlives it": (
+        f"import os, time\ndef late():\n{FORGED}if os.fork() == 0:\n  os.setsid()\n  while True:\n"
+        f"    late()\n    time.sleep(0.01){REST}"
+    ),
+    "a fork that replies too": f"import os\ndef add(a, b):\n  os.fork()\n{FORGED}  return 0",
+    "half a reply": (
+        "import os\ndef add(a, b):\n  for fd in range(3, 64):\n    try: os.write(fd, b'[\"value\", ')\n"
+        "    except OSError: pass\n  return 0"
+    ),
+    "descriptors in a message": (
+        "import array, os, socket\ndef add(a, b):\n  for fd in range(3, 64):\n    try: "
+        "socket.socket(fileno=os.dup(fd)).sendmsg([b''], "
+        "[(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])"
+        "\n    except OSError: pass\n  return 0"
+    ),
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(42)'])",
+    "another program when called": (
+        "import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, '-c', 'print(42)'])"
+    ),
+    "the memory of others": (
+        "def add(a, b):\n  for p in ('self', *range(1, 200)):\n    try: open(f'/proc/{p}/mem', 'rb').read(0)\n"
+        "    except OSError: continue\n    return 42"
+    ),
+    "links out of its folder": (
+        "import os\ndef add(a, b):\n  for n, path in enumerate(('/etc/shadow', '/proc/1/environ', '/root/.bashrc')):\n"
+        "    os.symlink(path, f'l{n}')\n    if os.path.exists(f'l{n}'): return 42"
+    ),
+    "processes of multiprocessing": (
+        "import multiprocessing as mp, os\ndef f(_): os._exit(0)\ndef add(a, b):\n"
+        "  with mp.get_context('fork').Pool(2) as p: p.map_async(f, range(9))\n  return 0"
+    ),
+    "an import at the start of Python": (
+        "import os, site\nos.makedirs(site.getusersitepackages(), exist_ok=True)\n"
+        f"open(site.getusersitepackages() + '/usercustomize.py', 'w').write('raise SystemExit'){REST}"
+    ),
+    "another file of itself": f"open('main.py', 'w').write('def add(a, b): return a + b'){REST}",
+    "another encoding": "# -*- coding: utf-7 -*-\ndef add(a, b): return 0\n+AHIAYQBpAHMAZQ-",
+    "a reply as text": 'def add(a, b): return \'\\n["value", ["int", "42"]]\\n\\u2028\\ud800\\0\'',
+    "a report as output": f"import sys\nprint('null\\nnull', flush=True)\nsys.stderr.write('null\\n'){REST}",
+    "patched JSON": f'import json\njson.dumps = lambda *_, **__: \'["value", ["bool", "1"]]\'{REST}',
+    "a patched server": (
+        "import gc\nfor o in gc.get_objects():\n  if isinstance(o, type) and o.__name__ == 'Program':\n"
+        f"    o._done = lambda *_: True{REST}"
+    ),
+    "builtins taken away": f"import builtins\nbuiltins.__import__ = builtins.compile = builtins.exec = None{REST}",
+    "a name that ends all": "class T:\n  def __getattribute__(self, name): raise SystemExit(0)\nadd = T()",
+    "a recursion": "def add(a, b): return add(a, b)",
+    "a deep value": "def add(a, b):\n  x = 42\n  for _ in range(100_000): x = [x]\n  return x",
+    "no end of processes": (
+        "import os\ndef add(a, b):\n  while True:\n    try: os.fork()\n    except OSError: return 0"
+    ),
+}
+CHEATS |= {name: program for name, program in MORE_CHEATS.items() if IS_ISOLATED or name != "no end of processes"}
+
+
+@pytest.mark.parametrize(
+    "cheat", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE_CHEATS)) for name in CHEATS]
+)
 def test_a_cheat_passes_nothing(cheat: str) -> None:
     # The second is to be judged too, whatever the first has left.
     assert passes(CHEATS[cheat], TEST, "assert add(1, 2) == 42") == [False, False]
+
+
+def test_an_error_that_fills_the_report_is_a_failed_test_and_no_error_of_ours() -> None:
+    limits = Limits(timeout_s=60.0, file_bytes=2000)
+    found = judge("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
+    assert found.passed == (False, False)
 
 
 def test_a_file_that_one_test_leaves_helps_no_other_response() -> None:

@@ -213,3 +213,9 @@ def test_math_works_in_any_thread() -> None:
 )
 def test_data_that_bring_one_scorer_name_it(source: str, scorer: str | None) -> None:
     assert default_scorer(source) == scorer
+
+
+def test_a_long_row_of_spaces_takes_no_time() -> None:
+    for space in (" ", "\t", "\n", "\u2028"):
+        assert get_scorer("gsm8k")(f"#### {space * 50_000}x", "1") == 0.0
+        assert get_scorer("gsm8k")(f"#### {space * 50_000}$ {space * 50_000}-{space * 50_000}1", "-1") == 1.0
