@@ -49,7 +49,7 @@ def find_model(path: str) -> PretrainedConfig:
     reason = None if is_folder else why_unreachable(path, "model")
     try:
         return AutoConfig.from_pretrained(folder if is_folder else path, local_files_only=reason is not None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = reason or first_line(error)
         if is_folder:
             raise ValueError(f"its config.json cannot be used: {reason}") from error

@@ -23,6 +23,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from components.hub import first_line
 from training.adapter import Adapter, Given, Translation
 from training.schema import ConfigError, fields_of, options_of, recipe_of, without_none
 from training.synonyms import answer
@@ -93,7 +94,7 @@ class CommandLine(Generic[T]):
         try:
             config = None if odd else OmegaConf.to_object(merged)
         except (OmegaConfBaseException, ValueError) as error:
-            faults += _faults_of(merged) or [_first_line(error)]
+            faults += _faults_of(merged) or [first_line(error)]
         if faults:
             raise ConfigError(_listed([self._adapter.renamed(fault, self._found.written) for fault in faults]))
         return typing.cast(T, config)
@@ -127,9 +128,9 @@ class CommandLine(Generic[T]):
             try:
                 merged = _with_values(self.schema, merged, [option])
             except yaml.YAMLError as error:
-                faults.append(f"{option}={option.value} is no YAML: {_first_line(error)}")
+                faults.append(f"{option}={option.value} is no YAML: {first_line(error)}")
             except OmegaConfBaseException as error:
-                faults.append(f"{option}: {_first_line(error)}")
+                faults.append(f"{option}: {first_line(error)}")
         return merged, faults
 
 
@@ -167,7 +168,7 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if not name or not (equals or word.startswith("--")):
+        if not name.strip("-") or not (equals or word.startswith("--")):
             words = [word, *itertools.takewhile(lambda later: not re.match(r"--|[\w.+]+=", later), rest)]
             del rest[: len(words) - 1]
             faults.append(f"cannot read {' '.join(words)!r} on the command line; write key=value or --key value")
@@ -220,7 +221,7 @@ def read_file(schema: Any, path: Path) -> list[Given]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a list, not keys and values")
     fields = fields_of(schema)
@@ -243,12 +244,19 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
     if not any("${" in str(option.value) for option in given):
         return list(given), []
     tree = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(schema)))
-    for option in given:
-        _put(tree, option.name, option.value)
-    whole = OmegaConf.create(tree)
     found: list[Given] = []
     faults: list[str] = []
+    readable: list[Given] = []
     for option in given:
+        try:
+            OmegaConf.create({"value": option.value})
+        except OmegaConfBaseException as error:
+            faults.append(f"{option}={option.value}: {first_line(error)}")
+        else:
+            readable.append(option)
+            _put(tree, option.name, option.value)
+    whole = OmegaConf.create(tree)
+    for option in readable:
         if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
             found.append(option)
             continue
@@ -257,7 +265,7 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             found.append(Given(option.name, plain, option.source))
         except OmegaConfBaseException as error:
-            faults.append(f"{option}={option.value}: {_first_line(error)}")
+            faults.append(f"{option}={option.value}: {first_line(error)}")
     return found, faults
 
 
@@ -291,7 +299,7 @@ def _faults_of(merged: Any) -> list[str]:
             is_group = OmegaConf.is_config(node) and dataclasses.is_dataclass(OmegaConf.get_type(node))
             values[key] = OmegaConf.to_object(node) if is_group else _plain(node)
         except OmegaConfBaseException as error:
-            faults.append(f"{key}: {_first_line(error)}")
+            faults.append(f"{key}: {first_line(error)}")
         except ValueError as error:
             node = merged[key]
             faults += [_with_group(key, node, text) for text in getattr(error, "faults", (str(error),))]
@@ -359,7 +367,3 @@ def _listed(faults: Iterable[str]) -> str:
     if len(found) == 1:
         return found[0]
     return "\n".join([f"{len(found)} things are in the way:", *(f"  - {fault}" for fault in found)])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -46,6 +46,10 @@ def new_run_dir(recipe: str) -> str:
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+MOST_SEEDS = 2**63
+"""Generators of random numbers take no larger ones."""
+
+
 @dataclass(kw_only=True)
 class RunOptions(Options):
     """What every run has, whatever it trains."""
@@ -84,6 +88,8 @@ class RunOptions(Options):
         """See `Options.faults`."""
         yield from super().faults()
         yield from at_least(self, "", 0, "seed", "max_restarts")
+        if self.seed >= MOST_SEEDS:
+            yield f"seed={self.seed}; set a number below 2**63"
         if self.assume_devices is not None:
             try:
                 Machines.parse(self.assume_devices)

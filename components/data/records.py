@@ -85,7 +85,7 @@ def _read_file(path: Path) -> Any:
     kind = _type_of(path)
     try:
         if kind in (".json", ".jsonl"):
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
                 text = file.read()
             if kind == ".json":
                 try:
@@ -108,7 +108,7 @@ def _read_file(path: Path) -> Any:
 
     try:
         return _read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two are of single values
         raise ValueError(f"data file {str(path)!r} cannot be read ({_reason(error)}); mend or replace it") from error
 
 
@@ -225,7 +225,7 @@ def _reason(error: BaseException) -> str:
 def _parse_json(text: str, where: str) -> Any:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON, or of a number with too many digits
         raise ValueError(f"{where}: not valid JSON ({error}); mend or remove it") from error
     except RecursionError:
         raise ValueError(f"{where}: its brackets are nested too deeply to be read; remove it") from None

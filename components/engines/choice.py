@@ -92,7 +92,7 @@ def head_fault(model: Path) -> str:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ""  # the recipe's own checks say what is wrong with it
     if not {"hidden_size", "num_attention_heads"} <= config.keys():
         return ""

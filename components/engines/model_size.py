@@ -100,7 +100,7 @@ def model_size(path: str) -> ModelSize | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         stored = _stored(folder)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None  # the recipe's own checks say what is wrong with it
     by_config = size_of(config)
     if stored is None:

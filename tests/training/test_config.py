@@ -116,6 +116,10 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
         (["config=/no/such.yaml"], ["/no/such.yaml"]),
         (["steps=???"], ["steps=???"]),
         (["betas=[0.9, 0.99"], ["betas", "YAML"]),
+        (["steps=${"], ["steps=${"]),
+        (["steps=${", "kind=${kind"], ["steps=${", "kind=${kind"]),
+        (["--"], ["--", "key=value"]),
+        (["--=1"], ["--=1", "key=value"]),
         (["betas=[0.9, .nan]"], ["betas.1=nan", "finite"]),
         (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
     ],
@@ -125,11 +129,12 @@ def test_a_mistake_is_answered_with_what_to_write(words: list[str], facts: list[
         load_config(Options, words)
 
 
-@pytest.mark.parametrize("text", ["steps: [1", "- steps"])
+@pytest.mark.parametrize("text", ["steps: [1", "- steps", "steps: \0", "steps: 1\n---\nsteps: 2", "a: " + "[" * 500])
 def test_a_file_that_is_no_yaml_mapping_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"a\.yaml"):
+    with pytest.raises(ConfigError, match=r"a\.yaml") as caught:
         load_config(Options, ["--config", str(tmp_path / "a.yaml")])
+    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ MORE_CHEATS = {
         "import os\ndef add(a, b):\n  while True:\n    try: os.fork()\n    except OSError: return 0"
     ),
 }
-CHEATS |= {name: program for name, program in MORE_CHEATS.items() if IS_ISOLATED or name != "no end of processes"}
+CHEATS.update((name, MORE_CHEATS[name]) for name in MORE_CHEATS if IS_ISOLATED or name != "no end of processes")
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path)
     refused("nothing.jsonl", None, *file_types)
     refused("nothing", None, *file_types)
     refused("bad.jsonl", b'{"input": "a"}\n{"input": \n', "line 2", "JSON")
+    refused("digits.jsonl", b'{"input": ' + b"9" * 5000 + b"}", "line 1", "digits")
     refused("deep.json", b"[" * 100_000 + b"]" * 100_000, "deep")
     refused("deep.jsonl", b'{"input": "a"}\n' + b"[" * 100_000 + b"]" * 100_000, "line 2", "deep")
     refused("half.jsonl", rb'{"input": "\ud83d\ude00"}' + b"\n" + rb'{"input": ["a\ud83d"]}', "line 2", "ud83d")
@@ -265,3 +266,18 @@ def test_a_name_is_read_from_the_hub_and_later_without_it_or_refused_at_once_in_
         again, other = read_in_process(["troupe/letters", "troupe/more"], tmp_path, f"http://127.0.0.1:{port}")
     assert again == str(RECORDS)
     assert re.search(says("'troupe/more'", "Connection refused"), other)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"input": "a"}\n'), ("a.json", '[{"input": "a"}]')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read_records(tmp_path / name) == [{"input": "a"}]
+
+
+def test_a_value_that_is_none_in_python_is_refused_with_its_file(tmp_path: Path) -> None:
+    no_text = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    no_date = pyarrow.array([2**50], pyarrow.timestamp("ms"))
+    for column in (no_text, no_date):
+        pyarrow.parquet.write_table(pyarrow.table({"input": column}), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=says(tmp_path / "a.parquet")):
+            read_records(tmp_path / "a.parquet")
