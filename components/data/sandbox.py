@@ -206,7 +206,7 @@ def _trees() -> list[str]:
 def _interpreter() -> Iterator[str]:
     """The trees of this interpreter, and of each symbolic link from its name to itself."""
     yield from (str(Path(path).absolute()) for path in (sys.prefix, sys.base_prefix))
-    yield str(Path(sys.base_prefix).resolve())
+    yield from (str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix))
     link = Path(sys.executable).absolute()
     while link.is_symlink():
         link = link.parent / link.readlink()
