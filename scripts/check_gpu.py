@@ -50,6 +50,7 @@ from components.engines.fsdp_engine import FSDPEngine  # noqa: E402
 from components.engines.hf_engine import HFRolloutEngine  # noqa: E402
 from components.engines.opening import open_engine  # noqa: E402
 from components.engines.train_engine import TrainEngine  # noqa: E402
+from components.engines.utilisation import peak_flops, training_flops  # noqa: E402
 from components.engines.weight_sync import WeightPublisher  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
@@ -60,15 +61,6 @@ EXACT = 1e-4
 """Nats by which log-probabilities of the same weights and tokens may differ in float32."""
 ROUNDED = 0.05
 """The same in bfloat16, on average over the tokens; and the relative difference of losses and gradients."""
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
-"""Dense bfloat16 operations per second, as the maker states them, by the device's name."""
 
 
 def qwen2(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, spread: float) -> Qwen2Config:
@@ -372,26 +364,16 @@ def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
         seconds.append(time.perf_counter() - began)
     # The first step also chooses kernels and takes memory.
     rate = tokens / min(seconds[1:])
-    used = rate * flops_per_token(trained.model, setting.large, length)
+    used = (training_flops(trained.model, batch.lengths) or math.nan) / min(seconds[1:])
     yield Row(
         f"training, {length} tokens per sequence, {tokens} per step, checkpointing {'on' if checkpointing else 'off'}",
         f"{rate:,.0f} tokens/s, {utilisation(setting, used)}{peak_memory()}",
     )
 
 
-def flops_per_token(model: nn.Module, config: Qwen2Config, length: int) -> float:
-    """Operations of the forward and backward pass, without those that checkpointing repeats.
-
-    6 per parameter (the tied embedding counts once, as the head), and causal attention: forward two products of
-    2 * hidden * length / 2 operations per layer, backward twice as many.
-    """
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return 6 * count + 6 * config.num_hidden_layers * config.hidden_size * length
-
-
 def utilisation(setting: Setting, flops: float) -> str:
     """These operations per second as a share of what the device can do (MFU)."""
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(0)) if setting.on_gpu else None
+    peak = peak_flops(torch.cuda.get_device_name(0)) if setting.on_gpu else None
     share = "MFU unknown (peak unknown)" if peak is None else f"MFU {flops / peak:.1%}"
     return f"{flops / 1e12:.3g} TFLOP/s, {share}"
 

@@ -9,6 +9,7 @@ import atexit
 import itertools
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -38,6 +39,7 @@ from components.engines.shared_prompts import (
     shares_of_runs,
     shares_prompts,
 )
+from components.engines.utilisation import gpu_use
 from components.engines.weight_average import WeightAverage
 from components.engines.weight_gather import Part, gathered
 from components.heartbeat import beat
@@ -208,8 +210,7 @@ class TrainEngine(ABC):
 
         Returns:
             "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
-            clipping; "learning_rate" of this step; on GPUs "gpu_memory_gb", the most that tensors have taken so far on
-            any of them. The same on all ranks.
+            clipping; "learning_rate" of this step; on GPUs those of `_gpu_metrics`. The same on all ranks.
 
         Raises:
             ValueError: `minibatch` is empty, trains on no token or holds part of a group.
@@ -217,6 +218,7 @@ class TrainEngine(ABC):
                 The engine cannot continue after it.
         """
         self._check_awake()
+        began = time.perf_counter()
         totals = _totals(minibatch)
         packing, shares = packs(self.model), shares_prompts(self.model)
         plans = _plan(minibatch, self.world_size, self.config, group_size, packing, shares)
@@ -244,7 +246,7 @@ class TrainEngine(ABC):
         if self.average is not None:
             # Of the master weights, since small steps are lost in bfloat16.
             self.average.update(self._state().master_weights())
-        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._peak_memory()
+        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._gpu_metrics(minibatch, began)
 
     def _loss(self, loss_fn: LossFunction, micro: Batch, totals: Totals) -> LossOutput:
         """What is minimised on a micro-batch; of a mixture of experts the load-balancing loss too, by its share of the
@@ -259,12 +261,18 @@ class TrainEngine(ABC):
         metrics = output.metrics | {"router_aux_loss": share.detach()}
         return LossOutput(output.loss + coefficient * share, metrics)
 
-    def _peak_memory(self) -> dict[str, float]:
+    def _gpu_metrics(self, minibatch: Batch, began: float) -> dict[str, float]:
+        """On GPUs the most that tensors have taken so far on any of them, and torch for them, in GB; and of the step
+        that began then its tokens per second and GPU and its share of what the GPUs can do.
+        """
         if self.device.type != "cuda":
             return {}
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device=self.device)
+        most = [torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9]
+        peak = torch.tensor([*most, time.perf_counter() - began], device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return {"gpu_memory_gb": float(peak)}
+        allocated, reserved, seconds = peak.tolist()
+        use = gpu_use(self.model, minibatch.lengths, seconds, self.world_size)
+        return {"gpu_memory_gb": allocated, "gpu_memory_reserved_gb": reserved, **use}
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):
