@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,31 +39,47 @@ def check_gpu(folder: Path, *arguments: str, absent: tuple[str, ...] = HEAVY) ->
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
 
 
-def verdicts(table: str) -> dict[str, str]:
-    """The last column, by the first."""
-    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    return {row[0]: row[-1] for row in cells[1:]}
+def rows(folder: Path, stage: str) -> dict[str, dict[str, str]]:
+    """Of a stage, by what was checked."""
+    found = json.loads((folder / "gpu.json").read_text())[stage]
+    return {row["check"]: row for row in found["rows"]}
 
 
 def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_pydantic(tmp_path: Path) -> None:
-    done = check_gpu(tmp_path, "--device", "cpu", "--out", "gpu.md")
+    done = check_gpu(tmp_path, "--device", "cpu", "--stage", "a", "b", "--out", "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "gpu.md").read_text() == done.stdout
-    found = verdicts(done.stdout)
-    assert "not run" not in found.values()
-    # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement.
-    assert list(found.values()).count("ok") == 6 + 6 + 2 + 8
-    # The machine and its 2 models, 2 kernels, generation, and 2 lengths with and without checkpointing.
-    assert list(found.values()).count("measured") == 3 + 2 + 1 + 4
-    assert done.stdout.endswith("\n22 ok, 0 FAILED, 10 measured, 0 not run.\n")
+    found = [row["verdict"] for row in rows(tmp_path, "a").values()]
+    assert set(found) == {"ok", "measured"}
+    # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement, the
+    # vocabulary, and 2 ways of sleep with 2.
+    assert found.count("ok") == 6 + 6 + 2 + 8 + 1 + 4
+    # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths with and without
+    # checkpointing.
+    assert found.count("measured") == 3 + 2 + 1 + 2 + 1 + 4
+    carriers = [row for name, row in rows(tmp_path, "b").items() if name.startswith("weights by ")]
+    assert [row["verdict"] for row in carriers] == ["ok", "ok", "ok"]
+    assert len({row["measured"].partition(" bytes")[0] for row in carriers}) == 1
+    page = runpy.run_path(str(ROOT / "scripts" / "gpu_page.py"))["with_results"]
+    stages = json.loads((tmp_path / "gpu.json").read_text())
+    before = (ROOT / "docs" / "gpu.md").read_text()
+    written = page(before, stages)
+    assert "**Stage b**" in written and "| weights by TCP |" in written
+    assert page(written, stages) == written
+    assert written.partition("## Results")[0] == before.partition("## Results")[0]
+    assert written.endswith(before.partition("## Never run")[2])
 
 
 def test_a_check_that_fails_is_a_row_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
     missing = "components.engines.decode_cache"
-    done = check_gpu(tmp_path, "--device", "cpu", "--only", "generation", "machine", absent=(*HEAVY, missing))
+    only = ["--stage", "a", "--only", "generation", "--out", "gpu.json"]
+    (tmp_path / "gpu.json").write_text('{"b": {"rows": []}}')
+    done = check_gpu(tmp_path, "--device", "cpu", *only, absent=(*HEAVY, missing))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"| generation | ModuleNotFoundError: No module named '{missing}' |  | FAILED |" in done.stdout
-    assert "measured" in verdicts(done.stdout).values()
+    found = rows(tmp_path, "a")
+    assert found["generation"]["verdict"] == "FAILED"
+    assert found["generation"]["measured"] == f"ModuleNotFoundError: No module named '{missing}'"
+    assert found["machine"]["verdict"] == "measured"
+    assert rows(tmp_path, "b") == {}  # of an earlier run
 
 
 def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:

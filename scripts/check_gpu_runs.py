@@ -1,0 +1,136 @@
+"""Stages c and d of check_gpu.py: whole runs of recipes, by a random model that is built on the spot.
+
+    python scripts/check_gpu_runs.py c cuda              all runs of a stage
+    python scripts/check_gpu_runs.py d cpu grpo          those whose name begins so; few steps of a tiny model
+
+Needs what a run needs (`bash scripts/setup.sh vllm`). Prints a line of JSON for each row. A run that this machine has
+too few GPUs for is a row that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from components.data.tasks import get_task  # noqa: E402 (the project may not be installed)
+from components.data.tiny_model import task_tokenizer, tiny_model  # noqa: E402
+from components.engines.causal import without_progress_bars  # noqa: E402
+
+EXACT = 0.05
+"""Nats by which engine and trainer may be apart per token in bfloat16, on average."""
+APART = "placement.colocate=false"
+ASYNC = f"{APART} asynchronous.enabled=true"
+STAGES = {
+    "c": {
+        "grpo, vllm": "grpo rollout.engine=vllm",
+        "grpo, vllm that sleeps": "grpo rollout.engine=vllm placement.engines_sleep=true placement.learners_sleep=true",
+        "grpo, vllm, no CUDA graphs": "grpo rollout.engine=vllm rollout.enforce_eager=true",
+        **{f"grpo, DeepSpeed {n}": f"grpo train.engine=deepspeed train.zero_stage={n}" for n in (1, 2, 3)},
+    },
+    "d": {
+        f"{recipe}, {how}": f"{recipe} {options}"
+        for recipe in ("grpo", "openrlhf_ppo", "verl_ppo")
+        for how, options in (("colocated", ""), ("apart", APART), ("asynchronous", ASYNC))
+    },
+}
+"""Names of the runs, their recipes and their options."""
+MEASURED = {
+    "perf/tokens_per_second": "{:,.0f} tokens/s trained on",
+    "perf/throughput": "{:,.0f} tokens/s and rank",
+    "actor/mfu": "MFU {:.1%}",
+    "actor/gpu_memory_gb": "{:.1f} GB of the policy's training",
+    "rollout/logprob_gap_mean": "{:.1e} nats between engine and trainer",
+    "timing_s/sync": "{:.2f} s for the weights",
+    "timing_s/update_weights": "{:.2f} s for the weights",
+}
+"""Metrics of a step whose medians are shown, and how."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of the run."""
+
+    model: dict[str, int]
+    steps: int
+    options: list[str]
+
+
+GPU = Size(
+    {"hidden": 896, "layers": 24, "heads": 14, "intermediate": 4864},
+    20,
+    ["prompts_per_step=64", "samples_per_prompt=8", "rollout.max_new_tokens=256", "train.mini_batch_size=128"],
+)
+CPU = Size(
+    {"hidden": 128, "layers": 2, "heads": 4, "intermediate": 256},
+    2,
+    ["prompts_per_step=4", "samples_per_prompt=4", "rollout.max_new_tokens=8", "train.mini_batch_size=16"],
+)
+
+
+def build(folder: Path, size: Size) -> None:
+    """Write the model."""
+    tokenizer = task_tokenizer(get_task("sort"))
+    with without_progress_bars():
+        tiny_model(tokenizer, 1, **size.model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[str, str]:
+    """The row of one run."""
+    recipe, *options = command.split()
+    run_dir = folder / name.replace(", ", "-").replace(" ", "_")
+    prompts = int(size.options[0].partition("=")[2])
+    given = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
+    given += [f"data.max_samples={prompts * size.steps}", "evaluation.every=0", "rollout.verify_weight_sync=true"]
+    program = [sys.executable, "-m", f"recipes.{recipe}.main", *given, *size.options, *options]
+    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+        # 2: nothing was started, as where there are too few GPUs.
+        verdict = "not run" if ended.returncode == 2 else "FAILED"
+        why = f"exit code {ended.returncode}: {said[-1] if said else 'it printed nothing'}"
+        return {"check": name, "measured": why, "asked": "", "verdict": verdict}
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    measured = [f"{json.loads((run_dir / 'summary.json').read_text())['steps']} steps", *medians(steps)]
+    gaps = [step["rollout/logprob_gap_mean"] for step in steps if "rollout/logprob_gap_mean" in step]
+    fits = bool(gaps) and statistics.median(gaps) < EXACT
+    asked = f"engine and trainer less than {EXACT} nats apart"
+    return {"check": name, "measured": "; ".join(measured), "asked": asked, "verdict": "ok" if fits else "FAILED"}
+
+
+def medians(steps: list[dict[str, float]]) -> Iterator[str]:
+    """What is shown of a run, without its first step, and the share of each phase."""
+    later = steps[1:] or steps
+    shares = sorted({metric for step in later for metric in step if metric.endswith("_share") and "perf/" in metric})
+    for metric, shown in {**MEASURED, **{share: "{:.0%} " + share[5:-6] for share in shares}}.items():
+        values = [step[metric] for step in later if metric in step]
+        if values:
+            yield shown.format(statistics.median(values))
+
+
+def main() -> None:
+    stage, device, *only = sys.argv[1:]
+    size = CPU if device == "cpu" else GPU
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
+        build(Path(folder) / "model", size)
+        for name, command in STAGES[stage].items():
+            if not only or any(name.startswith(begin) for begin in only):
+                row = run(name, command, size, Path(folder) / "model", Path(folder))
+                print(f"row {json.dumps(row)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
