@@ -120,7 +120,8 @@ What is different on purpose:
 - **Precision**: without `model_dtype` it is bfloat16 with float32 master weights where there are GPUs; `fp32` is what
   it is there: float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`. On a CPU `fp32` is
   float32 throughout.
-- **Sequence parallelism and `fsdp_size`** spread what the plan shows otherwise; results are the same.
+- **`ulysses_sequence_parallel_size`** is `parallel.context`, one number for actor and critic; models that are not
+  trained compute whole sequences. **`fsdp_size`** spreads what the plan shows otherwise. Results are the same.
 - **LoRA** with a KL: the policy with its adapters off is the reference, as there, and no second model is loaded.
 - **`ref.fsdp_config.param_offload`** shards the reference and keeps it in host memory, and with it the reward model;
   without it each process has them whole, and `placement.frozen_models=sharded` is what fsdp does there.

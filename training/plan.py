@@ -23,11 +23,9 @@ from components.engines.memory import (
     PROCESS_BYTES,
     Need,
     frozen,
-    micro_batch_tokens,
+    learning,
     phases,
     sampling,
-    steps_in_parts,
-    training,
 )
 from components.engines.model_size import model_size
 from core import Job
@@ -505,11 +503,10 @@ class Estimate:
 
     def trained(self, role: str, model: str, config: TrainConfig, sequences: int, **options: Any) -> Need:
         """A model under an engine, whose optimizer steps have so many sequences; options as in `training`."""
-        ranks = self._processes.get(role, 1)
-        own = -(-sequences // ranks)
-        tokens, several = micro_batch_tokens(config, self._longest, own), steps_in_parts(config, self._longest, own)
-        size = model_size(model)
-        return training(size, config, ranks, tokens=tokens, several=several, gpu=self._gpu, **options)
+        ranks = self._processes.get(role)
+        if ranks is None:
+            return Need()  # nobody has this role
+        return learning(model_size(model), config, ranks, self._longest, sequences, gpu=self._gpu, **options)
 
     def inferred(self, role: str, model: str, config: FrozenConfig, sequences: int, has_head: bool = True) -> Need:
         """A model under a frozen engine, which the workers of this role ask about so many sequences."""

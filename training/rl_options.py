@@ -33,6 +33,7 @@ from training.options import (
     RolloutOptions,
     RunOptions,
 )
+from training.parallel_options import ParallelOptions
 from training.schema import ConfigError, Options, at_least, idle_options, refuse, without_effect
 
 
@@ -145,6 +146,7 @@ class RLOptions(RunOptions):
     algorithm: Any = field(default_factory=PolicyOptions)
     """PolicyOptions; a recipe names its own subclass."""
     train: PolicyTrainOptions = field(default_factory=PolicyTrainOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -157,6 +159,7 @@ class RLOptions(RunOptions):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
         yield from self._faults_of_sizes()
+        yield from self.parallel.faults_beside(self.train)
         yield from self.asynchronous.faults_beside(
             self.placement.colocate, self.backend, self.prompts_per_step, self.APART
         )
@@ -351,4 +354,4 @@ class RLOptions(RunOptions):
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""
-        return self.train.for_run(steps * self.updates_per_step, self.seed)
+        return self.parallel.of(self.train.for_run(steps * self.updates_per_step, self.seed))

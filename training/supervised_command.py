@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from components.data.scorers import TASK_PREFIX
-from components.engines.memory import micro_batch_tokens, steps_in_parts, training
+from components.engines.memory import learning
 from components.engines.model_size import model_size
 from core import JobBuilder, Role
 from core.placement import detect_devices
@@ -57,13 +57,11 @@ class SupervisedCommand(Command[C]):
         ranks, gpu, size = config.placement.ranks, job.device_type == "GPU", model_size(config.model.path)
         engine = config.engine(1)
         longest = min(config.data.max_tokens, (size and size.positions) or config.data.max_tokens)
-        sequences = -(-config.GROUP_SIZE * config.train.batch_size // ranks)
-        tokens = micro_batch_tokens(engine, longest, sequences)
-        several = steps_in_parts(engine, longest, sequences)
+        sequences = config.GROUP_SIZE * config.train.batch_size
         role = next(name for name, own in job.roles.items() if own.kind == "train")
         # A reward model has a head of its own.
         has_head = role != Role.REWARD
-        need = training(size, engine, ranks, tokens=tokens, several=several, gpu=gpu, has_head=has_head)
+        need = learning(size, engine, ranks, longest, sequences, gpu=gpu, has_head=has_head)
         data = config.data
         return Plan(
             recipe=self.folder.name,

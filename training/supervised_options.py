@@ -19,6 +19,7 @@ from training.options import (
     ModelOptions,
     RunOptions,
 )
+from training.parallel_options import ParallelOptions
 from training.schema import Options, at_home, at_least, every_so_many, refuse, without_effect
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class SupervisedOptions(RunOptions):
     data: Any = field(default_factory=ExampleOptions)
     """A recipe's own subclass of ExampleOptions."""
     train: SupervisedTrainOptions = field(default_factory=SupervisedTrainOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     evaluation: HeldOutOptions = field(default_factory=HeldOutOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: LogOptions = field(default_factory=LogOptions)
@@ -190,6 +192,7 @@ class SupervisedOptions(RunOptions):
         for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
+        yield from self.parallel.faults_beside(self.train)
         if self.train.batch_size < self.placement.ranks:
             yield (
                 f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set as "
@@ -279,7 +282,7 @@ class SupervisedOptions(RunOptions):
     def engine(self, total_steps: int) -> TrainConfig:
         """The training engine, in a run of so many optimizer steps."""
         limit = self.GROUP_SIZE * (self.train.micro_batch_size or 0)
-        return replace(self.train.for_run(total_steps, self.seed), max_sequences=limit)
+        return replace(self.parallel.of(self.train.for_run(total_steps, self.seed)), max_sequences=limit)
 
 
 @dataclass(kw_only=True)

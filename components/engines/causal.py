@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines.context import Context, context_of
 from components.engines.empty_model import empty_model, model_folder, small_copy
 from components.engines.head_logprobs import has_plain_head, logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
@@ -178,6 +179,11 @@ class ValueModel(nn.Module):
         """As `shares_prompts` of shared_prompts.py asks it."""
         return shares_prompts(self.backbone)
 
+    @property
+    def context(self) -> Context | None:
+        """As `context_of` asks it."""
+        return context_of(self.backbone)
+
     def forward(self, **inputs: Any) -> Tensor:
         """[B, T] float32 values of the states after each input token."""
         score_BT1 = self.score(self.backbone(**inputs).last_hidden_state)
@@ -298,23 +304,35 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     """
     inputs, state_M, follower_M = _predecessors(model, batch)
     label_M = batch["tokens"].to(state_M.device, torch.int64)[follower_M]
-    scale, head = temperature or 1.0, plain_head(model)
-    shared_M = state_M if inputs["input_ids"].numel() < len(state_M) else None
+    scale, context, places = temperature or 1.0, context_of(model), inputs["input_ids"].numel()
+    shared_M = state_M if context is not None or places < len(state_M) else None
     if shared_M is not None:
         # What sequences share predicts the same tokens in all of them: every place of the row has one label.
         state_M = torch.arange(inputs["input_ids"].shape[1], device=state_M.device)
-        label_M = torch.empty_like(state_M).scatter_(0, shared_M, label_M)
-    if head is None:
-        logits_RV = model(**inputs).logits.flatten(0, 1)
-        columns = label_logprobs(logits_RV, state_M, label_M, scale=scale, with_entropy=with_entropy)
+        label_M = torch.zeros_like(state_M).scatter_(0, shared_M, label_M)
+    if context is None:
+        columns = _columns(model, inputs, state_M, label_M, scale, with_entropy)
     else:
-        with logprobs_for_logits(head, state_M, label_M, scale, with_entropy):
-            columns = model(**inputs).logits[0].unbind(-1)
+        label_S = context.stretch(label_M[None])[0]
+        own = _columns(model, context.inputs(inputs), state_M[: len(label_S)], label_S, scale, with_entropy)
+        columns = [None if x_S is None else context.whole(x_S, places) for x_S in own]
     if shared_M is not None:
         columns = [None if x_U is None else x_U[shared_M] for x_U in columns]
     output_N = [None if x_M is None else _scatter(x_M, follower_M, batch.num_tokens) for x_M in columns]
     assert output_N[0] is not None
     return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
+
+
+def _columns(
+    model: nn.Module, inputs: dict[str, Any], state_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
+) -> list[Tensor | None]:
+    """[M] log-probabilities of the labels after these states of a call of the model, and [M] entropies or None."""
+    head = plain_head(model)
+    if head is None:
+        logits_RV = model(**inputs).logits.flatten(0, 1)
+        return list(label_logprobs(logits_RV, state_M, label_M, scale=scale, with_entropy=with_entropy))
+    with logprobs_for_logits(head, state_M, label_M, scale, with_entropy):
+        return list(model(**inputs).logits[0].unbind(-1))
 
 
 def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
@@ -325,16 +343,24 @@ def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) ->
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state before each token; 0 for the first token of a sequence."""
     inputs, state_M, follower_M = _predecessors(model, batch)
-    return _scatter(model(**inputs).flatten()[state_M], follower_M, batch.num_tokens)
+    return _scatter(_row_values(model, inputs)[state_M], follower_M, batch.num_tokens)
 
 
 def state_values(model: nn.Module, batch: Batch) -> Tensor:
     """[N] float32: value of the state after each token."""
     if packs(model):
         inputs, place_N = packed_inputs(batch, SHORTEST if shares_prompts(model) else None)
-        value_U = model(**inputs)[0]
+        value_U = _row_values(model, inputs)
         return value_U if place_N is None else value_U[place_N]
     return batch.unpad(model(**_padded_inputs(batch.padded("tokens", 0))), batch.lengths)
+
+
+def _row_values(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Values of all states of a call, laid flat."""
+    context = context_of(model)
+    if context is None:
+        return model(**inputs).flatten()
+    return context.whole(model(**context.inputs(inputs))[0], inputs["input_ids"].numel())
 
 
 def evaluate(

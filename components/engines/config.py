@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 
 ENGINES = ("deepspeed", "fsdp")
@@ -146,10 +146,14 @@ class TrainConfig(TrainOptions):
     """`max_sequences` of passes without gradients. 0: as in training."""
     seed: int = 42
     """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
+    context: int = 1
+    """Ranks that share each sequence, of which one computes a stretch of its tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of(self, "precision", CHOSEN_PRECISIONS)
+        for fault in parallel_faults(self, self.context):
+            raise ValueError(fault)
         _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
         _at_least(self, 1, "steps_per_rate")
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
@@ -157,6 +161,19 @@ class TrainConfig(TrainOptions):
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
                 'the length of the run; set total_steps, or lr_scheduler="constant" and lr_warmup_ratio=0'
             )
+
+    def data_ranks(self, ranks: int) -> int:
+        """So many of the ranks, or groups of ranks that compute together, have sequences of their own.
+
+        Raises:
+            ValueError: they cannot be shared out.
+        """
+        if ranks % self.context:
+            raise ValueError(
+                f"parallel.context={self.context} does not divide {ranks} ranks; set a divisor, or another number of "
+                "ranks (placement)"
+            )
+        return ranks // self.context
 
     @property
     def forward_limits(self) -> PassLimits:
@@ -178,6 +195,32 @@ class TrainConfig(TrainOptions):
         progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
         remaining = 1 - progress if self.lr_scheduler == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+
+
+def parallel_faults(train: TrainOptions, context: int) -> Iterator[str]:
+    """Why a model cannot be trained so on several axes of ranks.
+
+    Args:
+        train: its options.
+        context: ranks that share each sequence.
+    """
+    if context < 1:
+        yield f"parallel.context={context}; set it to 1 or more"
+    if context <= 1:
+        return
+    given = f"parallel.context={context}"
+    if train.engine != "fsdp":
+        yield (
+            f"{given} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO partitions over all "
+            "that it averages over; set train.engine=fsdp, with train.zero_stage 2 or 3"
+        )
+    if train.packing is False:
+        yield f"{given} cuts packed rows, and packing=False pads sequences; leave train.packing out"
+    if train.router_aux_loss_coef:
+        yield (
+            f"{given} shows each rank the routing of its stretch alone, and router_aux_loss_coef="
+            f"{train.router_aux_loss_coef} balances over whole sequences; set one of them to its default"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,13 +49,15 @@ class FrozenEngine(Generic[M]):
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from components.engines.fsdp_groups import partition
+        from components.engines.mesh import all_ranks
         from components.engines.train_engine import init_process_group
 
         init_process_group()
         offload = self.config.layout == "offloaded"
         # Weights are kept in the types that passes use.
         plain = MixedPrecisionPolicy()
-        partition(self.model, self.device, plain, offload=offload, layers_let_go=True, rest_lets_go=True)
+        mesh = all_ranks(self.device)
+        partition(self.model, self.device, plain, mesh, offload=offload, layers_let_go=True, rest_lets_go=True)
 
     def forward(self, batch: Batch, compute: Callable[[M, Batch], Tensor]) -> Tensor:
         """Evaluate `batch` in micro-batches.

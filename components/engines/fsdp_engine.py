@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.fsdp_groups import partition
+from components.engines.mesh import share_rows
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, local_rows
 from components.engines.weight_gather import Part, part_of
@@ -36,11 +37,19 @@ class FSDPEngine(TrainEngine):
             config: of this engine.
         """
         super().__init__(model, config)
+        context = self.axes.of_axis("context")
+        if context is not None and context.size() > 1:
+            share_rows(model, context)
         is_bf16 = config.precision == "bf16"
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
         # What no layer has is needed again when the backward pass begins, at once.
         self._groups = partition(
-            model.float(), self.device, precision, offload=config.adam_offload, layers_let_go=config.zero_stage == 3
+            model.float(),
+            self.device,
+            precision,
+            self.axes.shards,
+            offload=config.adam_offload,
+            layers_let_go=config.zero_stage == 3,
         )
         fill(model, "cpu" if config.adam_offload else self.device)
         self._adam = adam_of(model, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -13,17 +12,19 @@ def partition(
     model: nn.Module,
     device: torch.device,
     precision: MixedPrecisionPolicy,
+    mesh: DeviceMesh,
     *,
     offload: bool,
     layers_let_go: bool,
     rest_lets_go: bool = False,
 ) -> list[FSDPModule]:
-    """Partition `model` by rows over all ranks, in place.
+    """Partition `model` by rows over the ranks of a mesh, in place.
 
     Args:
         model: on any device.
         device: where its passes are.
         precision: of passes and gradients.
+        mesh: of one axis.
         offload: what each rank keeps is in host memory.
         layers_let_go: gathered parameters of a layer are let go of after its forward pass.
         rest_lets_go: and those of what no layer has.
@@ -32,8 +33,6 @@ def partition(
         The groups, of which the last is what no layer has.
     """
     kept = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     # transformers says which of its modules are layers.
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in names and module is not model]

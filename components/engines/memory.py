@@ -167,6 +167,25 @@ def phases(needs: Iterable[Need]) -> list[Phase]:
     return found
 
 
+def learning(
+    size: ModelSize | None, config: TrainConfig, ranks: int, longest: int, sequences: int, **options: bool
+) -> Need:
+    """Bytes of rank 0 of a model that is trained on so many sequences in an optimizer step, of at most `longest`
+    tokens; options as in `training`.
+
+    Raises:
+        ValueError: the ranks, or the model's heads, cannot be shared out as the configuration says.
+    """
+    if size is not None and size.heads % config.context:
+        raise ValueError(
+            f"parallel.context={config.context} does not divide the model's {size.heads} attention heads; set a divisor"
+        )
+    own = -(-sequences // config.data_ranks(ranks))
+    tokens = micro_batch_tokens(config, longest, own)
+    several = steps_in_parts(config, longest, own)
+    return training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
+
+
 def training(
     size: ModelSize | None,
     config: TrainConfig,

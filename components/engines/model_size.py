@@ -39,6 +39,8 @@ class ModelSize:
     layers: int = 0
     """Of a decoder; 0: another architecture, of which only the weights are known."""
     hidden: int = 0
+    heads: int = 0
+    """Of queries."""
     queries: int = 0
     """Numbers of a token's queries in a layer, all heads together."""
     keys: int = 0
@@ -133,6 +135,7 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
         head=head,
         layers=layers,
         hidden=hidden,
+        heads=heads,
         queries=queries,
         keys=keys,
         intermediate=mlp["intermediate"],

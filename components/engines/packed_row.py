@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from components.batch import Batch
+from components.engines.context import Context
 
 
 class Rectangles(NamedTuple):
@@ -33,6 +34,9 @@ class Rectangles(NamedTuple):
 class PackedRow:
     """Where the sequences lie. An object of its own, so that nobody looks for tensors in it on its way to attention."""
 
+    context: Context | None = None
+    """Over whose ranks the row is spread; None: this rank has all of it."""
+
     def __init__(self, batch: Batch, place_N: Tensor | None = None, first_U: Tensor | None = None) -> None:
         """
         Args:
@@ -43,6 +47,8 @@ class PackedRow:
         self.lengths = batch.lengths
         self.place_N = place_N
         self.first_U = first_U
+        self.places = batch.num_tokens if first_U is None else len(first_U)
+        """U."""
         packed = batch.packed()
         self.borders, self.longest = packed.cumulative_lengths, packed.max_length
 

@@ -110,6 +110,11 @@ def _can_share(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> bool
     return distance <= _TOLERANCE.get(asked.dtype, 1e-3)
 
 
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Let a model that packs with flash attention use the attention of this file instead."""
+    model.set_attn_implementation(_NAME)
+
+
 def packs(model: nn.Module) -> bool:
     """Whether a model, or the model in an engine, takes packed sequences."""
     return getattr(model, _MARK, False)
@@ -196,15 +201,22 @@ def _attention(
         return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
     # Under autocast rotated queries and keys come in float32, which the kernel does not take.
     query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
+    context = None if packed_row is None else packed_row.context
+    sinks_H = s_aux if context is None or s_aux is None else context.own_heads(s_aux)
     window = None if attention_mask is None else int(attention_mask)
     scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
-    if packed_row is not None and plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
-        return _by_kernel(query_RHND, key_RKND, value_RKND, packed_row, scale, window), None
-    attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=s_aux), scale, dropout, window)
+    attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=sinks_H), scale, dropout, window)
+    inputs = query_RHND, key_RKND, value_RKND
     if packed_row is None:
-        return attend(query_RHND, key_RKND, value_RKND).transpose(1, 2).contiguous(), None
-    parts = zip(*map(packed_row.in_rectangles, (query_RHND, key_RKND, value_RKND)), strict=True)
-    return packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts]), None
+        return attend(*inputs).transpose(1, 2).contiguous(), None
+    if context is not None:
+        inputs = context.by_heads(*inputs, packed_row.places)
+    if plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
+        output_1UHD = _by_kernel(*inputs, packed_row, scale, window)
+    else:
+        parts = zip(*map(packed_row.in_rectangles, inputs), strict=True)
+        output_1UHD = packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts])
+    return output_1UHD if context is None else context.by_places(output_1UHD), None
 
 
 def _is_causal(module: nn.Module) -> bool:

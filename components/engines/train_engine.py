@@ -28,6 +28,7 @@ from components.engines.engine_state import EngineState, whole_shape
 from components.engines.export import save_model
 from components.engines.host_memory import HostCopies
 from components.engines.lora import Adapters
+from components.engines.mesh import Axes
 from components.engines.packing import packs
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in
@@ -128,6 +129,7 @@ class TrainEngine(ABC):
         self.world_size = dist.get_world_size()
         self.step_count = 0
         self.device = torch.device(compute_device().type)
+        self.axes = Axes(config, self.device)
         torch.manual_seed(config.seed + self.rank)
         self.adapters = Adapters(model, config) if config.lora_rank else None
         self.routers = Routers(model)
@@ -196,7 +198,8 @@ class TrainEngine(ABC):
             with self.adapters.off():
                 return self.forward(batch, compute)
         model, limits = self.model.eval(), self.config.forward_limits
-        return evaluate_together(model, batch, limits, self.device, compute, self._passes_are_collective)
+        pooled, own = self.axes.pooled(batch)
+        return evaluate_together(model, pooled, limits, self.device, compute, self._passes_are_collective)[own]
 
     def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
         """One optimizer step on `minibatch`.
@@ -221,8 +224,8 @@ class TrainEngine(ABC):
         began = time.perf_counter()
         totals = _totals(minibatch)
         packing, shares = packs(self.model), shares_prompts(self.model)
-        plans = _plan(minibatch, self.world_size, self.config, group_size, packing, shares)
-        own = plans[self.rank]
+        plans = _plan(minibatch, self.axes.data, self.config, group_size, packing, shares)
+        own = plans[self.axes.data_rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
         self.model.train()
@@ -233,7 +236,7 @@ class TrainEngine(ABC):
             self._begin_pass(is_last=i == forwards - 1)
             output = self._loss(loss_fn, minibatch.select(index).to(self.device), totals)
             # Gradients are averaged over ranks, and the loss is already divided by the total of all ranks.
-            self._backward(output.loss * (self.world_size * counts))
+            self._backward(output.loss * (self.axes.shards.size() * counts))
             beat()
             for name, value in {"loss": output.loss, **output.metrics}.items():
                 summand = value.detach().double() * counts
@@ -284,7 +287,7 @@ class TrainEngine(ABC):
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(sums)
         values = torch.stack([sums[name].to(self.device) for name in names])
-        dist.all_reduce(values)
+        self.axes.summed(values)
         return dict(zip(names, values.tolist(), strict=True))
 
     def _check_finite(self, metrics: dict[str, float]) -> None:

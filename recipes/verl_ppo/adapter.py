@@ -38,6 +38,7 @@ def compute(keys: Computed) -> None:
         read_reward,
         read_run,
         read_pools,
+        read_axes,
     ):
         part(keys)
 
@@ -63,6 +64,17 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         yield f"{ROLLOUT}.multi_turn: {AGENTS}"
     elif name and name != "ppo_trainer" and "megatron" not in name:
         yield f"--config-name={name}: only verl's own ppo_trainer is known by name; give the file with --config FILE"
+
+
+def read_axes(keys: Computed) -> None:
+    """Ranks that share sequences, of actor and critic alike."""
+    own = [key for key in keys.given if key.endswith("ulysses_sequence_parallel_size")]
+    sizes = {keys.given[key] or 1 for key in own}
+    context = max(sizes, default=1)
+    if context > 1:
+        keys.put("parallel.context", context, own[0])
+    if len(sizes) > 1:
+        keys.notes.append(f"actor and critic have the largest ulysses_sequence_parallel_size, {context}")
 
 
 def read_data(keys: Computed) -> None:

@@ -253,6 +253,7 @@ class VerlPPOConfig(PPORunOptions):
         """See `Options.faults`."""
         yield from super().faults()
         own, size = self.algorithm, self.step_size
+        yield from self.parallel.faults_beside(self.critic) if self.needs_critic else ()
         if self.step_size % self.size_of("critic"):
             yield f"critic.mini_batch_size={self.critic.mini_batch_size} does not divide a step's {size}; set a divisor"
         if self.samples_per_prompt < 2 and (own.estimator in ("grpo_passk", "gdpo") or own.dynamic_sampling):
@@ -348,7 +349,7 @@ class VerlPPOConfig(PPORunOptions):
         """The training engine of "actor" or "critic", in a run of so many steps."""
         own = self.trained(part)
         per_step = own.epochs * (self.step_size // self.size_of(part))
-        config = replace(own.for_run(steps * per_step, self.seed), steps_per_rate=per_step)
+        config = replace(self.parallel.of(own.for_run(steps * per_step, self.seed)), steps_per_rate=per_step)
         warmup = own.lr_warmup_steps or int(own.lr_warmup_ratio * steps)
         # Half a step less, so that no rounding adds one.
         share = (warmup - 0.5) / steps if warmup else 0.0

@@ -38,7 +38,7 @@ REASONS = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stands for upstream's models, data and code."""
     folder = tmp_path_factory.mktemp("verl")
-    write_policy(folder / "policy")
+    write_policy(folder / "policy", num_attention_heads=8)  # as many as share a sequence there
     write_reward_model(folder / "reward_model", 0)
     row: dict[str, Any] = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
     rows = ({**row, "prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(9_000))
@@ -117,6 +117,7 @@ FEW = """
     actor_rollout_ref.rollout.name=hf trainer.logger=console trainer.resume_mode=disable
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 reward_model.reward_kwargs.max_resp_len=16
     reward_model.reward_kwargs.overlong_buffer_cfg.len=4 data.filter_overlong_prompts=true
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 critic.ulysses_sequence_parallel_size=1
 """
 """Counts that fit a laptop's CPU, its engine, and nobody who reads along."""
 

@@ -336,7 +336,7 @@ def test_what_belongs_elsewhere_is_said_first() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=4",
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=32",
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16",
         "actor_rollout_ref.actor.ppo_micro_batch_size=128",

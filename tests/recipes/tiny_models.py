@@ -42,11 +42,11 @@ def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def write_policy(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-    """A policy with random weights."""
+def write_policy(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any) -> Path:
+    """A policy with random weights; `config` changes its sizes."""
     tokenizer = tokenizer or byte_tokenizer()
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**shape(tokenizer))).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**(shape(tokenizer) | config))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

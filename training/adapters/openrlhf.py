@@ -228,6 +228,19 @@ def _schedule(flags: Computed) -> None:
         flags.put("train.lora_target_modules", modules if isinstance(modules, str) else ",".join(modules))
 
 
+def _axes(flags: Computed) -> None:
+    """Ranks that share sequences: under fsdp, since DeepSpeed's ZeRO has one axis."""
+    context = flags.get("ring_attn_size", "ds.ring_attn_size", default=1)
+    if context <= 1:
+        return
+    flags.put("parallel.context", context, "ring_attn_size")
+    if flags.option("train.engine", "deepspeed") == "deepspeed":
+        flags.put("train.engine", "fsdp")
+        flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
+        flags.put("train.overlap_comm", False)
+        flags.notes.append(f"ring_attn_size={context} is parallel.context, of train.engine=fsdp: ranks exchange heads")
+
+
 def _columns(flags: Computed) -> None:
     """The columns of train_sft, and how it reads them: with a template of its own, and the last response alone."""
     is_plain = flags.get("pretrain_mode", "model.pretrain_mode_enable")
@@ -251,7 +264,7 @@ def _columns(flags: Computed) -> None:
         flags.notes.append(text)
 
 
-_SHARED = (_template, _schedule, _log)
+_SHARED = (_template, _schedule, _log, _axes)
 
 PPO = Adapter.load(TABLE, "shared", "ppo", compute=compute)
 """OpenRLHF's names for the recipe openrlhf_ppo."""

@@ -1,0 +1,28 @@
+"""Over which axes the ranks of a model that is trained are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from components.engines.config import TrainConfig, TrainOptions, parallel_faults
+from training.schema import Options
+
+
+@dataclass(kw_only=True)
+class ParallelOptions(Options):
+    """How the ranks of a model that is trained share its sequences; needs train.engine=fsdp. Ranks that are left are
+    data parallel.
+    """
+
+    context: int = 1
+    """Ranks that share each sequence, for long ones: each computes a stretch of its tokens, and in attention a share of
+    the heads. Activations are divided by it."""
+
+    def faults_beside(self, train: TrainOptions) -> Iterator[str]:
+        """Why a model with these options cannot be trained so."""
+        yield from parallel_faults(train, self.context)
+
+    def of(self, config: TrainConfig) -> TrainConfig:
+        """The engine's configuration with these axes."""
+        return replace(config, context=self.context)
