@@ -359,7 +359,7 @@ def test_flash_attention_on_a_machine_without_gpu_is_sdpa_and_said(
         (["--vllm_enable_sleep"], ["vllm_enable_sleep", "devices"]),
         (
             ["--ring_attn_size", "2", "--actor_num_gpus_per_node", "2", "--critic_num_gpus_per_node", "2"],
-            ["ring_attn_size=2", "parallel.context", "train.engine=fsdp"],
+            ["ring_attn_size=2", "Ulysses", "train.engine=fsdp"],
         ),
         (["--input_template", "Q:"], ["input_template", "{}"]),
         (["--input_template", "Q: {}", "--apply_chat_template"], ["input_template", "apply_chat_template"]),

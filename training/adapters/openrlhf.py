@@ -238,7 +238,7 @@ def _axes(flags: Computed) -> None:
         flags.put("train.engine", "fsdp")
         flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
         flags.put("train.overlap_comm", False)
-        flags.notes.append(f"ring_attn_size={context} is parallel.context, of train.engine=fsdp: ranks exchange heads")
+        flags.notes.append(f"ring_attn_size={context}: ranks exchange heads (Ulysses), with train.engine=fsdp")
 
 
 def _columns(flags: Computed) -> None:
