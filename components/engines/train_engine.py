@@ -58,7 +58,7 @@ LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 def init_process_group(timeout_s: float = 1800.0) -> None:
     """Make the default process group that the environment describes; nothing happens when there is one.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have who meets where; LOCAL_RANK which device. With
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give the ranks and where they meet, LOCAL_RANK the device. With
     WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
 
     A script of several ranks ends best with `os._exit`, once its output is flushed. DeepSpeed's parameters keep gloo's
@@ -118,7 +118,7 @@ class TrainEngine(ABC):
         """Join the other ranks, seed this one and make `model` ready. The engine of a library then takes it.
 
         Args:
-            model: adapters are put into it, and automatic casting around its passes, where the config has it.
+            model: adapters are put into it, and automatic casting around its passes, where the config asks for it.
             config: of this engine.
         """
         init_process_group()
