@@ -64,9 +64,9 @@ def messages(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
-        if is_text and id(node) not in docstrings:
-            yield node.value
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and " " in value and id(node) not in docstrings:
+            yield value
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -147,7 +147,7 @@ def test_what_a_replaced_engine_had_is_begun_again_with_its_own_random_numbers_a
     engines.version, engines.rounds = 2, {}
     assert ids(groups.fill(3, 2, 4)) == [4, 5]
     assert groups.metrics["rollout/restarted_groups"] == 2
-    assert engines.said == ["engine 0 has lost 2 prompts that it was answering; they are begun again"]
+    assert engines.said == ["engine 0 has lost 2 prompts in generation; they are begun again"]
     assert engines.begun[-2:] == [(0, 0, 1), (1, 2, 1)]
     last = groups.fill(4, 2, 2)
     assert last is not None
