@@ -135,8 +135,9 @@ What is different on purpose:
 - **KL estimates** are kept within 10 nats, k1 and k2 too. docs/algorithms.md lists every formula, and every place where
   it differs. `actor/ppo_kl` is the k3 estimate, never negative; there it is the mean log-ratio.
 - **Reward functions** run in processes of their own, with a deadline. A response whose reward cannot be computed is
-  named, counted and left out of baseline and loss; above a tenth of a batch the run stops. Reward models are classifiers with the policy's
-  vocabulary, run by transformers; with `reward_model.function_weight` the function's score is added.
+  named, counted and left out of baseline and loss; above a tenth of a batch the run stops. Reward models are
+  classifiers with the policy's vocabulary, run by transformers; with `reward_model.function_weight` the function's
+  score is added.
 - **Validation** is sampled with `val_kwargs`, greedy unless `do_sample` is set; at the start and the end the run's own
   score is taken at temperature 1 from all tokens, and greedy, which makes three passes. `test_freq=-1` still validates
   at the end. Its responses are not kept.

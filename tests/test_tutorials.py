@@ -52,4 +52,7 @@ def test_the_code_of_the_page_on_batch_runs(tmp_path: Path) -> None:
 def test_the_row_of_the_data_tutorial_has_the_columns_that_its_commands_name() -> None:
     text = text_of("docs/own_data.md")
     (row,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    assert set(re.findall(r"data\.(?:input|label)_key=(\w+)", text)) <= json.loads(row).keys()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    named = set(re.findall(r"data\.(?:input|label)_key=(\w+)", commands))
+    assert named == {"question", "answer"}
+    assert named <= json.loads(row).keys()

@@ -76,5 +76,8 @@ def _run_rank(
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
+    # Rank 0 has the store: were it gone while another rank still asks it for something, that one would print a warning.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     # As init_process_group advises a rank to end.
     os._exit(0)
