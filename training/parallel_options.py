@@ -21,7 +21,7 @@ class ParallelOptions(Options):
 
     def faults_beside(self, train: TrainOptions) -> Iterator[str]:
         """Why a model with these options cannot be trained so."""
-        yield from parallel_faults(train, self.context)
+        yield from parallel_faults(train, context=self.context, tensor=1)
 
     def of(self, config: TrainConfig) -> TrainConfig:
         """The engine's configuration with these axes."""

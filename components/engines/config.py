@@ -148,11 +148,13 @@ class TrainConfig(TrainOptions):
     """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
     context: int = 1
     """Ranks that share each sequence, of which one computes a stretch of its tokens."""
+    tensor: int = 1
+    """Ranks that share each layer, of which one has a part of its matrices."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of(self, "precision", CHOSEN_PRECISIONS)
-        for fault in parallel_faults(self, self.context):
+        for fault in parallel_faults(self, context=self.context, tensor=self.tensor):
             raise ValueError(fault)
         _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
         _at_least(self, 1, "steps_per_rate")
@@ -168,12 +170,14 @@ class TrainConfig(TrainOptions):
         Raises:
             ValueError: they cannot be shared out.
         """
-        if ranks % self.context:
+        axes = {"context": self.context, "tensor": self.tensor}
+        together = math.prod(axes.values())
+        if ranks % together:
+            given = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1)
             raise ValueError(
-                f"parallel.context={self.context} does not divide {ranks} ranks; set a divisor, or another number of "
-                "ranks (placement)"
+                f"{given} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
             )
-        return ranks // self.context
+        return ranks // together
 
     @property
     def forward_limits(self) -> PassLimits:
@@ -197,23 +201,32 @@ class TrainConfig(TrainOptions):
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
 
-def parallel_faults(train: TrainOptions, context: int) -> Iterator[str]:
+def parallel_faults(train: TrainOptions, *, context: int, tensor: int) -> Iterator[str]:
     """Why a model cannot be trained so on several axes of ranks.
 
     Args:
         train: its options.
         context: ranks that share each sequence.
+        tensor: ranks that share each layer.
     """
-    if context < 1:
-        yield f"parallel.context={context}; set it to 1 or more"
-    if context <= 1:
-        return
-    given = f"parallel.context={context}"
-    if train.engine != "fsdp":
+    for axis, size in {"context": context, "tensor": tensor}.items():
+        if size < 1:
+            yield f"parallel.{axis}={size}; set it to 1 or more"
+        if size > 1 and train.engine != "fsdp":
+            yield (
+                f"parallel.{axis}={size} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO "
+                "partitions over all that it averages over; set train.engine=fsdp, with train.zero_stage 2 or 3"
+            )
+    if context > 1:
+        yield from _context_faults(train, f"parallel.context={context}")
+    if tensor > 1 and train.lora_rank:
         yield (
-            f"{given} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO partitions over all "
-            "that it averages over; set train.engine=fsdp, with train.zero_stage 2 or 3"
+            f"parallel.tensor={tensor} cuts the matrices that adapters stand in front of, and lora_rank="
+            f"{train.lora_rank} trains adapters; set one of them to its default"
         )
+
+
+def _context_faults(train: TrainOptions, given: str) -> Iterator[str]:
     if train.packing is False:
         yield f"{given} cuts packed rows, and packing=False pads sequences; leave train.packing out"
     if train.router_aux_loss_coef:

@@ -80,7 +80,7 @@ class FSDPEngine(TrainEngine):
         gradients = [local_rows(p.grad) for p in self.model.parameters() if p.grad is not None]
         # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
         squares = nn.utils.get_total_norm(gradients).double().square().to(self.device)
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self.axes.shards.get_group())
         norm = float(squares.sqrt())
         self._check_gradient(norm)
         if 0 < self.config.max_grad_norm < norm:

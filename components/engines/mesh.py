@@ -35,14 +35,16 @@ class Axes:
         alike = dist.get_world_size() // self.data
         self.data_rank = dist.get_rank() // alike
         self.mesh: DeviceMesh | None = None
-        """data x context; None where all ranks are on the data axis."""
-        if alike > 1:
-            shape = self.data, config.context
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        """data x context x tensor; None where all ranks are on the data axis."""
         self.shards = all_ranks(device)
-        """Over which parameters are partitioned by rows."""
-        self._alike = None if self.mesh is None else self.mesh.get_group("context")
-        """Ranks with the same sequences."""
+        """Over which parameters are partitioned by rows: data x context."""
+        self._alike: dist.ProcessGroup | None = None
+        """Ranks with the same sequences: context x tensor."""
+        if alike > 1:
+            shape = self.data, config.context, config.tensor
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "tensor"))
+            self.shards = self.mesh["data", "context"]._flatten("shards")
+            self._alike = self.mesh["context", "tensor"]._flatten("alike").get_group()
 
     def of_axis(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on an axis alone; None: all."""

@@ -130,7 +130,8 @@ class TrainEngine(ABC):
         self.step_count = 0
         self.device = torch.device(compute_device().type)
         self.axes = Axes(config, self.device)
-        torch.manual_seed(config.seed + self.rank)
+        # Ranks that share a layer drop the same.
+        torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = Adapters(model, config) if config.lora_rank else None
         self.routers = Routers(model)
         compute_in(model, config.precision, self.device)
