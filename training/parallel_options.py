@@ -11,18 +11,21 @@ from training.schema import Options
 
 @dataclass(kw_only=True)
 class ParallelOptions(Options):
-    """How the ranks of a model that is trained share its sequences; needs train.engine=fsdp. Ranks that are left are
-    data parallel.
+    """How the ranks of a model that is trained share its sequences and layers; needs train.engine=fsdp. Ranks that are
+    left are data parallel.
     """
 
     context: int = 1
     """Ranks that share each sequence, for long ones: each computes a stretch of its tokens, and in attention a share of
     the heads. Activations are divided by it."""
+    tensor: int = 1
+    """Ranks that share each layer: each has a part of its matrices, heads and vocabulary, and computes with it. What a
+    layer takes while it is computed is divided by it. It communicates in every layer: set it within a machine."""
 
     def faults_beside(self, train: TrainOptions) -> Iterator[str]:
         """Why a model with these options cannot be trained so."""
-        yield from parallel_faults(train, context=self.context, tensor=1)
+        yield from parallel_faults(train, context=self.context, tensor=self.tensor)
 
     def of(self, config: TrainConfig) -> TrainConfig:
         """The engine's configuration with these axes."""
-        return replace(config, context=self.context)
+        return replace(config, context=self.context, tensor=self.tensor)

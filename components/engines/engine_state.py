@@ -20,7 +20,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from components.engines.blocks import Block, local_part, own_block
 from components.engines.config import TrainConfig
 from components.engines.disk_errors import Attempt
 from components.engines.tensor_file import TensorFile, TensorReader
 from components.engines.weight_average import WeightAverage
-from components.engines.weight_files import first_row, local_rows
 from components.heartbeat import beat
 
 NOTE = "engine.json"
@@ -61,20 +61,20 @@ class _Part:
     """Master weights. AdamW's state for this tensor has its moments, in the same order."""
     offset: int
     """Where the part begins in `flat`."""
-    start: int
-    """Where it begins in the parameter, laid flat."""
-    count: int
+    block: Block
+    """Of the parameter; of ZeRO's, which are cut anywhere, in rows of one number."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Cut the part out of `flat` or of a moment, as a view."""
-        return local_rows(tensor.detach()).view(-1).narrow(0, self.offset, self.count)
+        """[rows, columns] cut out of `flat` or of a moment, as a view."""
+        numbers = local_part(tensor.detach()).view(-1).narrow(0, self.offset, self.block.numbers)
+        return numbers.view(self.block.rows, self.block.columns)
 
     def fill(self, reader: TensorReader, name: str, into: Tensor) -> None:
         """Read the part of a tensor of a file, a piece at a time."""
-        target = self.of(into)
-        for start in range(0, self.count, PIECE):
-            piece = target[start : start + PIECE]
-            piece.copy_(reader.numbers(name, self.start + start, len(piece)))
+        target, block = self.of(into), self.block
+        for first, last in _pieces(block.rows, block.columns):
+            piece = reader.block(name, replace(block, row=block.row + first, rows=last - first))
+            target[first:last].copy_(piece.view(last - first, block.columns))
 
 
 @dataclass(frozen=True)
@@ -201,18 +201,15 @@ class EngineState:
                 flat, offset, count = parameter.ds_tensor, 0, parameter.ds_tensor.numel()
             # The last part is filled up to the size of the others, and may be nothing but filling.
             start = min(self.rank * count, parameter.ds_numel)
-            return _Part(flat, offset, start, min(count, parameter.ds_numel - start))
-        if _is_dtensor(parameter):
-            start = first_row(parameter) * parameter.shape[1:].numel()
-            return _Part(parameter, 0, start, local_rows(parameter).numel())
+            return _Part(flat, offset, Block(start, min(count, parameter.ds_numel - start)))
         if not hasattr(parameter, "_hp_mapping"):
-            return _Part(parameter, 0, 0, parameter.numel())
+            return _Part(parameter, 0, own_block(parameter).by_numbers)
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
         flat = self.adam.param_groups[mapping.param_group_index]["params"][0]
         master, own = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Part(flat, master.start, own.start, own.numel)
+        return _Part(flat, master.start, Block(own.start, own.numel))
 
     def _adam_step(self, parameter: nn.Parameter) -> int | None:
         """AdamW's own number of the parameter's last step; None where it has no moments."""
@@ -234,25 +231,24 @@ class EngineState:
         Every rank must exhaust the iterator, and the pieces are right on `writer` alone.
         """
         part, count = self._part(parameter), whole_shape(parameter).numel()
-        own = torch.empty(0)
+        block, own = Block(0, 0), torch.empty(0, 1)
         if part is not None:
-            own = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
-        if self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter)):
-            for start in range(0, count, PIECE):
-                beat()
-                yield start, own[start : start + PIECE].float()
-            return
-        first = part.start if part is not None else 0
-        for start in range(0, count, PIECE):
-            # Added as integers, all but one of which are 0, the parts arrive with every bit.
-            bits = torch.zeros(min(PIECE, count - start), dtype=torch.int32, device=self.device)
-            begin, end = max(first, start), min(first + len(own), start + len(bits))
-            if begin < end:
-                numbers = own[begin - first : end - first].float()
-                bits[begin - start : end - start].copy_(numbers.view(torch.int32))
-            dist.reduce(bits, dst=writer)
+            block, own = part.block, part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
+        is_whole = self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter))
+        for first, last in _pieces(count // block.width, block.width):
             beat()
-            yield start, bits.view(torch.float32)
+            begin, end = max(block.row, first), min(block.row + block.rows, last)
+            numbers = own[begin - block.row : end - block.row].float() if begin < end else own[:0].float()
+            if is_whole:
+                yield first * block.width, numbers.flatten()
+                continue
+            # Added as integers, all but one of which are 0, the parts arrive with every bit.
+            bits = torch.zeros(last - first, block.width, dtype=torch.int32, device=self.device)
+            if block.is_first and begin < end:
+                there = replace(block, row=begin - first, rows=end - begin)
+                there.of(bits).copy_(numbers.view(torch.int32))
+            dist.reduce(bits, dst=writer)
+            yield first * block.width, bits.view(torch.float32).flatten()
 
     def _writers(self, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
         """Which rank writes which parameter: equal shares at any time, so that all write together."""
@@ -408,6 +404,13 @@ class EngineState:
 def _is_zeros(parameter: nn.Parameter) -> bool:
     """Whether DeepSpeed's ZeRO has partitioned it, or what AdamW keeps of it."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def _pieces(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """Rows of so many numbers, as many at a time as there are in `PIECE`."""
+    step = max(1, PIECE // width)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
 
 
 def _is_dtensor(tensor: Any) -> bool:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines.blocks import local_part, own_block
 from components.engines.causal import load_policy
 from components.engines.config import FrozenConfig, weight_type
 from components.engines.device import compute_device
 from components.engines.export import save_model
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in, round_products
-from components.engines.weight_files import WeightFiles, fill, first_row, local_rows
+from components.engines.weight_files import WeightFiles, fill
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -83,9 +84,9 @@ class FrozenEngine(Generic[M]):
         model: Any = self.model
         with WeightFiles(model, Path(folder)) as files:
             for name, parameter in self.model.named_parameters():
-                own = local_rows(parameter.detach())
+                own = local_part(parameter.detach())
                 theirs = torch.empty_like(own)
-                files.read(name, theirs, first_row(parameter))
+                files.read(name, theirs, own_block(parameter))
                 own.lerp_(theirs, share)
 
     def save_hf(self, path: str | Path, *, writes: bool) -> None:

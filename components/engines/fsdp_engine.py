@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from components.batch import Batch
+from components.engines.blocks import local_part, own_block
 from components.engines.config import TrainConfig
 from components.engines.fsdp_groups import partition
-from components.engines.mesh import share_rows
 from components.engines.train_engine import TrainEngine, adam_of
-from components.engines.weight_files import fill, local_rows
+from components.engines.weight_files import fill
 from components.engines.weight_gather import Part, part_of
 
 
@@ -37,14 +37,12 @@ class FSDPEngine(TrainEngine):
             config: of this engine.
         """
         super().__init__(model, config)
-        context = self.axes.of_axis("context")
-        if context is not None and context.size() > 1:
-            share_rows(model, context)
+        self.axes.share(model.float())
         is_bf16 = config.precision == "bf16"
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
         # What no layer has is needed again when the backward pass begins, at once.
         self._groups = partition(
-            model.float(),
+            model,
             self.device,
             precision,
             self.axes.shards,
@@ -77,10 +75,13 @@ class FSDPEngine(TrainEngine):
         loss.backward()
 
     def _step(self, learning_rate: float) -> float:
-        gradients = [local_rows(p.grad) for p in self.model.parameters() if p.grad is not None]
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in trained]
+        # What several ranks have counts once.
+        counted = [gradient for p, gradient in zip(trained, gradients, strict=True) if own_block(p).is_first]
         # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
-        squares = nn.utils.get_total_norm(gradients).double().square().to(self.device)
-        dist.all_reduce(squares, group=self.axes.shards.get_group())
+        squares = nn.utils.get_total_norm(counted).double().square().to(self.device)
+        dist.all_reduce(squares)
         norm = float(squares.sqrt())
         self._check_gradient(norm)
         if 0 < self.config.max_grad_norm < norm:

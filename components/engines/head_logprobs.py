@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from components.engines.logprobs import check_scale, gradients_that_count, read_logits, write_gradient
+from components.engines.logprobs import (
+    VocabularyPart,
+    check_scale,
+    gradients_that_count,
+    read_logits,
+    read_shared_logits,
+    summed,
+    write_gradient,
+)
+from components.engines.tensor_parallel import own_parts, vocabulary_part
 
 # Logits of one chunk, and rows at least, by kind of device. What is made of the logits has smaller chunks of its own,
 # but matrix products want many rows, most of all the one that is added to the gradient of the weights.
@@ -69,7 +78,9 @@ def logprobs_for_logits(
 
     def forward(state_BTH: Tensor) -> Tensor:
         state_MH = state_BTH.flatten(0, -2).index_select(0, row_M)
-        logprob_M, entropy_M = state_logprobs(state_MH, head.weight, head.bias, label_M, scale, with_entropy)
+        with own_parts(head):
+            part, own = vocabulary_part(head), (head.weight, head.bias)
+            logprob_M, entropy_M = state_logprobs(state_MH, *own, label_M, scale, with_entropy, part)
         # Not a view of [M, 2]: the hooks that fully_shard puts on a model's output get lost when it is one.
         return torch.stack([x_M[None] for x_M in (logprob_M, entropy_M) if x_M is not None], dim=-1)
 
@@ -78,7 +89,13 @@ def logprobs_for_logits(
 
 
 def state_logprobs(
-    state_MH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, label_M: Tensor, scale: float, with_entropy: bool
+    state_MH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    label_M: Tensor,
+    scale: float,
+    with_entropy: bool,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label under softmax((W h + b) / scale), and the entropy of that distribution.
 
@@ -93,6 +110,7 @@ def state_logprobs(
         label_M: [M] int64 in 0 to V - 1.
         scale: the temperature, positive.
         with_entropy: also give the entropy.
+        part: of the vocabulary that the weights are of, where ranks share it: they have the same states and labels.
 
     Returns:
         [M] log-probabilities in nats, and [M] entropies in nats or None.
@@ -101,7 +119,7 @@ def state_logprobs(
         ValueError: scale is not positive.
     """
     check_scale(scale)
-    return _StateLogprobs.apply(state_MH, weight_VH, bias_V, label_M, scale, with_entropy)
+    return _StateLogprobs.apply(state_MH, weight_VH, bias_V, label_M, scale, with_entropy, part)
 
 
 class _StateLogprobs(torch.autograd.Function):
@@ -114,12 +132,13 @@ class _StateLogprobs(torch.autograd.Function):
         label_M: Tensor,
         scale: float,
         with_entropy: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None]:
         device = state_MH.device.type
         autocasts = torch.is_autocast_enabled(device) and weight_VH.dtype == torch.float32
         ctx.dtype = torch.get_autocast_dtype(device) if autocasts else weight_VH.dtype
-        ctx.scale, ctx.kept = scale, None
-        logprobs, entropies = [], []
+        ctx.scale, ctx.kept, ctx.part = scale, None, part
+        logprobs, entropies, totals = [], [], []
         head = _cast(ctx.dtype, weight_VH, bias_V)
         # One where there is no state, so that the lists are not empty.
         chunks = label_M.split(_chunk_rows(weight_VH))
@@ -127,14 +146,18 @@ class _StateLogprobs(torch.autograd.Function):
             with torch.autocast(device, enabled=False):
                 logits_KV = linear(state_KH.to(ctx.dtype), *head)
             row_K = torch.arange(len(label_K), device=label_K.device)
-            logprob_K, entropy_K = read_logits(logits_KV, row_K, label_K, scale, with_entropy)
+            if part is None:
+                logprob_K, entropy_K = read_logits(logits_KV, row_K, label_K, scale, with_entropy)
+            else:
+                logprob_K, entropy_K, total_K = read_shared_logits(logits_KV, label_K, scale, part)
+                totals.append(total_K)
             logprobs.append(logprob_K)
             entropies.append(entropy_K)
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
         logprob_M = torch.cat(logprobs)
         entropy_M = torch.cat(entropies) if with_entropy else None
-        ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M)
+        ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M, torch.cat(totals) if totals else None)
         ctx.set_materialize_grads(False)
         return logprob_M, entropy_M
 
@@ -142,11 +165,11 @@ class _StateLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator's type loses ctx
         ctx: Any, logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        state_MH, weight_VH, bias_V, label_M, entropy_M = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        state_MH, weight_VH, bias_V, label_M, entropy_M, total_M = ctx.saved_tensors
         gradients = gradients_that_count(logprob_grad_M, entropy_grad_M, entropy_M)
         if gradients is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         index_N, logprob_grad_N, entropy = gradients
         wanted, wide = ctx.needs_input_grad, logprob_grad_N.dtype
         state_grad_MH = torch.zeros_like(state_MH) if wanted[0] else None
@@ -160,7 +183,8 @@ class _StateLogprobs(torch.autograd.Function):
             grad_KV = linear(state_KH, *head) if ctx.kept is None else ctx.kept[index_K]
             row_K = torch.arange(len(index_K), device=index_K.device)
             own = None if entropy is None else (entropy[0][chunk], entropy[1][chunk])
-            write_gradient(grad_KV, grad_KV, row_K, label_M[index_K], ctx.scale, logprob_grad_N[chunk], own)
+            shared = None if ctx.part is None else (ctx.part, total_M[index_K])
+            write_gradient(grad_KV, grad_KV, row_K, label_M[index_K], ctx.scale, logprob_grad_N[chunk], own, shared)
             if state_grad_MH is not None:
                 state_grad_MH[index_K] = (grad_KV @ head[0]).to(state_MH.dtype)
             if weight_grad_VH is not None and ctx.dtype == wide:
@@ -169,7 +193,9 @@ class _StateLogprobs(torch.autograd.Function):
                 weight_grad_VH += grad_KV.t() @ state_KH
             if bias_grad_V is not None:
                 bias_grad_V += grad_KV.sum(0, dtype=wide)
-        return state_grad_MH, weight_grad_VH, bias_grad_V, None, None, None
+        if state_grad_MH is not None and ctx.part is not None:
+            state_grad_MH = summed(state_grad_MH, ctx.part.group)
+        return state_grad_MH, weight_grad_VH, bias_grad_V, None, None, None, None
 
 
 def _chunk_rows(weight_VH: Tensor) -> int:
@@ -190,9 +216,11 @@ def _head(model: nn.Module) -> nn.Linear | None:
 @contextlib.contextmanager
 def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
     """Inside, `module` computes this, with its hooks."""
-    assert "forward" not in vars(module), f"another's forward is in the way at {type(module).__name__}"
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if before is not None:
+            module.forward = before

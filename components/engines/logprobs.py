@@ -9,9 +9,11 @@ is not 0, `K` those of a chunk.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +24,28 @@ _DEFAULT_CHUNK_ELEMENTS = 2**26
 
 # exp of it is 0 in float32 and in float64, and 0 times it is 0, where 0 * -inf would be NaN.
 _NO_CHANCE = -1000.0
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens that this rank has the logits of, where the ranks of a group share a vocabulary."""
+
+    group: dist.ProcessGroup
+    first: int
+    size: int
+
+    def local(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens their places in the part, 0 for those of other ranks; and which are this rank's."""
+        place = token - self.first
+        is_own = (place >= 0) & (place < self.size)
+        return place.where(is_own, 0), is_own
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def label_logprobs(
@@ -76,6 +100,46 @@ def read_logits(
     return logprob_M, entropy_M
 
 
+def read_shared_logits(
+    logits_MV: Tensor, label_M: Tensor, scale: float, part: VocabularyPart
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of ranks that have a part of each row, without gathering it.
+
+    With m the largest x of all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
+    log p_label = x_label - m - log s and H = log s - t / s. What is summed over the ranks are three numbers a row.
+
+    Args:
+        logits_MV: [M, V / ranks] of this rank's tokens, each row with a label.
+        label_M: [M] int64 among all tokens.
+        scale: the temperature.
+        part: of the vocabulary.
+
+    Returns:
+        [M] log-probabilities, [M] entropies, and [M] the logarithms of the sums of exp(x), for the gradient.
+    """
+    rows = torch.arange(len(logits_MV), device=logits_MV.device)
+    place_M, is_own_M = part.local(label_M)
+    scratch = _Scratch(logits_MV, len(rows))
+    most_M, total_M, slope_M, label_logit_M = scratch.first_KV.new_empty(4, len(rows)).unbind()
+    for chunk in scratch.chunks(len(rows)):
+        logits_KV = scratch.load(logits_MV, rows[chunk], scale)
+        label_logit_M[chunk] = logits_KV.gather(1, place_M[chunk, None]).squeeze(1)
+        most_M[chunk] = logits_KV.amax(1)
+        logits_KV.sub_(most_M[chunk, None]).clamp_(min=_NO_CHANCE)
+        probability_KV = torch.exp(logits_KV, out=scratch.second_KV[: len(logits_KV)])
+        total_M[chunk] = probability_KV.sum(1)
+        slope_M[chunk] = probability_KV.mul_(logits_KV).sum(1)
+    most_of_all_M = most_M.clone()
+    dist.all_reduce(most_of_all_M, op=dist.ReduceOp.MAX, group=part.group)
+    below_M = most_M - most_of_all_M
+    share_M = below_M.exp()
+    label_logit_M = (label_logit_M - most_of_all_M).where(is_own_M, 0.0)
+    parts_3M = torch.stack([total_M * share_M, (slope_M + total_M * below_M) * share_M, label_logit_M])
+    total_M, slope_M, label_logit_M = summed(parts_3M, part.group)
+    log_total_M = total_M.log()
+    return label_logit_M - log_total_M, log_total_M - slope_M / total_M, most_of_all_M + log_total_M
+
+
 def write_gradient(
     logits_RV: Tensor,
     target_RV: Tensor,
@@ -84,6 +148,7 @@ def write_gradient(
     scale: float,
     logprob_grad_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
+    shared: tuple[VocabularyPart, Tensor] | None = None,
 ) -> None:
     """Write the gradient of these rows of logits into the same rows of `target_RV`, which may be the logits.
 
@@ -95,23 +160,42 @@ def write_gradient(
         scale: the temperature.
         logprob_grad_N: [N] gradients of the labels' log-probabilities.
         entropy: [N] gradients of the rows' entropies, and [N] the entropies; None: they have no gradient.
+        shared: which part of the vocabulary the rows are, and [N] the logarithms of the sums of exp over all of it.
     """
     scratch = _Scratch(logits_RV, len(row_N))
+    label_grad_N = logprob_grad_N / scale
+    if shared is not None:
+        label_N, is_own_N = shared[0].local(label_N)
+        label_grad_N = label_grad_N.where(is_own_N, 0.0)
     for chunk in scratch.chunks(len(row_N)):
         row_K, logprob_grad_K = row_N[chunk], logprob_grad_N[chunk] / scale
         logits_KV = scratch.load(logits_RV, row_K, scale)
         grad_KV = scratch.second_KV[: len(logits_KV)]
+        total_K = None if shared is None else shared[1][chunk]
         if entropy is None:
-            torch.softmax(logits_KV, -1, out=grad_KV).mul_(-logprob_grad_K[:, None])
+            _softmax(logits_KV, grad_KV, total_K).mul_(-logprob_grad_K[:, None])
         else:
             # -p (a + b (log p + H)), where a and b are the gradients of log-probability and entropy.
             entropy_grad_K = entropy[0][chunk] / scale
             offset_K = logprob_grad_K + entropy_grad_K * entropy[1][chunk]
-            logprob_KV = torch.log_softmax(logits_KV, -1, out=grad_KV).clamp_(min=_NO_CHANCE)
+            logprob_KV = _log_softmax(logits_KV, grad_KV, total_K).clamp_(min=_NO_CHANCE)
             probability_KV = torch.exp(logprob_KV, out=logits_KV)
             logprob_KV.mul_(-entropy_grad_K[:, None]).sub_(offset_K[:, None]).mul_(probability_KV)
-        grad_KV.scatter_add_(1, label_N[chunk, None], logprob_grad_K[:, None])
+        grad_KV.scatter_add_(1, label_N[chunk, None], label_grad_N[chunk, None])
         scratch.store(grad_KV, target_RV, row_K)
+
+
+def _softmax(logits_KV: Tensor, out_KV: Tensor, total_K: Tensor | None) -> Tensor:
+    """Written into `out_KV`; with `total_K` as in `write_gradient`, where the rows are a part."""
+    if total_K is None:
+        return torch.softmax(logits_KV, -1, out=out_KV)
+    return _log_softmax(logits_KV, out_KV, total_K).exp_()
+
+
+def _log_softmax(logits_KV: Tensor, out_KV: Tensor, total_K: Tensor | None) -> Tensor:
+    if total_K is None:
+        return torch.log_softmax(logits_KV, -1, out=out_KV)
+    return torch.sub(logits_KV, total_K[:, None], out=out_KV)
 
 
 def gradients_that_count(

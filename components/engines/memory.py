@@ -176,10 +176,10 @@ def learning(
     Raises:
         ValueError: the ranks, or the model's heads, cannot be shared out as the configuration says.
     """
-    if size is not None and size.heads % config.context:
-        raise ValueError(
-            f"parallel.context={config.context} does not divide the model's {size.heads} attention heads; set a divisor"
-        )
+    axes = {"context": config.context, "tensor": config.tensor}
+    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
+    if size is not None and size.heads % (config.context * config.tensor):
+        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
     own = -(-sequences // config.data_ranks(ranks))
     tokens = micro_batch_tokens(config, longest, own)
     several = steps_in_parts(config, longest, own)
@@ -216,6 +216,11 @@ def training(
     base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)) if gpu else PROCESS_BYTES["process"]
     if size is None or trained is None:
         return Need(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
+    whole, of_all = size, trained
+    if config.tensor > 1:
+        # A rank has a model of its own, smaller and over fewer ranks.
+        size, ranks = size.cut(config.tensor), ranks // config.tensor
+        trained = size.parameters
     work = _Training(size, config, ranks, trained, several, gpu)
     weights, gradients, optimizer = work.kept()
     host = 0
@@ -242,9 +247,9 @@ def training(
         base=base,
         let_go=let_go,
         host=host,
-        loading=min(2 * BUCKET_BYTES, 4 * size.parameters) * gpu,
-        first=4 * trained * (config.ema_beta is not None),
-        published=2 * work.width * size.parameters * publishes,
+        loading=min(2 * BUCKET_BYTES, 4 * whole.parameters) * gpu,
+        first=4 * of_all * (config.ema_beta is not None),
+        published=2 * work.width * whole.parameters * publishes,
         sleeps=sleeps,
     )
 

@@ -16,6 +16,7 @@ from components.batch import Batch
 from components.engines.config import TrainConfig
 from components.engines.context import Context, mark_context
 from components.engines.packing import packs, use_own_attention
+from components.engines.tensor_parallel import cut_layers
 
 
 class Axes:
@@ -50,6 +51,20 @@ class Axes:
         """The ranks that differ from this one on an axis alone; None: all."""
         return None if self.mesh is None else self.mesh.get_group(name)
 
+    def share(self, model: nn.Module) -> None:
+        """Let the ranks of the context and tensor axes compute `model` together, in place.
+
+        Raises:
+            ValueError: it cannot be shared so.
+        """
+        if self.mesh is None:
+            return
+        tensor = self.mesh["tensor"]
+        if tensor.size() > 1:
+            cut_layers(model, tensor)
+        if self.mesh["context"].size() > 1:
+            share_rows(model, self.mesh.get_group("context"), tensor.size())
+
     def pooled(self, batch: Batch) -> tuple[Batch, slice]:
         """The sequences of all ranks that compute together, and which tokens of these are of `batch`."""
         if self._alike is None:
@@ -71,8 +86,9 @@ def all_ranks(device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(dist.group.WORLD, device.type)
 
 
-def share_rows(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group compute each row of `model` together.
+def share_rows(model: nn.Module, group: dist.ProcessGroup, tensor: int = 1) -> None:
+    """Let the ranks of a group compute each row of `model` together, of whose heads each of so many ranks of the tensor
+    axis has a share.
 
     Raises:
         ValueError: the model's sequences are padded, or its heads or positions cannot be shared.
@@ -84,10 +100,11 @@ def share_rows(model: nn.Module, group: dist.ProcessGroup) -> None:
             "train.packing=true for the reason, or parallel.context=1"
         )
     text: Any = inner.config.get_text_config()
-    if text.num_attention_heads % group.size():
+    heads = text.num_attention_heads // tensor
+    if heads % group.size():
         raise ValueError(
-            f"parallel.context={group.size()} does not divide the {text.num_attention_heads} attention heads of "
-            f"{type(inner).__name__}, which the ranks share; set a divisor of them"
+            f"parallel.context={group.size()} does not divide the {heads} attention heads of {type(inner).__name__}, "
+            f"which the ranks share after parallel.tensor={tensor}; set a divisor of them"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")

@@ -64,6 +64,27 @@ class ModelSize:
         """Parameters that no layer has: embeddings and an output layer of its own."""
         return self.vocabulary * self.hidden + self.head
 
+    def cut(self, ranks: int) -> ModelSize:
+        """What each of so many ranks has that share its layers, as tensor_parallel.py cuts them."""
+        rest = self.rest if self.vocabulary % ranks else self.rest // ranks
+        whole = 0
+        keys = self.keys // ranks
+        key_heads = self.keys * self.heads // max(1, self.queries)
+        if key_heads % ranks:
+            # Each computes all of them, and has some for its query heads.
+            whole = 2 * self.layers * self.hidden * self.keys
+            keys = self.keys * math.lcm(key_heads, ranks) // (key_heads * ranks)
+        return replace(
+            self,
+            parameters=(self.parameters - self.rest - whole) // ranks + whole + rest,
+            head=self.head if self.vocabulary % ranks else self.head // ranks,
+            heads=self.heads // ranks,
+            queries=self.queries // ranks,
+            keys=keys,
+            intermediate=self.intermediate // ranks,
+            vocabulary=self.vocabulary if self.vocabulary % ranks else self.vocabulary // ranks,
+        )
+
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Numbers that go in and come out of each linear layer of a decoder layer. Experts are none: their weights are

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import _TYPES as _DTYPES
 from torch import Tensor
 
+from components.engines.blocks import Block
+
 _TYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -75,10 +77,13 @@ class TensorReader:
         shape = self._tensors[name][0]
         return self.numbers(name, 0, shape.numel()).view(shape)
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """The rows of a tensor from `first` to before `last`."""
-        shape = self._tensors[name][0][1:]
-        return self.numbers(name, first * shape.numel(), (last - first) * shape.numel()).view(last - first, *shape)
+    def block(self, name: str, block: Block) -> Tensor:
+        """[rows * columns] a part of a tensor."""
+        if block.is_stretch:
+            return self.numbers(name, block.row * block.width, block.numbers)
+        starts = range(block.row * block.width + block.column, (block.row + block.rows) * block.width, block.width)
+        rows = [self.numbers(name, start, block.columns) for start in starts]
+        return torch.cat(rows or [self.numbers(name, 0, 0)])
 
     def numbers(self, name: str, start: int, count: int) -> Tensor:
         """[count] of a tensor, laid flat, from number `start` on."""

@@ -10,17 +10,17 @@ a layer are: transformers' rules of conversion are asked, for one parameter at a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from components.engines.blocks import Block, local_part, own_block
 from components.engines.tensor_file import TensorReader
 from components.heartbeat import beat
 
@@ -90,23 +90,25 @@ class WeightFiles:
         return name in self._sources
 
     @torch.no_grad()
-    def read(self, name: str, into: Tensor, start: int = 0) -> None:
-        """Copy the rows of a tensor of the model that begin at `start` into `into`, in its type and on its device."""
+    def read(self, name: str, into: Tensor, block: Block) -> None:
+        """Copy a part of a tensor of the model into `into`, in its type and on its device."""
         source = self._sources[name]
         if not into.ndim:
             into.copy_(self._reader(source.keys[0][1]).whole(source.keys[0][1]))
         elif source.converter is not None and not source.stacked:
-            into.copy_(self._converted(source)[name][start : start + len(into)])
+            rows = self._converted(source)[name][block.row : block.row + block.rows]
+            into.copy_(block.columns_of(rows).view(into.shape))
         else:
             for first, last in _chunks(into):
-                rows = range(start + first, start + last)
-                into[first:last].copy_(self._rows(name, source, rows))
+                rows = self._rows(name, source, replace(block, row=block.row + first, rows=last - first))
+                into[first:last].copy_(rows.view(into[first:last].shape))
 
-    def _rows(self, name: str, source: _Source, rows: range) -> Tensor:
+    def _rows(self, name: str, source: _Source, block: Block) -> Tensor:
         if source.converter is None:
             key = source.keys[0][1]
-            return self._reader(key).rows(key, rows.start, rows.stop)
-        return self._converted(source, rows)[name]
+            return self._reader(key).block(key, block)
+        rows = range(block.row, block.row + block.rows)
+        return block.columns_of(self._converted(source, rows)[name])
 
     def _converted(self, source: _Source, rows: range | None = None, on_meta: bool = False) -> dict[str, Tensor]:
         """Whole parameters, or these rows of them, made by transformers of what is in the files."""
@@ -189,9 +191,9 @@ class WeightFiles:
 
     def _are_equal(self, model: PreTrainedModel, name: str, other: str) -> bool:
         whole = model.get_parameter(name)
+        blocks = [replace(own_block(whole), row=first, rows=last - first) for first, last in _chunks(whole)]
         return all(
-            torch.equal(*(self._rows(one, self._sources[one], range(first, last)) for one in (name, other)))
-            for first, last in _chunks(whole)
+            torch.equal(*(self._rows(one, self._sources[one], block) for one in (name, other))) for block in blocks
         )
 
 
@@ -234,24 +236,11 @@ def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> 
                 prefix = next(prefix for prefix in files if name.startswith(prefix))
                 # A layer that has an adapter is a part of what stands in its place.
                 stored = name.removeprefix(prefix).replace(".base_layer.", ".")
-                files[prefix].read(stored, local_rows(made.detach()), first_row(made))
+                files[prefix].read(stored, local_part(made.detach()), own_block(made))
             for module, own_name in places[parameter]:
                 setattr(module, own_name, made)
             beat()
             yield made
-
-
-def local_rows(tensor: Any) -> Tensor:
-    """This rank's rows of what `fully_shard` has partitioned; another tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def first_row(tensor: Any) -> int:
-    """Where `local_rows` begin. Cut as torch.chunk cuts: the last ranks may have none."""
-    if not hasattr(tensor, "to_local"):
-        return 0
-    mesh = tensor.device_mesh
-    return min(mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size()), len(tensor))
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:

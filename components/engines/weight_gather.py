@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from components.engines.blocks import Block, block_of_each, is_in_blocks
 from components.heartbeat import beat
 
 _ALIGNMENT = 64
 """Of each part in a message, in bytes. No message is shorter: NCCL wants all ranks in the first one of a group."""
+_NOTHING = Block(0, 0)
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Part:
     """Of the whole parameter."""
     dtype: torch.dtype
     """In which it is gathered."""
-    counts: list[int]
-    """How many numbers each rank has. The parameter, laid flat, is these end to end."""
+    blocks: list[Block]
+    """What each rank has of the parameter; nothing where a rank before it has the same."""
 
     @property
     def nbytes(self) -> int:
@@ -44,13 +47,17 @@ class Part:
     @property
     def is_here(self) -> bool:
         """Rank 0 has all of it."""
-        return self.counts[0] == prod(self.shape)
+        return self.blocks[0].numbers == prod(self.shape)
+
+    def count(self, rank: int) -> int:
+        """Numbers that a rank sends."""
+        return self.blocks[rank].numbers
 
 
 def whole_part(tensor: Tensor, dtype: torch.dtype) -> Part:
     """Of a parameter that every rank has whole."""
-    others = [0] * (dist.get_world_size() - 1)
-    return Part(tensor.detach().reshape(-1), tensor.shape, dtype, [tensor.numel(), *others])
+    blocks = [Block(0, tensor.numel()), *[_NOTHING] * (dist.get_world_size() - 1)]
+    return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks)
 
 
 def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) -> Part:
@@ -62,20 +69,22 @@ def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) 
         dtype: in which it is gathered.
         most: numbers of rank 0.
     """
-    counts = [min(max(prod(shape) - rank * most, 0), most) for rank in range(dist.get_world_size())]
-    return Part(numbers.detach().reshape(-1)[: counts[dist.get_rank()]], shape, dtype, counts)
+    starts = [min(rank * most, prod(shape)) for rank in range(dist.get_world_size() + 1)]
+    blocks = [Block(start, end - start) for start, end in pairwise(starts)]
+    return Part(numbers.detach().reshape(-1), shape, dtype, blocks)
 
 
 def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
-    """Of a plain tensor, or of a DTensor in any layout. All ranks call this: other layouts than rows over all ranks
+    """Of a plain tensor, or of a DTensor in any layout. All ranks call this: other layouts than blocks over all ranks
     are made whole here, one parameter at a time.
     """
     if not isinstance(parameter, DTensor):
         return whole_part(parameter, dtype)
-    mesh = parameter.device_mesh
-    if mesh.ndim == 1 and mesh.size() == dist.get_world_size() and tuple(parameter.placements) == (Shard(0),):
-        most = ceil(len(parameter) / mesh.size()) * prod(parameter.shape[1:])
-        return cut_part(parameter.to_local(), parameter.shape, dtype, most)
+    if parameter.device_mesh.size() == dist.get_world_size() and is_in_blocks(parameter):
+        of_rank = block_of_each(parameter)
+        blocks = [of_rank[rank] if of_rank[rank].is_first else _NOTHING for rank in range(len(of_rank))]
+        numbers = parameter.to_local().detach().reshape(-1)
+        return Part(numbers, parameter.shape, dtype, blocks)
     made: Any = parameter.detach().to(device, dtype)
     return whole_part(made.full_tensor(), dtype)
 
@@ -141,13 +150,13 @@ class _Bucket:
             self._leave_device(flat, sizes)
 
     def _size_of(self, rank: int) -> int:
-        return max(_ALIGNMENT, sum(_aligned(part.counts[rank] * part.dtype.itemsize) for part in self._travelling))
+        return max(_ALIGNMENT, sum(_aligned(part.count(rank) * part.dtype.itemsize) for part in self._travelling))
 
     def _pack(self, region: Tensor) -> None:
         offset = 0
         for part in self._travelling:
-            nbytes = part.counts[self._rank] * part.dtype.itemsize
-            region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.counts[self._rank]])
+            nbytes = part.count(self._rank) * part.dtype.itemsize
+            region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.count(self._rank)])
             offset += _aligned(nbytes)
 
     def _exchange(self) -> None:
@@ -188,12 +197,16 @@ class _Bucket:
 
     def _joined(self, part: Part, places: list[int]) -> Tensor:
         """The next parameter; `places` are where its parts begin in each region, and move on."""
-        pieces = []
-        for rank, count in enumerate(part.counts):
-            nbytes = count * part.dtype.itemsize
-            pieces.append(self._regions[rank][places[rank] : places[rank] + nbytes].view(part.dtype))
+        whole = torch.empty(prod(part.shape), dtype=part.dtype)
+        for rank, block in enumerate(part.blocks):
+            nbytes = block.numbers * part.dtype.itemsize
+            piece = self._regions[rank][places[rank] : places[rank] + nbytes].view(part.dtype)
             places[rank] += _aligned(nbytes)
-        return (pieces[0] if part.is_here else torch.cat(pieces)).view(part.shape)
+            if part.is_here and rank == 0:
+                whole = piece
+            elif nbytes:
+                block.of(whole.view(-1, block.width)).copy_(piece.view(block.rows, block.columns))
+        return whole.view(part.shape)
 
 
 def _aligned(nbytes: int) -> int:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from components.engines import weight_files
+from components.engines.blocks import local_part
 from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine
-from components.engines.weight_files import local_rows
 from tests.components.engines.train_cases import config, minibatches, nll, squared_error, weights
 
 CASES: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def trained(case: str, folder: str, empty: bool) -> dict[str, Any]:
 
 def held(engine: TrainEngine) -> int:
     """Bytes of this rank's parameters."""
-    parts: list[Tensor] = [local_rows(getattr(p, "ds_tensor", p)) for p in engine.model.parameters()]
+    parts: list[Tensor] = [local_part(getattr(p, "ds_tensor", p)) for p in engine.model.parameters()]
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.engines.blocks import local_part
 from components.engines.causal import load_policy, load_value_model, policy_logprobs, state_values, token_logprobs
 from components.engines.config import FrozenConfig, PassLimits, weight_type
 from components.engines.frozen_engine import FrozenEngine
 from components.engines.opening import open_engine
 from components.engines.train_engine import init_process_group
-from components.engines.weight_files import local_rows
 from components.rl.aggregation import LossOutput, Totals
 from tests.components.engines import train_cases as cases
 
@@ -45,7 +45,7 @@ def reference(folder: str, precision: str, layout: str) -> dict[str, Any]:
     engine = frozen(folder, precision, layout)
     record: dict[str, Any] = {"logprobs": engine.forward(own_part(), policy_logprobs)}
     record["again"] = engine.forward(own_part(), policy_logprobs)
-    held = [local_rows(parameter).untyped_storage() for parameter in engine.model.parameters()]
+    held = [local_part(parameter).untyped_storage() for parameter in engine.model.parameters()]
     return record | {"bytes": sum(storage.nbytes() for storage in held)}
 
 

@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from components.batch import Batch
+from components.engines import head_logprobs, logprobs
+from components.engines.blocks import local_part
 from components.engines.causal import load_policy, load_value_model, token_logprobs, token_values
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine
@@ -40,6 +51,17 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "qwen2-whole": {"model": "qwen2", "context": 2, "zero_stage": 3, "logits": True},
 }
 """What the meshes train, and how: each also by one process."""
+TENSOR: dict[str, dict[str, Any]] = {
+    "qwen2-tensor-2": {"model": "qwen2", "tensor": 2, "zero_stage": 2, "checkpointing": True},
+    "llama-tensor-3": {"model": "llama", "tensor": 2, "zero_stage": 3, "chunks": True},
+    "llama-tensor-padded": {"model": "llama", "tensor": 2, "zero_stage": 3, "packing": False},
+    "qwen2-tensor-whole": {"model": "qwen2", "tensor": 2, "zero_stage": 3, "logits": True},
+    "qwen3-tensor-value": {"model": "qwen3", "tensor": 2, "zero_stage": 3, "values": True},
+}
+BOTH: dict[str, dict[str, Any]] = {"qwen2-both": {"model": "qwen2", "context": 2, "tensor": 2, "zero_stage": 3}}
+"""For 4 ranks."""
+RESUMED = "llama-tensor-3"
+"""Whose state is saved after the training."""
 
 
 def write_models(folder: Path) -> None:
@@ -61,6 +83,10 @@ def write_models(folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     LlamaForCausalLM(LlamaConfig(**SHAPE, **llama)).save_pretrained(folder / "llama")
+    three: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, **three, tie_word_embeddings=True)).save_pretrained(folder / "qwen3")
+    gpt2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, bos_token_id=2, eos_token_id=1)
+    GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
     odd: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     LlamaForCausalLM(LlamaConfig(**SHAPE, **odd)).save_pretrained(folder / "odd")
     long: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -102,22 +128,30 @@ def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
     return sum(kept.values())
 
 
-def activations(folder: str, context: int) -> int:
-    """Of one sequence of 32,768 tokens, whose ranks share it."""
-    model = load_policy(f"{folder}/long", packing=True)
-    engine = open_engine(model, cases.config(engine="fsdp", zero_stage=3, packing=True, context=context))
-    tokens_N = torch.randint(2, 20, (LONG,), generator=torch.Generator().manual_seed(0))
-    return saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N}))
+def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
+    """Of one sequence of 32,768 tokens on each of the meshes, whose ranks share it."""
+    found = []
+    for axes in meshes:
+        model = load_policy(f"{folder}/long", packing=True)
+        engine = open_engine(model, cases.config(engine="fsdp", zero_stage=3, packing=True, **axes))
+        tokens_N = torch.randint(2, 20, (LONG,), generator=torch.Generator().manual_seed(0))
+        found.append(saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N})))
+    return found
 
 
 def refusals(folder: str) -> dict[str, str]:
     """What two ranks are told that cannot share a model's rows."""
     found = dict[str, str]()
-    for name, packing in (("odd", True), ("qwen2", False)):
+    wanted = {
+        "odd": ("odd", True, {"context": 2}),
+        "qwen2": ("qwen2", False, {"context": 2}),
+        "odd-tensor": ("odd", True, {"tensor": 2}),
+        "gpt2-tensor": ("gpt2", False, {"tensor": 2}),
+    }
+    for name, (path, packing, axes) in wanted.items():
+        config = cases.config(engine="fsdp", zero_stage=3, **axes)
         try:
-            open_engine(
-                load_policy(f"{folder}/{name}", packing=packing), cases.config(engine="fsdp", zero_stage=3, context=2)
-            )
+            open_engine(load_policy(f"{folder}/{path}", packing=packing), config)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -129,6 +163,10 @@ def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
     path, values = f"{folder}/{settings.pop('model')}", settings.pop("values", False)
     loading = {"gradient_checkpointing": settings.pop("checkpointing", False), "packing": settings.get("packing", True)}
     reads_logits = settings.pop("logits", False)
+    # Few rows at a time, so that a micro-batch takes several goes.
+    small = settings.pop("chunks", False)
+    head_logprobs._CHUNK = {"cpu": (1, 7)} if small else {}
+    logprobs._CHUNK_ELEMENTS = {"cpu": 30} if small else {}
     for axis in ("context", "tensor") if alone else ():
         settings.pop(axis, None)
     model: Any = load_value_model(path, **loading) if values else load_policy(path, **loading, empty=True)
@@ -153,11 +191,36 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
     return record
 
 
+def kept_bytes(engine: TrainEngine) -> int:
+    """Of this rank's weights and moments."""
+    state = engine._state()
+    moments = [moment for own in state.adam.state.values() for name, moment in own.items() if name != "step"]
+    return sum(local_part(tensor).nbytes for tensor in [*engine.model.parameters(), *moments])
+
+
+def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
+    """By state that was saved: the weights that it has, one more optimizer step from it, and what is exported."""
+    found = dict[str, Any]()
+    for state in states:
+        engine = open_case(folder, TENSOR[RESUMED], alone=alone)
+        remarks = engine.load_state(f"{folder}/{state}")
+        record: dict[str, Any] = {"remarks": remarks, "weights": cases.weights(engine)}
+        record["metrics"] = engine.train_step(experience(0), update)
+        engine.save_hf(f"{folder}/exported-{engine.world_size}-{state}")
+        record["after"] = cases.weights(engine)
+        found[state] = record
+    return found
+
+
 def trained_on_mesh(folder: str, chosen: dict[str, dict[str, Any]], alone: bool) -> dict[str, Any]:
     """What training recorded, by case."""
     found = dict[str, Any]()
     for name, case in chosen.items():
         engine = open_case(folder, case, alone=alone)
-        assert engine.axes.data * (1 if alone else case["context"]) == engine.world_size
+        together = 1 if alone else case.get("context", 1) * case.get("tensor", 1)
+        assert engine.axes.data * together == engine.world_size
         found[name] = trained(engine, case.get("values", False))
+        found[name]["bytes"] = kept_bytes(engine)
+        if name == RESUMED:
+            engine.save_state(f"{folder}/state-{engine.world_size}")
     return found
