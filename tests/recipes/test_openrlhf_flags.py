@@ -361,6 +361,10 @@ def test_flash_attention_on_a_machine_without_gpu_is_sdpa_and_said(
             ["--ring_attn_size", "2", "--actor_num_gpus_per_node", "2", "--critic_num_gpus_per_node", "2"],
             ["ring_attn_size=2", "Ulysses", "train.engine=fsdp"],
         ),
+        (
+            ["--ds.tensor_parallel_size", "2", "--actor_num_gpus_per_node", "2", "--critic_num_gpus_per_node", "2"],
+            ["ds_tensor_parallel_size=2", "layer", "train.engine=fsdp"],
+        ),
         (["--input_template", "Q:"], ["input_template", "{}"]),
         (["--input_template", "Q: {}", "--apply_chat_template"], ["input_template", "apply_chat_template"]),
         (["evaluation.path=null", "--eval_steps", "5"], ["eval_steps", "eval_dataset"]),

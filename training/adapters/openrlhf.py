@@ -229,16 +229,22 @@ def _schedule(flags: Computed) -> None:
 
 
 def _axes(flags: Computed) -> None:
-    """Ranks that share sequences: under fsdp, since DeepSpeed's ZeRO has one axis."""
-    context = flags.get("ring_attn_size", "ds.ring_attn_size", default=1)
-    if context <= 1:
-        return
-    flags.put("parallel.context", context, "ring_attn_size")
-    if flags.option("train.engine", "deepspeed") == "deepspeed":
-        flags.put("train.engine", "fsdp")
-        flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
-        flags.put("train.overlap_comm", False)
-        flags.notes.append(f"ring_attn_size={context}: ranks exchange heads (Ulysses), with train.engine=fsdp")
+    """Ranks that share sequences or layers: under fsdp, since DeepSpeed's ZeRO has one axis."""
+    axes = {
+        "context": ("ring_attn_size", "ds.ring_attn_size", "ranks exchange heads (Ulysses)"),
+        "tensor": ("ds_tensor_parallel_size", "ds.tensor_parallel_size", "ranks share each layer"),
+    }
+    moves = flags.option("train.engine", "deepspeed") == "deepspeed"
+    for axis, (older, newer, how) in axes.items():
+        size = flags.get(older, newer, default=1)
+        if size <= 1:
+            continue
+        flags.put(f"parallel.{axis}", size, older)
+        if moves:
+            flags.put("train.engine", "fsdp")
+            flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
+            flags.put("train.overlap_comm", False)
+            flags.notes.append(f"{older}={size}: {how}, with train.engine=fsdp")
 
 
 def _columns(flags: Computed) -> None:
