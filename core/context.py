@@ -60,7 +60,7 @@ class WorkloadContext:
     collocated_with: tuple[str, ...] = ()
     rendezvous: tuple[str, int] | None = None
     reserved: socket.socket | None = None
-    """Keeps the port for the rendezvous until the process group is made."""
+    """Keeps the port for the rendezvous."""
     recovery: Recovery = field(default_factory=Recovery)
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Around every wait for an answer: other workloads of the process may work meanwhile."""

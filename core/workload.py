@@ -154,12 +154,10 @@ class BaseWorkload(metaclass=_SeenAsGroup):
     def setup_process_group(self, make: Callable[[], None]) -> None:
         """Let an engine make the process group of my role's ranks, before any other library can make one.
 
-        Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, frees the port that was
-        kept for it until now, and calls `make()`, which is to call `torch.distributed.init_process_group`.
+        Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and calls `make()`, which
+        is to call `torch.distributed.init_process_group`.
         """
         os.environ.update(rendezvous_environment(self._context))
-        if self._context.reserved is not None:
-            self._context.reserved.close()
         make()
 
 

@@ -9,6 +9,7 @@ import atexit
 import itertools
 import math
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -98,7 +99,20 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
             f"WORLD_SIZE={world_size} without {', '.join(missing)} in the environment; "
             "set them (core does for train roles), or leave WORLD_SIZE out"
         )
-    dist.init_process_group(backend, timeout=timeout)
+    rank = int(os.environ["RANK"])
+    store = _meeting_store(rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Where the ranks meet, at MASTER_ADDR alone: torch's own store listens at all addresses, to whoever comes. None,
+    for torch's own, where that is a name, or torchrun has a store.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not address.replace(".", "").isdecimal():
+        return None
+    listening = socket.create_server((address, port)).detach() if rank == 0 else None
+    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
 
 
 def _leave_process_group() -> None:

@@ -5,7 +5,6 @@ import faulthandler
 import logging
 import os
 import pickle
-import random
 import shutil
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -80,8 +78,7 @@ class RayHost(Host):
     def report(self) -> HostReport:
         """As `Host.report`, with the address of the side thread, and Ray's node: several may have one address.
 
-        A port is kept for each role whose ranks will meet here, until the process group is made, so that no other job
-        on this machine is given it.
+        A port is kept for each role whose ranks will meet here, so that no other job on this machine is given it.
         """
         sweep_shared()
         claim_shared(self._spec.run.shared_dir)
@@ -93,7 +90,7 @@ class RayHost(Host):
         report.devices = sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
         for (role, rank), worker in self._workers.items():
             if rank == 0 and self._spec.roles[role].kind == "train":
-                worker.context.reserved = kept = kept_port(self._ip)
+                worker.context.reserved = kept = kept_port()
                 report.ports[role] = kept.getsockname()[1]
         return report
 
@@ -173,21 +170,14 @@ class _Turn:
             self._owner = threading.get_ident()
 
 
-def kept_port(ip: str) -> socket.socket:
-    """A socket at a free port, of those that the kernel gives to nobody by chance: between the moment in which it is
-    closed and the one in which torch opens the port again no connection of another process takes it.
+def kept_port() -> socket.socket:
+    """A socket at a free port of all addresses. As long as it is open nobody is given the port by chance, and whoever
+    knows it and sets SO_REUSEADDR, as torch does, can listen there.
     """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    below = range(max(1024, lowest - 10_000), lowest)
-    for port in [*random.sample(below, min(64, len(below))), 0]:
-        kept = socket.socket()
-        try:
-            kept.bind((ip, port))
-        except OSError:
-            kept.close()
-        else:
-            return kept
-    raise OSError(f"no port of {ip} is free for the ranks to meet at")
+    kept = socket.socket()
+    kept.bind(("", 0))
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return kept
 
 
 def _that_can_be_sent(error: Exception) -> Exception:
