@@ -15,9 +15,12 @@ def shared_folder(run_id: str) -> Path:
 
 
 def claim_shared(folder: Path) -> None:
-    """Make the folder of a run, with a note that this process uses it; every process of the run leaves its own."""
+    """Make the folder of a run, for this user alone, with a note that this process uses it; every process of the run
+    leaves its own.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
     owners = folder / "owners"
-    owners.mkdir(parents=True, exist_ok=True)
+    owners.mkdir(exist_ok=True)
     owner = {"machine": machine_id(), "pid": os.getpid(), "started": process_start(os.getpid())}
     (owners / f"{os.getpid()}.json").write_text(json.dumps(owner), encoding="utf-8")
 
@@ -31,10 +34,12 @@ def leave_shared(folder: Path) -> None:
 
 
 def sweep_shared(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the folders on this machine whose owners are all gone; returns what was removed."""
+    """Remove this user's folders on this machine whose owners are all gone; returns what was removed."""
     removed = []
     for folder in root.glob("troupe-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):
+            if folder.lstat().st_uid != os.getuid():
+                continue  # it may hold anything, such as a pipe that nobody writes to
             owners = _owners(folder)
             if owners and not any(map(_may_live, owners)):
                 shutil.rmtree(folder, ignore_errors=True)

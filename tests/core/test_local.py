@@ -287,6 +287,20 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
 
 
+def test_a_folder_of_another_user_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "troupe-trap"
+    (folder / "owners").mkdir(parents=True)
+    os.mkfifo(folder / "owners" / "1.json")  # who reads it waits for ever
+    os.chown(folder, 65534, 65534)
+    assert sweep_shared(tmp_path) == []
+    assert folder.is_dir()
+
+
+def test_the_shared_folder_of_a_run_is_for_its_user_alone(tmp_path: Path) -> None:
+    claim_shared(tmp_path / "troupe-run")
+    assert (tmp_path / "troupe-run").stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("other_lives", [True, False])
 def test_the_last_process_of_a_machine_removes_the_shared_folder_and_no_other(
     tmp_path: Path, other_lives: bool
