@@ -196,6 +196,8 @@ def main() -> None:
                 os.write(settings["status"], f"{os.waitstatus_to_exitcode(how)} 0".encode())
             return
         die_with_parent()
+        # A program of the same user may send it signals, and those that nobody handles are not for an init.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         make_root(settings["root"], settings["trees"])
         with os.fdopen(settings["program"], "rb", closefd=False) as program, open("main.py", "wb") as file:
             file.write(program.read())

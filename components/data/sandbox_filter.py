@@ -21,6 +21,9 @@ OTHER_NUMBERS = 0x40000000
 """From here on x86_64 has the numbers of another convention (x32)."""
 FAMILIES = (1, 2, 10)
 """Sockets that namespaces hold: Unix, IPv4, IPv6."""
+LIMITS_OF = {"x86_64": 302, "aarch64": 261}
+"""prlimit64. Where the program has the user of its init, it could lower that one's limits, and with them the record of
+its own end."""
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 """socket, socketpair."""
@@ -58,6 +61,7 @@ def call_filter(machine: str) -> bytes:
     for number in (*NEW_CALLS, *OLD_CALLS[machine]):
         steps += _refused(EQUALS, number, errno.EPERM)
     steps += _looked_at(CLONE[machine], _refused(HAS_BITS, NEW_USER, errno.EPERM))
+    steps += _looked_at(LIMITS_OF[machine], _unless(0, errno.EPERM))
     families = [_step(EQUALS, family, when=len(FAMILIES) - place) for place, family in enumerate(FAMILIES)]
     for number in SOCKET_CALLS[machine]:
         steps += _looked_at(number, [*families, _step(RETURN, FAIL | errno.EAFNOSUPPORT)])
@@ -71,6 +75,10 @@ def _step(code: int, number: int, when: int = 0, unless: int = 0) -> bytes:
 
 def _refused(comparison: int, number: int, error: int) -> list[bytes]:
     return [_step(comparison, number, unless=1), _step(RETURN, FAIL | error)]
+
+
+def _unless(number: int, error: int) -> list[bytes]:
+    return [_step(EQUALS, number, when=1), _step(RETURN, FAIL | error)]
 
 
 def _looked_at(call: int, steps: list[bytes]) -> list[bytes]:

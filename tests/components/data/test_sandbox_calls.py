@@ -1,13 +1,27 @@
 """What a program of the sandbox may ask the kernel for: nothing that reaches past its folder and its end."""
 
+import json
+import os
 import platform
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from components.data import sandbox
 from components.data.sandbox import Limits, run_python
-from components.data.sandbox_filter import ALLOW, AUDIT, CLONE, NEW_CALLS, OLD_CALLS, SOCKET_CALLS, call_filter
+from components.data.sandbox_filter import (
+    ALLOW,
+    AUDIT,
+    CLONE,
+    LIMITS_OF,
+    NEW_CALLS,
+    OLD_CALLS,
+    SOCKET_CALLS,
+    call_filter,
+)
 
 IS_ISOLATED = not sandbox.isolation_fault()
 """Whether programs can have machines of their own here; where not, nothing is promised."""
@@ -86,6 +100,40 @@ print(numpy.ones((50, 50)).dot(numpy.ones(50)).sum())
     assert (result.stdout, result.stderr) == ("6\n[1, 2]\n7\nb'x' 4 True\n2500.0\n", "")
 
 
+AGAINST_ITS_INIT = {
+    "a signal that Python handles": "os.kill(1, signal.SIGINT)",
+    "all other signals": "[os.kill(1, number) for number in range(1, 32) if number != signal.SIGINT]",
+    "its limits": "resource.prlimit(1, resource.RLIMIT_FSIZE, (0, 0))",
+    "its cores": "os.sched_setaffinity(1, {0})",
+    "its descriptors": "call = ctypes.CDLL(None).syscall\nassert call(438, os.pidfd_open(1), 3, 0) < 0",
+    "all processes": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(-1, signal.SIGTERM)",
+}
+
+
+def test_a_program_of_a_plain_user_cannot_take_the_record_of_its_end_from_its_init(tmp_path: Path) -> None:
+    """Where nobody is root, program and init are of one user."""
+    head = "import ctypes, os, resource, signal, time\n"
+    programs = {
+        name: f"{head}try:\n  exec({what!r})\nexcept OSError: pass\ntime.sleep(.2)\nprint('done')"
+        for name, what in AGAINST_ITS_INIT.items()
+    }
+    (tmp_path / "user.py").write_text(f"""
+import json, os
+from components.data.sandbox import Limits, isolation_fault, run_python
+programs = json.loads({json.dumps(programs)!r})
+ends = {{}} if isolation_fault() else {{name: run_python(text).stdout for name, text in programs.items()}}
+print(json.dumps([os.getuid(), ends]))
+""")
+    # Another number for this user: who is root here is none there, with the same files.
+    command = ["unshare", "--map-user=65534", "--map-group=65534", sys.executable, str(tmp_path / "user.py")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    user, ends = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    assert user == 65534
+    assert not IS_ISOLATED or {name: text.splitlines()[-1:] for name, text in ends.items()} == {
+        name: ["done"] for name in programs
+    }
+
+
 def test_a_program_has_no_descriptor_but_its_three() -> None:
     program = "import os\nfor fd in range(64):\n  try: os.fstat(fd)\n  except OSError: continue\n  print(fd)"
     assert run_python(program).stdout == "0\n1\n2\n"
@@ -126,6 +174,8 @@ def test_the_filter_decides_by_number_argument_and_architecture(machine: str) ->
         assert {what for what in decided if what != ALLOW} == {no_such_family}
     assert outcome(machine, CLONE[machine], 0x01200011) == ALLOW
     assert outcome(machine, CLONE[machine], 0x10000011) == not_permitted
+    assert outcome(machine, LIMITS_OF[machine], 0) == ALLOW
+    assert outcome(machine, LIMITS_OF[machine], 1) == not_permitted
     assert outcome(machine, 0) == outcome(machine, 1) == outcome(machine, 59) == ALLOW
     # Numbers of another convention mean other calls.
     assert outcome(machine, 0, architecture=0x40000003) == 0x80000000
