@@ -44,6 +44,9 @@ TOO_MANY_REQUESTS = 429
 LONGEST_PAUSE_S = 10.0
 """The longest wait between two tries, whatever a server asks for with Retry-After."""
 
+MOST_BYTES = 2**26
+"""Of an answer, unpacked."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -151,19 +154,25 @@ class RemoteReward(Closing):
             "see that it runs, can be reached from here, and is fast enough"
         )
 
-    def _post(self, url: str, body: bytes) -> httpx.Response:
-        """Send one request. httpx bounds the time between two parts of an answer; here the whole is bounded."""
+    def _post(self, url: str, request: bytes) -> httpx.Response:
+        """Send one request. httpx bounds the time between two parts of an answer; here the whole is bounded, in time
+        and in size.
+        """
         limit_s = self._settings.url_timeout_s
         deadline = time.monotonic() + limit_s
-        with self._client.stream("POST", url, content=body, headers={"Content-Type": "application/json"}) as response:
-            parts = []
+        with self._client.stream(
+            "POST", url, content=request, headers={"Content-Type": "application/json"}
+        ) as response:
+            body = bytearray()
             for part in response.iter_bytes():
-                parts.append(part)
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise RefusedError(f"reward server {_shown(url)} returned more than {MOST_BYTES >> 20} MB")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"no whole response after {limit_s:g} s")
         # iter_bytes has already undone what this header says.
         headers = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
-        return httpx.Response(response.status_code, headers=headers, content=b"".join(parts))
+        return httpx.Response(response.status_code, headers=headers, content=bytes(body))
 
 
 def reward_token(given: str | None = None) -> str | None:
@@ -193,7 +202,7 @@ def _columns(url: str, response: httpx.Response, count: int) -> Columns:
         raise RefusedError(f"{where}: {_excerpt(response)}; set the reward to a URL that takes the request")
     try:
         answer = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"{where} and no JSON: {_excerpt(response)}") from error
     try:
         return read_columns(answer, count)

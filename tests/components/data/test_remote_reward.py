@@ -1,5 +1,6 @@
 """Rewards from HTTP servers: what is sent, what is tried again, and what is not."""
 
+import gzip
 import logging
 import re
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from components.data.remote_reward import RefusedError, RemoteReward
+from components.data.remote_reward import MOST_BYTES, RefusedError, RemoteReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
 from tests.components.data.closed_port import closed_port
 from tests.components.data.reward_server import Answer, Handler, Request, RewardServer
@@ -179,6 +180,7 @@ def trickling(ended: threading.Event) -> Callable[[Handler], None]:
         (422, b"x" * 999, [f"'{'x' * 200}'"]),
         (307, b"", ["''"]),
         (200, b"<html>", ["JSON", "'<html>'"]),
+        (200, b'{"rewards":' * 50_000, ["JSON", '\'{"rewards":']),
         (200, {"rewards": [1.0]}, ["'rewards'", "(1,)", "2 queries"]),
     ],
 )
@@ -188,6 +190,14 @@ def test_an_answer_that_another_try_would_not_mend_is_refused_at_once(
     server = start(lambda request, number: (status, answer, {}))
     with pytest.raises(ValueError, match=says(server.url, f"status {status}", *facts)):
         ask([server.url], 2)
+    assert len(server.requests) == 1
+
+
+def test_an_answer_without_end_is_read_no_further_than_an_answer_may_be_long(start: Start) -> None:
+    bomb = gzip.compress(b" " * 2 * MOST_BYTES)  # what a server sends is less than what it makes of it
+    server = start(lambda request, number: (200, bomb, {"Content-Encoding": "gzip"}))
+    with pytest.raises(RefusedError, match=says(server.url, "64 MB")):
+        ask([server.url], 1)
     assert len(server.requests) == 1
 
 
