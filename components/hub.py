@@ -48,7 +48,9 @@ def find_model(path: str) -> PretrainedConfig:
         raise ValueError("there is no model (no config.json in it); give a folder that has one")
     reason = None if is_folder else why_unreachable(path, "model")
     try:
-        return AutoConfig.from_pretrained(folder if is_folder else path, local_files_only=reason is not None)
+        return AutoConfig.from_pretrained(
+            folder if is_folder else path, local_files_only=reason is not None, trust_remote_code=False
+        )
     except (OSError, ValueError, RecursionError) as error:
         reason = reason or first_line(error)
         if is_folder:

@@ -189,22 +189,31 @@ def check_encoding(
             return 0  # without its tokenizer: a token has a character at least
         return data.source(rows, task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX))), seed).too_long
     tokenizer = model.tokenizer()
-    of_model = find_model(model.path).get_text_config()
-    embedded = getattr(of_model, "vocab_size", sys.maxsize)
-    # Tokens that were added later may lie beyond it: no text need hold them.
-    if tokenizer.vocab_size > embedded:
-        raise ValueError(
-            f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
-            f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
-        )
+    check_vocabulary(tokenizer, model)
     source = data.source(rows, tokenizer, seed)
-    positions, longest = getattr(of_model, "max_position_embeddings", None), source.longest_kept
+    of_model, longest = find_model(model.path).get_text_config(), source.longest_kept
+    positions = getattr(of_model, "max_position_embeddings", None)
     if max_new_tokens and positions and longest + max_new_tokens > positions:
         raise ValueError(
             f"model.path={model.path} has {positions} positions; a prompt of {longest} tokens and "
             f"rollout.max_new_tokens={max_new_tokens} are more; lower that, or data.max_prompt_tokens"
         )
     return source.too_long
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) -> None:
+    """See that a model that is there knows all tokens of the tokenizer that it is to be used with.
+
+    Raises:
+        ValueError: it does not.
+    """
+    embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", sys.maxsize)
+    # Tokens that were added later may lie beyond it: no text need hold them.
+    if tokenizer.vocab_size > embedded:
+        raise ValueError(
+            f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
+            f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
+        )
 
 
 def read_prompts(

@@ -15,7 +15,7 @@ from core import JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
 from training.config import CommandLine
-from training.inputs import check_model
+from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
 from training.plan import Plan, attention_notes, steps_text
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
@@ -81,13 +81,17 @@ class SupervisedCommand(Command[C]):
         self.check_data(plan.config)
 
     def check_data(self, config: C) -> None:
-        """See that the first rows of each part of the data hold examples.
+        """See that the first rows of each part of the data hold examples, and that the model knows its tokens.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not, or it does not.
         """
         for source in config.sources:
             self.first_rows(config, source)
+        for option, path in config.models.items():
+            if not path.startswith(WARM_START_PREFIX):
+                with naming(option, path):
+                    check_vocabulary(config.tokenizer(path), config.model)
 
     def first_rows(self, config: C, source: Source) -> Rows:
         """A few rows of a part of the data, for a look at them before anything starts.
@@ -135,6 +139,7 @@ class PairCommand(SupervisedCommand[P]):
         first = config.model.path
         with naming("model.path", first):
             tokenizer = config.tokenizer(first)
+            check_vocabulary(tokenizer, config.model)
         for option, path in config.models.items():
             with naming(option, path):
                 if path != first and not same_vocabulary(tokenizer, config.tokenizer(path)):

@@ -27,7 +27,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the loaders of a hundred model families raise what they like
         raise ValueError(
             f"no tokenizer can be loaded from {str(path)!r} ({first_line(error)}); give a folder or a name on the hub "

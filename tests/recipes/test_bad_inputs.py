@@ -26,7 +26,6 @@ WORDS = [
     "--=1",
     "-",
 ]
-SUPERVISED = ("sft", "dpo", "reward_model")
 FILES = {
     "deep.yaml": "a: " + "[" * 500,
     "nul.yaml": "seed: \0",
@@ -60,14 +59,16 @@ def test_a_bad_input_is_one_line_and_starts_nothing(
     of_model, of_data = MODEL.get(recipe, "model.path"), DATA.get(recipe, "data.path")
     config = json.loads((model / "config.json").read_text())
     less = json.dumps(config | {"vocab_size": config["vocab_size"] - 5})
+    code = {"AutoConfig": "own.Config"}
     models = {
+        broken(model, tmp_path / "code", "config.json", json.dumps({"model_type": "own", "auto_map": code})): "code",
         broken(model, tmp_path / "cut", "config.json", '{"a": '): "config.json",
         broken(model, tmp_path / "deep", "config.json", '{"a":' * 50_000): "config.json",
         broken(model, tmp_path / "list", "config.json", "[1]"): "config.json",
+        broken(model, tmp_path / "words", "tokenizer.json", '{"a": '): "words",
+        broken(model, tmp_path / "less", "config.json", less): "less",
     }
-    if recipe not in SUPERVISED:  # whose trainer is the first to read the tokenizer
-        models[broken(model, tmp_path / "words", "tokenizer.json", '{"a": ')] = "words"
-        models[broken(model, tmp_path / "less", "config.json", less)] = "less"
+    (tmp_path / "code" / "own.py").write_text("raise SystemExit")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     half, deep = tmp_path / "half.jsonl", tmp_path / "deep.jsonl"
