@@ -105,6 +105,18 @@ def test_the_token_is_in_no_command_line_and_no_environment(running: dict[str, A
     assert shown == []
 
 
+def test_no_other_user_reaches_the_sockets_and_logs_of_its_ray(running: dict[str, Any]) -> None:
+    session = Path(running["session"])
+    assert (session / "sockets").is_dir()
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
+    listed = subprocess.run([*other, "ls", str(session)], capture_output=True, text=True)
+    assert "Permission denied" in listed.stderr or not other
+    # Who may write to a folder above it puts another in its place.
+    above = [folder.stat() for folder in session.parents]
+    private = next(place for place, found in enumerate(above) if not found.st_mode & 0o077)
+    assert all(found.st_mode & stat.S_ISVTX or not found.st_mode & 0o022 for found in above[private:])
+
+
 def test_a_job_posted_without_the_token_is_refused(running: dict[str, Any]) -> None:
     host = running["gcs"].partition(":")[0]
     assert post_a_job(host, running["jobs_port"], {}) == 401

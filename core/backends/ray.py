@@ -11,6 +11,7 @@ import shlex
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class RayBackend:
         self._run_id = run_id
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
-        self._own_session: Path | None = None
+        self._own_folder: Path | None = None
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -186,12 +187,12 @@ class RayBackend:
         free = os.statvfs("/dev/shm")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
         gpus = detect_devices() or None  # None: Ray may know of some
-        ray.init(
-            address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet
-        )
+        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone.
+        self._own_folder = Path(tempfile.mkdtemp(prefix="troupe-", dir=os.environ.get("RAY_TMPDIR")))
+        options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "ray")}
+        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
         self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
-        self._own_session = Path(node.get_session_dir_path())
         started = node.all_processes
         self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]
 
@@ -284,11 +285,11 @@ class RayBackend:
 
     def stop(self) -> None:
         """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
-        session = None if self.fault() else self._own_session
+        folder = None if self.fault() else self._own_folder
         self._own_cluster.close()
-        if session is not None:
-            shutil.rmtree(session, ignore_errors=True)
-        self._own_session = None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._own_folder = None
         self._own_processes = []
 
 
