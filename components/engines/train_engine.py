@@ -104,7 +104,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:  # pyright: ignore[reportPrivateImportUsage]
     """Where the ranks meet, at MASTER_ADDR alone: torch's own store listens at all addresses, to whoever comes. None,
     for torch's own, where that is a name, or torchrun has a store.
     """
@@ -112,7 +112,8 @@ def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not address.replace(".", "").isdecimal():
         return None
     listening = socket.create_server((address, port)).detach() if rank == 0 else None
-    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+    store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    return store(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
 
 
 def _leave_process_group() -> None:
