@@ -38,7 +38,8 @@ def resolved(config: C, gpus: int) -> C:
         ValueError: it asks for what the machine does not have.
     """
     own: Any = config
-    rollout, _ = own.rollout.chosen(gpus, own.model.path, own.evaluation.temperature)
+    temperature, rank = own.evaluation.temperature, own.train.lora_rank
+    rollout, _ = own.rollout.chosen(gpus, own.model.path, temperature, lora_rank=rank)
     groups = 3 if own.has_reference_role else 2
     placement = own.placement.with_sleep(gpus, rollout.engine).resolved(gpus, groups, rollout.tensor_parallel)
     precision = own.train.precision

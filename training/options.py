@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from components.data.rewards import RewardSettings
-from components.engines.choice import ROLLOUT_ENGINES, choose_rollout_engine
+from components.engines.choice import ROLLOUT_ENGINES, adapters_fault, choose_rollout_engine
 from components.engines.config import (
     HFRolloutConfig,
     RolloutConfig,
@@ -286,6 +286,9 @@ class RolloutOptions(Options):
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
+    merge_lora: bool | None = where(None, engine=("auto", "vllm"))
+    """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
+    which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -305,16 +308,19 @@ class RolloutOptions(Options):
         except ValueError as error:
             yield f"rollout.{error}"
 
-    def chosen(self, gpus: int, model_path: str, *temperatures: float) -> tuple[RolloutOptions, str]:
+    def chosen(
+        self, gpus: int, model_path: str, *temperatures: float, lora_rank: int = 0
+    ) -> tuple[RolloutOptions, str]:
         """With the engine filled in that the machine and the model suggest; and a line that says which, and why.
 
         Args:
             gpus: of a machine.
             model_path: of the policy.
             temperatures: that are sampled at besides its own.
+            lora_rank: of the policy's adapters; 0: it has none.
 
         Raises:
-            ValueError: the engine that was asked for cannot be had.
+            ValueError: the engine that was asked for cannot be had, or cannot hold adapters.
         """
         name, reason = choose_rollout_engine(self.engine, gpus, model_path, self.temperature, *temperatures)
         engine = f"{name} generates: {reason}"
@@ -322,7 +328,15 @@ class RolloutOptions(Options):
             raise ValueError(
                 f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
             )
-        return replace(self, engine=name), engine
+        if not lora_rank:
+            return replace(self, engine=name), engine
+        fault = adapters_fault(name, model_path, asked=self.merge_lora is False)
+        if fault and self.merge_lora is False:
+            raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
+        merges = bool(fault) if self.merge_lora is None else self.merge_lora
+        sent = "weights with the adapters added" if merges else "the adapters alone"
+        because = f", since {fault}" if fault else ""
+        return replace(self, engine=name, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
     def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
         """How the responses of a step are drawn. Evaluations name a temperature of their own, and leave no token
@@ -338,7 +352,7 @@ class RolloutOptions(Options):
         )
 
     def engine_config(
-        self, precision: str, max_prompt_tokens: int | None, placement: PlacementOptions
+        self, precision: str, max_prompt_tokens: int | None, placement: PlacementOptions, lora_rank: int
     ) -> RolloutConfig:
         """What one engine is made with.
 
@@ -346,6 +360,7 @@ class RolloutOptions(Options):
             precision: that the policy is trained in.
             max_prompt_tokens: of the longest prompt; None: as the model allows.
             placement: who shares a GPU with it, and who sleeps there.
+            lora_rank: of the policy's adapters; 0: it has none.
         """
         if self.engine != "vllm":
             return HFRolloutConfig(precision=precision, max_num_seqs=self.max_num_seqs)
@@ -361,6 +376,7 @@ class RolloutOptions(Options):
             enforce_eager=self.enforce_eager,
             enable_prefix_caching=self.prefix_caching,
             enable_sleep=bool(placement.engines_sleep),
+            lora_rank=0 if self.merge_lora else lora_rank,
         )
 
     def notes(self) -> list[str]:

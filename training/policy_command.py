@@ -118,6 +118,10 @@ class PolicyCommand(Command[C]):
         data, train = config.data, config.train
         kernels = config.model.attn_implementation
         attention = f", attention {kernels}" if kernels else ""
+        temperature = asked.evaluation.temperature
+        _, generates = asked.rollout.chosen(
+            job.device_type == "GPU", asked.model.path, temperature, lora_rank=train.lora_rank
+        )
         return Plan(
             recipe=self.folder.name,
             job=job,
@@ -127,7 +131,7 @@ class PolicyCommand(Command[C]):
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
                 f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
-                asked.rollout.chosen(job.device_type == "GPU", asked.model.path, asked.evaluation.temperature)[1],
+                generates,
             ],
             notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,

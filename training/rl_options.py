@@ -350,7 +350,7 @@ class RLOptions(RunOptions):
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""
         longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.train.precision, longest, self.placement)
+        return self.rollout.engine_config(self.train.precision, longest, self.placement, self.train.lora_rank)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """The engine of the policy's ranks, in a run of so many steps."""

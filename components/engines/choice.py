@@ -6,6 +6,7 @@ import importlib.util
 import json
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 LARGE_BYTES = 100_000_000
@@ -16,6 +17,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
 is_elsewhere: ContextVar[bool] = ContextVar("is_elsewhere", default=False)
 """What is chosen is for another machine than this one: a package that is not installed here may be there."""
+HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
 
@@ -53,6 +56,22 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
     return "hf", "faster for a small model on a CPU"
 
 
+def adapters_fault(engine: str, model_path: str, asked: bool) -> str:
+    """Why low-rank adapters have to be added to the weights before these go to an engine; empty when it does that.
+
+    Args:
+        engine: "vllm" or "hf".
+        model_path: folder, hub name, or the name of a demonstration model that is still to be made.
+        asked: the user says that it does, which is believed of a model that is not here yet.
+    """
+    if engine != "vllm":
+        return f"{engine} holds whole weights"
+    family = _text_config(Path(model_path).expanduser()).get("model_type")
+    if family is None:
+        return "" if asked else "the type of the model is not known before it is loaded"
+    return "" if family in HOLD_ADAPTERS else f"vLLM is not known to hold those of a model of type {family}"
+
+
 def choose_attention(asked: str | None, gpus: int) -> str | None:
     """The attention kernels to load models with: those asked for, and sdpa in place of flash attention that cannot run
     there; of `auto` flash attention where it can run, else transformers' own choice, which is None.
@@ -87,15 +106,20 @@ def _fault(gpus: int, model: Path, temperatures: tuple[float, ...]) -> str:
 
 def head_fault(model: Path) -> str:
     """Why vLLM cannot sample from this model on a CPU; empty when it can, or nothing is known of it."""
-    if not (model / "config.json").is_file():
-        return ""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-    except (ValueError, AttributeError, RecursionError):
-        return ""  # the recipe's own checks say what is wrong with it
+    config = _text_config(model)
     if not {"hidden_size", "num_attention_heads"} <= config.keys():
         return ""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     sizes = ", ".join(map(str, CPU_HEADS))
     return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for attention heads of {sizes}, not {size}"
+
+
+def _text_config(model: Path) -> dict[str, Any]:
+    """Of a model's folder; empty where nothing is known of it."""
+    if not (model / "config.json").is_file():
+        return {}
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return config.get("text_config", config)
+    except (ValueError, AttributeError, RecursionError):
+        return {}  # the recipe's own checks say what is wrong with it

@@ -313,6 +313,11 @@ class HFRolloutConfig:
         """Of weights: "float32" or "bfloat16"."""
         return weight_type(self.precision)
 
+    @property
+    def lora_rank(self) -> int:
+        """0: it receives whole weights."""
+        return 0
+
     def __post_init__(self) -> None:
         _one_of(self, "precision", CHOSEN_PRECISIONS)
         _at_least(self, 1, "max_num_seqs")
@@ -342,9 +347,13 @@ class VLLMRolloutConfig:
     """On a GPU, be able to give its memory back between generations. On a CPU nothing is freed."""
     own_process: bool = False
     """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
+    lora_rank: int = 0
+    """Keep the weights as they were loaded, and receive low-rank adapters of this rank that are added to them. 0:
+    receive whole weights."""
 
     def __post_init__(self) -> None:
         _one_of(self, "dtype", ("float32", "bfloat16"))
+        _at_least(self, 0, "lora_rank")
         _at_least(self, 1, "max_num_seqs", "tensor_parallel_size")
         length = self.max_model_len
         _require(length is None or length >= 2, "max_model_len", length, "use 2 or more, or None")

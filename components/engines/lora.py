@@ -65,6 +65,17 @@ class Adapters:
         self.note = {name: getattr(config, name) for name in names}
         """What a saved state has to agree with."""
 
+    @property
+    def scale(self) -> float:
+        """By which the product of an adapter is multiplied."""
+        return self.note["lora_alpha"] / self.note["lora_rank"]
+
+    def named(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Of what is trained the adapters, by the names of peft's files."""
+        for name, tensor in trained:
+            if ".lora_" in name:
+                yield "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."), tensor
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside, passes are those of the model that training started from."""
@@ -113,11 +124,7 @@ class Adapters:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(str(folder))
-        weights = {
-            "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."): tensor.contiguous()
-            for name, tensor in trained.items()
-            if ".lora_" in name
-        }
+        weights = {name: tensor.contiguous() for name, tensor in self.named(trained.items())}
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -36,6 +36,9 @@ class Completions:
 class WeightVersions(ABC):
     """Which weights an engine has, and which it may be given."""
 
+    holds_adapters = False
+    """It keeps the weights that it loaded, and is given low-rank adapters, which it adds to them."""
+
     def __init__(self) -> None:
         self._weight_version = 0
         self._damaged = False
@@ -59,7 +62,8 @@ class WeightVersions(ABC):
         """See that a version fits, before anything is copied.
 
         Raises:
-            ValueError: it is older than the one in use, or has names or shapes that are not this model's.
+            ValueError: it is older than the one in use, has names or shapes that are not this model's, or is adapters
+                where weights are wanted, or the reverse.
             FileNotFoundError: it is gone.
         """
         from components.engines.weight_sync import weight_shapes
@@ -69,7 +73,14 @@ class WeightVersions(ABC):
                 f"version {handle.version} of the weights is older than version {self._weight_version}, "
                 "which this engine already uses; publish rising versions and receive the newest"
             )
-        fault = misfit(weight_shapes(handle), self._parameters())
+        if bool(handle.adapter_scale) != self.holds_adapters:
+            kinds = ("weights", "adapters") if self.holds_adapters else ("adapters", "weights")
+            raise ValueError(
+                f"version {handle.version} is {kinds[0]}, and this engine takes {kinds[1]}; make it with the lora_rank "
+                "of the trainer for adapters, and without for weights"
+            )
+        unfit = adapter_misfit if self.holds_adapters else misfit
+        fault = unfit(weight_shapes(handle), self._parameters())
         if fault:
             raise ValueError(
                 f"version {handle.version} of the weights at {handle.path} does not fit the engine's model: {fault}; "
@@ -269,3 +280,18 @@ def misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, 
     if not (missing or unknown or misshapen):
         return ""
     return f"missing {missing or 'nothing'}, unknown {unknown or 'nothing'}, of another shape {misshapen or 'nothing'}"
+
+
+def adapter_misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, tuple[int, ...]]]) -> str:
+    """What is wrong with adapters, by the names of peft's files, for a model of these parameters; empty when nothing
+    is.
+    """
+    faults = []
+    for name, shape in sorted(shapes.items()):
+        layer, _, side = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        _, whole = parameters.get(f"{layer}.weight", (0, ()))
+        # A is [rank, in] and B is [out, rank] for a layer of [out, in].
+        fits = len(whole) == len(shape) == 2 and (shape[1] == whole[1] if side == "A" else shape[0] == whole[0])
+        if not fits:
+            faults.append(f"{name} {list(shape)} for a layer of {list(whole) or 'which there is none'}")
+    return ", ".join(faults)

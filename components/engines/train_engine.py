@@ -330,6 +330,16 @@ class TrainEngine(ABC):
         else:
             yield from self.adapters.merged(self._frozen(), dict(trained))
 
+    def gathered_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, as `gathered_parameters` gives parameters, by the names of peft's files.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.adapters is None:
+            raise ValueError("the model has no adapters; set lora_rank")
+        yield from self.adapters.named(self._whole(self._state().parameters.items()))
+
     def _whole(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         self._check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)

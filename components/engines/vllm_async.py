@@ -16,6 +16,7 @@ from typing import Any
 from components.engines.async_engine import AsyncEngine, Generation, Piece, Request
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
 from components.engines.sampling import request_seeds
+from components.engines.vllm_adapters import adapter_request, arrived, no_change
 from components.engines.vllm_options import (
     drawn_logprobs,
     engine_arguments,
@@ -89,6 +90,8 @@ class AsyncVLLMEngine(AsyncEngine):
         self._llm: Any = llm
         self._ids = itertools.count()
         self._awake: set[str] = set()
+        self.holds_adapters = config.lora_rank > 0
+        self._adapters: Any = adapter_request() if self.holds_adapters else None
 
     @classmethod
     async def open(cls, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> AsyncVLLMEngine:
@@ -108,6 +111,9 @@ class AsyncVLLMEngine(AsyncEngine):
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         try:
             await llm.update_weight_version("0")
+            if config.lora_rank:
+                with no_change(parameters_of(model_path), config.lora_rank) as request:
+                    await llm.add_lora(request)
             return cls(model_path, config, llm)
         except BaseException:
             llm.shutdown()
@@ -123,7 +129,8 @@ class AsyncVLLMEngine(AsyncEngine):
         parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens)
         parameters.output_kind = RequestOutputKind.DELTA
         request_id = f"request-{next(self._ids)}"
-        outputs = self._llm.generate({"prompt_token_ids": list(tokens)}, parameters, request_id)
+        prompt = {"prompt_token_ids": list(tokens)}
+        outputs = self._llm.generate(prompt, parameters, request_id, lora_request=self._adapters)
         return VLLMRequest(self, request_id, outputs)
 
     async def abort(self, request_id: str) -> None:
@@ -147,8 +154,13 @@ class AsyncVLLMEngine(AsyncEngine):
             self.check_receivable(handle)
             await self.pause()
             self._damaged = True
-            # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
-            digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
+            if self.holds_adapters:
+                with arrived(handle) as (request, found):
+                    await self._llm.add_lora(request)
+                digests = [found]
+            else:
+                # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+                digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
             self.received(handle, same_digests(digests) if verify else None)
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from components.batch import Batch
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
 from components.engines.rollout_engine import Completions, RolloutEngine
+from components.engines.vllm_adapters import adapter_request, arrived, no_change
 from components.engines.vllm_options import (
     completions,
     engine_arguments,
@@ -60,9 +61,16 @@ class VLLMRolloutEngine(RolloutEngine):
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(dtype)
         self._beat_at_each_step()
+        self.holds_adapters = self.config.lora_rank > 0
+        self._adapters: Any = adapter_request() if self.holds_adapters else None
+        if self.holds_adapters:
+            with no_change(self._parameters(), self.config.lora_rank) as request:
+                self._llm.llm_engine.add_lora(request)
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
-        outputs = self._llm.generate(*requests(prompts, sampling), use_tqdm=False) if len(prompts) else []
+        outputs: list[Any] = []
+        if len(prompts):
+            outputs = self._llm.generate(*requests(prompts, sampling), use_tqdm=False, lora_request=self._adapters)
         return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
 
     def _beat_at_each_step(self) -> None:
@@ -80,8 +88,13 @@ class VLLMRolloutEngine(RolloutEngine):
             engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
-        # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
-        digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
+        if self.holds_adapters:
+            with arrived(handle) as (request, found):
+                self._llm.llm_engine.add_lora(request)
+            digests = [found]
+        else:
+            # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+            digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
         return same_digests(digests)

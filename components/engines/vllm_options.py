@@ -30,6 +30,7 @@ from components.engines.device import compute_device
 from components.engines.memory import CONTEXT_BYTES
 from components.engines.rollout_engine import Completions, limits
 from components.engines.sampling import request_seeds
+from components.engines.vllm_adapters import adapter_arguments
 
 RECEIVER = "components.engines.vllm_worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
@@ -108,6 +109,7 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
+        **adapter_arguments(config.lora_rank),
     }
     if torch.cuda.is_available() if on_gpu is None else on_gpu:
         asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size

@@ -40,6 +40,9 @@ class WeightHandle:
     """Marks the publisher's folder from one of the same name on another machine, and its readers from strangers."""
     address: tuple[str, int] | None = None
     """Where the publisher serves its versions to other machines; None: nowhere."""
+    adapter_scale: float = 0.0
+    """The version is low-rank adapters alone, by the names of peft's files, and B A is to be multiplied by this before
+    it is added to the weights that were loaded. 0: it is whole weights."""
 
 
 class WeightPublisher:
@@ -84,7 +87,12 @@ class WeightPublisher:
         self._server = WeightServer(host, self._token, self._find, timeout_seconds) if serve else None
 
     def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, with_digests: bool = False
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        with_digests: bool = False,
+        adapter_scale: float = 0.0,
     ) -> WeightHandle:
         """Write `tensors` as `version`; returns when it is whole.
 
@@ -92,6 +100,7 @@ class WeightPublisher:
             version: newer than the last.
             tensors: each is copied before the next is asked for.
             with_digests: lay a digest of each tensor beside the version, for `read_digests`.
+            adapter_scale: of the handle: above 0 where the tensors are adapters.
 
         Raises:
             ValueError: `version` is not newer than the last, or a name comes twice.
@@ -102,7 +111,7 @@ class WeightPublisher:
         digests: dict[str, str] | None = {} if with_digests else None
         written, nbytes = self._write(f"weights-{version:08d}", _digested(tensors, digests), digests)
         address = None if self._server is None else self._server.address
-        handle = WeightHandle(version, str(written.folder), nbytes, self._token, address)
+        handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, adapter_scale)
         self._published.append((handle, written))
         self._newest = version
         return handle

@@ -19,7 +19,8 @@ def resolved(config: PPOConfig) -> PPOConfig:
     """
     own = config.placement
     gpus = detect_devices() and (own.devices_per_node or detect_devices())
-    rollout, _ = config.rollout.chosen(gpus, config.model.path, config.evaluation.temperature)
+    temperature, rank = config.evaluation.temperature, config.train.lora_rank
+    rollout, _ = config.rollout.chosen(gpus, config.model.path, temperature, lora_rank=rank)
     workers = _workers(config, gpus)
     if not gpus:
         _check_cores(workers)

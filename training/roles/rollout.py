@@ -40,9 +40,10 @@ class SamplingWorker(BaseWorkload):
         """Free the accelerator until `wake_engine`; returns how many bytes.
 
         Weights that were published are dropped, not kept by every engine: they come again with the next version, or,
-        where none follows, from the last.
+        where none follows, from the last. What adapters are added to comes with none.
         """
-        return self.runner.sleep(level=1 if self.received is None else 2)
+        comes_again = self.received is not None and not self.received.adapter_scale
+        return self.runner.sleep(level=2 if comes_again else 1)
 
     @rpc(idempotent=True)
     def wake_engine(self) -> None:

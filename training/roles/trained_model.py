@@ -108,12 +108,21 @@ class TrainedModel(BaseWorkload):
             self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=nodes > 1)
 
     def publish_parameters(self, version: int) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where."""
+        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where. Of a model with
+        adapters these alone, where the engines hold them.
+        """
         own = self.config
-        dtype: torch.dtype = getattr(torch, own.rollout_engine().dtype)
-        parameters = ((name, tensor.to(dtype)) for name, tensor in self.engine.gathered_parameters())
+        sampling = own.rollout_engine()
+        dtype: torch.dtype = getattr(torch, sampling.dtype)
+        scale = 0.0
+        gathered = self.engine.gathered_parameters
+        if self.engine.adapters is not None and sampling.lora_rank:
+            scale = self.engine.adapters.scale
+            gathered = self.engine.gathered_adapters
+        parameters = ((name, tensor.to(dtype)) for name, tensor in gathered())
         if self.publisher is not None:
-            return self.publisher.publish(version, parameters, with_digests=own.rollout.verify_weight_sync)
+            verify = own.rollout.verify_weight_sync
+            return self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
         for _ in parameters:
             raise AssertionError("only rank 0 is given parameters")
         return None

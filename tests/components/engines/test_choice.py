@@ -77,10 +77,31 @@ def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
         RolloutOptions(engine="vllm").chosen(0, str(tmp_path))
 
 
+@NEEDS_VLLM
+def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    placement = PlacementOptions()
+    for engine, asked, merges, words in (
+        ("vllm", None, False, "the adapters alone"),
+        ("vllm", True, True, "adapters added"),
+        ("hf", None, True, "hf holds whole weights"),
+    ):
+        options, line = RolloutOptions(engine=engine, merge_lora=asked).chosen(8, str(tmp_path), lora_rank=4)
+        assert options.merge_lora is merges
+        assert words in line
+        assert options.engine_config("fp32", 9, placement, lora_rank=4).lora_rank == (0 if merges else 4)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "gpt2")):
+        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=4)
+    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=0)
+    assert options.merge_lora is None
+    assert "adapters" not in line
+
+
 def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
     options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
     shared = PlacementOptions(engines_sleep=True)
-    config = options.engine_config("bf16", 100, shared)
+    config = options.engine_config("bf16", 100, shared, lora_rank=0)
     assert config == VLLMRolloutConfig(
         dtype="bfloat16",
         max_num_seqs=512,
@@ -95,10 +116,10 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         0.7: PlacementOptions(engines_sleep=True, learners_sleep=True),
     }
     for share, placement in shares.items():
-        found = options.engine_config("bf16", 100, placement)
+        found = options.engine_config("bf16", 100, placement, lora_rank=0)
         assert isinstance(found, VLLMRolloutConfig)
         assert found.gpu_memory_utilization == share
-    assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared), HFRolloutConfig)
+    assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared, lora_rank=8), HFRolloutConfig)
     trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
     assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
     assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)
