@@ -8,10 +8,9 @@
 #             and the report in a browser (needs Chromium or Chrome: apt-get install chromium)
 # --nightly   the rest: learning over seeds, all tasks, every copy of a recipe, long stalls
 #
-# A tier is held to CPU seconds of all its processes, so a busy machine makes it late and fails nothing. Beside others that
-# share its caches a core does less in a second (the same tests took 2,230 and 2,980), so a third is left for that. With
-# arguments (bash scripts/test.sh tests/core -k future) only a part runs, and no budget counts. Two tests run side by
-# side; -n 4 makes it four.
+# A tier is held to CPU seconds of all its processes, at the speed of a quiet machine (tests/cpu_budget.py), so a busy one
+# makes it late and fails nothing. With arguments (bash scripts/test.sh tests/core -k future) only a part runs, and no
+# budget counts. Two tests run side by side; -n 4 makes it four.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

@@ -1,9 +1,14 @@
-"""What a suite may cost: CPU seconds of all its processes, so that a busy machine fails nothing."""
+"""What a suite may cost: CPU seconds of all its processes, so that a busy machine fails nothing.
+
+Beside others that share its cores and caches a core does less in a second, so the seconds are those of a core of
+reference speed: a piece of work is timed all along, and where it takes twice as long two seconds count as one.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +16,8 @@ import pytest
 
 SAMPLE_EVERY_S = 0.5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+REFERENCE_S = 0.0022
+"""What `sample_speed` takes while two tests run on two quiet cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +53,15 @@ def running_processes() -> list[Process]:
     return found
 
 
+def sample_speed() -> float:
+    """CPU seconds of this thread for a piece of work."""
+    began = time.thread_time()
+    total = 0
+    for number in range(30_000):
+        total += number * number
+    return time.thread_time() - began
+
+
 class CpuMeter:
     """Adds up the CPU seconds of this process and of all that descend from it, Ray's and orphans too.
 
@@ -54,6 +70,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._spent_s: dict[tuple[int, int], float] = {}
+        self._samples_s = [sample_speed()]
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="cpu-meter", daemon=True).start()
 
@@ -61,6 +78,12 @@ class CpuMeter:
         pause = threading.Event()
         while not pause.wait(SAMPLE_EVERY_S):
             self.total_s()
+            self._samples_s.append(sample_speed())
+
+    @property
+    def slowness(self) -> float:
+        """How many of this machine's CPU seconds make one of the reference, so far."""
+        return sum(self._samples_s) / len(self._samples_s) / REFERENCE_S
 
     def total_s(self) -> float:
         """CPU seconds so far."""
@@ -88,24 +111,30 @@ class CpuBudget:
         self.budget_s = budget_s
         self.meter = CpuMeter()
 
+    @property
+    def spent_s(self) -> float:
+        """CPU seconds of a core of reference speed."""
+        return self.meter.total_s() / self.meter.slowness
+
+    @property
     def fault(self) -> str:
         """Why the session fails; empty when it does not."""
-        spent_s = self.meter.total_s()
-        if self.budget_s is None or spent_s <= self.budget_s:
+        if self.budget_s is None or self.spent_s <= self.budget_s:
             return ""
         return (
-            f"this tier took {spent_s:.0f} CPU seconds, over its budget of {self.budget_s:g}; make its tests cheaper "
-            "(pytest --durations=20 shows the slowest), or mark some full or nightly"
+            f"this tier took {self.spent_s:.0f} CPU seconds, over its budget of {self.budget_s:g}; make its tests "
+            "cheaper (pytest --durations=20 shows the slowest), or mark some full or nightly"
         )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and self.fault():
+        if session.exitstatus == pytest.ExitCode.OK and self.fault:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         limit = "" if self.budget_s is None else f" of {self.budget_s:g}"
-        terminalreporter.write_line(f"CPU seconds of all processes: {self.meter.total_s():.0f}{limit}")
-        if fault := self.fault():
+        measured = f"{self.meter.total_s():.0f} here, where a core has {1 / self.meter.slowness:.2f} of its speed"
+        terminalreporter.write_line(f"CPU seconds of all processes: {self.spent_s:.0f}{limit} ({measured})")
+        if self.fault:
             terminalreporter.section("over budget", red=True, bold=True)
-            terminalreporter.write_line(fault, red=True)
+            terminalreporter.write_line(self.fault, red=True)

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.cpu_budget import REFERENCE_S, CpuBudget
+
 ROOT = Path(__file__).parents[1]
 SLEEPS = "import time\ndef test_sleeps():\n    time.sleep(3)\n"
-BURN = "import time\nwhile time.process_time() < 3: pass\n"
+BURN = "import time\nwhile time.process_time() < 8: pass\n"
 BURNS = f"import subprocess, sys\ndef test_burns():\n    subprocess.run([sys.executable, '-c', {BURN!r}])\n"
 ORPHAN = f"""
 import subprocess, sys, threading
@@ -48,3 +52,13 @@ def test_seconds_on_the_clock_cost_nothing(tmp_path: Path) -> None:
     result = run_suite(tmp_path, SLEEPS, 2.9)
     assert result.returncode == 0, result.stdout
     assert " of 2.9" in result.stdout
+
+
+def test_where_a_core_is_half_as_fast_two_of_its_seconds_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = CpuBudget(60.0)
+    monkeypatch.setattr(budget.meter, "total_s", lambda: 100.0)
+    budget.meter._samples_s = [2.5 * REFERENCE_S, 1.5 * REFERENCE_S]
+    assert budget.spent_s == pytest.approx(50.0)
+    assert budget.fault == ""
+    budget.meter._samples_s = [REFERENCE_S]
+    assert "100 CPU seconds, over its budget of 60" in budget.fault
