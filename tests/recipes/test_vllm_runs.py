@@ -45,10 +45,12 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     given = [f"model.path={policy}", f"reward.source={reward}", *options.split(), *VLLM]
-    run = run_apart("grpo", tmp_path, {"run": given})["run"]
-    assert run.summary["steps"] == 3
-    assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
-    assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
+    adapters = ["train.lora_rank=4", "train.lora_alpha=64"]
+    runs = run_apart("grpo", tmp_path, {"weights": given, "adapters": [*given, *adapters]})
+    for run in runs.values():
+        assert run.summary["steps"] == 3
+        assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
+        assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
 
 
 @pytest.mark.nightly
