@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from components.engines.blocks import own_block
 from components.engines.weight_files import ReadWhole, WeightFiles
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _make_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
                 full = f"{path}.{name}" if path else name
                 made: Any = torch.empty_like(buffer, device="cpu")
                 if full in files:
-                    files.read(full, made)
+                    files.read(full, made, own_block(made))
                     made._is_hf_initialized = True
                 module._buffers[name] = made
     model.initialize_weights()
