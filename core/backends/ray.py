@@ -187,9 +187,10 @@ class RayBackend:
         free = os.statvfs("/dev/shm")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
         gpus = detect_devices() or None  # None: Ray may know of some
-        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone.
-        self._own_folder = Path(tempfile.mkdtemp(prefix="troupe-", dir=os.environ.get("RAY_TMPDIR")))
-        options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "ray")}
+        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone. The
+        # names are short, as that of a socket has 107 characters at most.
+        self._own_folder = Path(tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR")))
+        options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
         self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
