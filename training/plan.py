@@ -152,7 +152,7 @@ class Plan:
         memory = [
             {"role": role, "processes": self._count(role)}
             | {name: getattr(need, name) for name in _COLUMNS}
-            | {"total": need.total if need.is_known else None}
+            | {"total": need.total if need.is_known else None, "sends": need.sends}
             for role, need in self.needs.items()
         ]
         places = [
@@ -237,7 +237,12 @@ class Plan:
         found = [f"assumed   {machines}, not this one"] if machines else []
         places = self._places()
         found += [*self._table(), *self._nodes(), *self._sums(places)]
-        parts = {"steps": self.steps, "with": "; ".join(self.choices), "changed": self._changed()}
+        parts = {
+            "steps": self.steps,
+            "sends": self._sent(),
+            "with": "; ".join(self.choices),
+            "changed": self._changed(),
+        }
         if not all(need.is_known for need in self.needs.values()):
             parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
         for name, text in parts.items():
@@ -271,6 +276,15 @@ class Plan:
             gap.join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
             for row in table
         ]
+
+    def _sent(self) -> str:
+        """What ranks of a model that is trained send each other."""
+        found = [
+            f"{role.lower()} {', '.join(f'{amount(count)} ({axis})' for axis, count in need.sends.items())}"
+            for role, need in self.needs.items()
+            if need.sends
+        ]
+        return f"{'; '.join(found)}: one rank to others, in an optimizer step, at most" if found else ""
 
     def verdicts(self) -> dict[str, str]:
         """Of each node, the worst of its memory and its GPUs."""

@@ -150,11 +150,13 @@ class TrainConfig(TrainOptions):
     """Ranks that share each sequence, of which one computes a stretch of its tokens."""
     tensor: int = 1
     """Ranks that share each layer, of which one has a part of its matrices."""
+    expert: int = 1
+    """Ranks that share the experts of each layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of(self, "precision", CHOSEN_PRECISIONS)
-        for fault in parallel_faults(self, context=self.context, tensor=self.tensor):
+        for fault in parallel_faults(self, context=self.context, tensor=self.tensor, expert=self.expert):
             raise ValueError(fault)
         _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
         _at_least(self, 1, "steps_per_rate")
@@ -176,6 +178,11 @@ class TrainConfig(TrainOptions):
             given = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1)
             raise ValueError(
                 f"{given} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
+            )
+        if ranks % self.expert:
+            raise ValueError(
+                f"parallel.expert={self.expert} does not divide {ranks} ranks; set a divisor, or another number of "
+                "ranks (placement)"
             )
         return ranks // together
 
@@ -201,15 +208,16 @@ class TrainConfig(TrainOptions):
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
 
-def parallel_faults(train: TrainOptions, *, context: int, tensor: int) -> Iterator[str]:
+def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: int) -> Iterator[str]:
     """Why a model cannot be trained so on several axes of ranks.
 
     Args:
         train: its options.
         context: ranks that share each sequence.
         tensor: ranks that share each layer.
+        expert: ranks that share the experts of a layer.
     """
-    for axis, size in {"context": context, "tensor": tensor}.items():
+    for axis, size in {"context": context, "tensor": tensor, "expert": expert}.items():
         if size < 1:
             yield f"parallel.{axis}={size}; set it to 1 or more"
         if size > 1 and train.engine != "fsdp":
@@ -223,6 +231,16 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int) -> Iterat
         yield (
             f"parallel.tensor={tensor} cuts the matrices that adapters stand in front of, and lora_rank="
             f"{train.lora_rank} trains adapters; set one of them to its default"
+        )
+    if expert > 1 and train.lora_rank:
+        yield (
+            f"parallel.expert={expert} shares out experts that are trained, and lora_rank={train.lora_rank} trains "
+            "adapters, and experts can have none; set one of them to its default"
+        )
+    if tensor > 1 and expert > 1:
+        yield (
+            f"parallel.tensor={tensor} cuts every matrix, those of experts too, which parallel.expert={expert} leaves "
+            "whole; set one of them to 1"
         )
 
 

@@ -9,9 +9,11 @@ and judge work, then weights go to the engines. What sleeps is not there in the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+from components.engines.communication import sent_bytes
 from components.engines.config import (
     HFRolloutConfig,
     RolloutConfig,
@@ -80,6 +82,8 @@ class Need:
     """What vLLM may take of a GPU; 0: not known, or there is none."""
     short: int = 0
     """What this lacks for its weights, one sequence and what vLLM needs besides."""
+    sends: Mapping[str, int] = field(default_factory=dict)
+    """To other ranks in an optimizer step, at most, by the axis of the ranks."""
     parts: tuple[Need, ...] = ()
     """Where one process does several things, what each of them takes."""
 
@@ -126,6 +130,7 @@ def together(*needs: Need) -> Need:
         generates=all(need.generates for need in needs),
         share=max(need.share for need in needs),
         short=max(need.short for need in needs),
+        sends=sum((Counter(need.sends) for need in needs), Counter[str]()),
         parts=tuple(part for need in needs for part in need.parts or (need,)),
     )
 
@@ -174,16 +179,34 @@ def learning(
     tokens; options as in `training`.
 
     Raises:
-        ValueError: the ranks, or the model's heads, cannot be shared out as the configuration says.
+        ValueError: the ranks, or the model's heads or experts, cannot be shared out as the configuration says.
     """
-    axes = {"context": config.context, "tensor": config.tensor}
-    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
-    if size is not None and size.heads % (config.context * config.tensor):
-        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
+    if size is not None:
+        _check_axes(size, config)
     own = -(-sequences // config.data_ranks(ranks))
     tokens = micro_batch_tokens(config, longest, own)
     several = steps_in_parts(config, longest, own)
-    return training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
+    need = training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
+    size = size if size is None or options.get("has_head", True) else size.without_head
+    trained = None if size is None else _trained(size, config)
+    if size is None or trained is None or not size.layers:
+        return need
+    stretch, passes = -(-own * longest // config.context), -(-own * longest // tokens)
+    return replace(need, sends=sent_bytes(size, config, ranks, trained=trained, tokens=stretch, passes=passes))
+
+
+def _check_axes(size: ModelSize, config: TrainConfig) -> None:
+    axes = {"context": config.context, "tensor": config.tensor}
+    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
+    if size.heads % (config.context * config.tensor):
+        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
+    if config.expert > 1 and size.layers and not size.experts:
+        raise ValueError(f"parallel.expert={config.expert}: the model's layers have no experts; set 1")
+    if size.experts % config.expert:
+        raise ValueError(
+            f"parallel.expert={config.expert} does not divide the {size.experts} experts of the model's layers; set a "
+            "divisor"
+        )
 
 
 def training(
@@ -272,9 +295,15 @@ class _Training:
         return 2 if self.config.precision == "bf16" else 4
 
     @property
+    def whole(self) -> int:
+        """Parameters that a pass needs here: of experts that ranks share the own ones."""
+        experts = self.size.expert_parameters
+        return self.size.parameters - (experts - experts // self.config.expert)
+
+    @property
     def layer(self) -> int:
-        """Parameters of a layer."""
-        return (self.size.parameters - self.size.rest) // max(1, self.size.layers)
+        """Parameters of a layer that a pass needs here."""
+        return (self.whole - self.size.rest) // max(1, self.size.layers)
 
     def kept(self) -> tuple[int, int, int]:
         """Weights, gradients and the optimizer's states, between two steps or at the end of one."""
@@ -304,8 +333,9 @@ class _Training:
             gradients = (width + 4) * own + (0 if adapters else width * head)
             if stage < 3:
                 # The gradients of all micro-batches but the last are added up in float32, whole; rows come of the last.
-                added = 4 * (self.trained - self.trained // self.ranks) * self.several
-                return width * self.size.parameters + added + gradients
+                whole = self.trained if adapters else self.whole
+                added = 4 * (whole - self.trained // self.ranks) * self.several
+                return width * self.whole + added + gradients
             # Of the layers one computes, and the next one is on its way.
             return self.gathered_rest() + 2 * width * self.layer + gradients
         # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.

@@ -53,6 +53,14 @@ class ModelSize:
     experts: int = 0
     """Of a layer of a mixture of experts; 0: the MLP is dense."""
     experts_per_token: int = 0
+    mixtures: int = 0
+    """Layers with experts."""
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of all experts of all layers, without routers."""
+        width = self.intermediate // max(1, self.experts_per_token)
+        return self.mixtures * self.experts * 3 * self.hidden * width
 
     @property
     def without_head(self) -> ModelSize:
@@ -137,6 +145,8 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
     kind = config.get("model_type")
     if kind in _MIXTURES:
+        # As transformers has written it since version 5.
+        config = {"num_experts": config.get("num_local_experts")} | config
         needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
     else:
         needed.append("intermediate_size")
@@ -164,6 +174,7 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
         positions=int(config.get("max_position_embeddings") or 0),
         experts=mlp.get("experts", 0),
         experts_per_token=mlp.get("experts_per_token", 0),
+        mixtures=mlp.get("mixtures", 0),
     )
 
 
@@ -184,7 +195,7 @@ def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
     parameters = mixtures * experts * (3 * hidden * width + hidden)
     parameters += (layers - mixtures) * 3 * hidden * int(config.get("intermediate_size") or 0)
     found = {"parameters": parameters, "intermediate": used * width}
-    return found | {"experts": experts, "experts_per_token": used}
+    return found | {"experts": experts, "experts_per_token": used, "mixtures": mixtures}
 
 
 def _stored(folder: Path) -> tuple[int, int] | None:

@@ -71,6 +71,8 @@ def test_a_mixture_has_all_its_experts_and_computes_with_some(monkeypatch: pytes
     # Adapters at q, k, v and o, 2 x (8 + 8) + 2 x (8 + 4), and at no expert, whose weights are no linear layers.
     assert training(size, TrainConfig(lora_rank=1), 1, tokens=1).gradients == 4 * 3 * 56
     assert size_of(MIXTURE | {"num_experts": None}) is None
+    newer = {name: value for name, value in MIXTURE.items() if name != "num_experts"} | {"num_local_experts": 6}
+    assert size_of(newer) == size
 
 
 def test_weight_files_are_counted_by_their_headers_whatever_the_architecture(tmp_path: Path) -> None:
