@@ -46,6 +46,9 @@ CONSEQUENCES = {
     "zero_stage": "gradients are added in another order",
     "precision": "the master weights are the same, but forward and backward passes round differently",
     "adam_offload": "gradients are added in another order",
+    "context": "gradients are added in another order",
+    "tensor": "gradients are added in another order",
+    "expert": "gradients are added in another order",
     "device": "its kernels round differently, and dropout starts anew",
 }
 """Of a setting that was another when the state was saved."""
@@ -301,7 +304,7 @@ class EngineState:
         }
 
     def _settings(self) -> dict[str, Any]:
-        names = ("engine", "precision", "adam_offload")
+        names = ("engine", "precision", "adam_offload", "context", "tensor", "expert")
         own = {name: getattr(self.config, name) for name in names}
         return {"zero_stage": self.config.stage, **own, "device": self.device.type}
 
@@ -374,8 +377,9 @@ class EngineState:
                 "order, and dropout starts anew from its seed"
             )
         for name, value in self._settings().items():
-            if note[name] != value:
-                remarks.append(f"saved with {name}={note[name]}, loaded with {name}={value}: {CONSEQUENCES[name]}")
+            # Older states know no axes.
+            if (saved := note.get(name, 1)) != value:
+                remarks.append(f"saved with {name}={saved}, loaded with {name}={value}: {CONSEQUENCES[name]}")
         if self.average is not None and note["average"] is None:
             remarks.append("saved without an average of the weights: the average starts from the weights loaded")
         if self.average is None and note["average"] is not None:

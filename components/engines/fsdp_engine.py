@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from components.batch import Batch
 from components.engines.blocks import local_part, own_block
 from components.engines.config import TrainConfig
+from components.engines.experts import share_experts
 from components.engines.fsdp_groups import partition
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill
@@ -38,6 +39,8 @@ class FSDPEngine(TrainEngine):
         """
         super().__init__(model, config)
         self.axes.share(model.float())
+        shared = self.axes.experts
+        experts = () if shared is None else share_experts(model, shared["expert"])
         is_bf16 = config.precision == "bf16"
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
         # What no layer has is needed again when the backward pass begins, at once.
@@ -48,6 +51,8 @@ class FSDPEngine(TrainEngine):
             self.axes.shards,
             offload=config.adam_offload,
             layers_let_go=config.zero_stage == 3,
+            experts=experts,
+            copies=None if shared is None else shared["copies"],
         )
         fill(model, "cpu" if config.adam_offload else self.device)
         self._adam = adam_of(model, config)

@@ -46,6 +46,8 @@ class Axes:
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "tensor"))
             self.shards = self.mesh["data", "context"]._flatten("shards")
             self._alike = self.mesh["context", "tensor"]._flatten("alike").get_group()
+        self.experts = None if config.expert == 1 else _expert_mesh(config.expert, device)
+        """The same ranks otherwise: `expert` have different experts, `copies` the same ones, which they partition."""
 
     def of_axis(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on an axis alone; None: all."""
@@ -78,6 +80,11 @@ class Axes:
         """The sum over the data axis, in place. Ranks that compute together have the same values."""
         dist.all_reduce(values, group=self.of_axis("data"))
         return values
+
+
+def _expert_mesh(size: int, device: torch.device) -> DeviceMesh:
+    shape = dist.get_world_size() // size, size
+    return init_device_mesh(device.type, shape, mesh_dim_names=("copies", "expert"))
 
 
 def all_ranks(device: torch.device) -> DeviceMesh:

@@ -167,7 +167,7 @@ def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
     small = settings.pop("chunks", False)
     head_logprobs._CHUNK = {"cpu": (1, 7)} if small else {}
     logprobs._CHUNK_ELEMENTS = {"cpu": 30} if small else {}
-    for axis in ("context", "tensor") if alone else ():
+    for axis in ("context", "expert", "tensor") if alone else ():
         settings.pop(axis, None)
     model: Any = load_value_model(path, **loading) if values else load_policy(path, **loading, empty=True)
     if reads_logits:

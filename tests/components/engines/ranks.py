@@ -14,7 +14,7 @@ import pytest
 import torch
 
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.full)]
-PARTS = ("train_worker", "group_worker", "publish_worker", "mesh_worker")
+PARTS = ("train_worker", "group_worker", "publish_worker", "mesh_worker", "expert_worker")
 MAY_TAKE_S = 540
 """Against a hang, far from what any run takes on a busy machine."""
 
