@@ -16,6 +16,7 @@ ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Of the KL: names that have another one."""
 MANAGERS = ("naive", "batch", "dapo", "prime", "limited", "remote", "gdpo")
 FUNCTIONS = "functions run at the same time in reward.workers processes of their own, each with a deadline"
+AXES = {"parallel.context": "ulysses_sequence_parallel_size", "parallel.expert": "expert_model_parallel_size"}
 AGENTS = (
     "episodes with tools or several turns are run by an agent here; set agent.func_path to a Python file "
     "(docs/agents.md), and leave the keys of multi_turn out"
@@ -67,14 +68,15 @@ def elsewhere(keys: Computed) -> Iterator[str]:
 
 
 def read_axes(keys: Computed) -> None:
-    """Ranks that share sequences, of actor and critic alike."""
-    own = [key for key in keys.given if key.endswith("ulysses_sequence_parallel_size")]
-    sizes = {keys.given[key] or 1 for key in own}
-    context = max(sizes, default=1)
-    if context > 1:
-        keys.put("parallel.context", context, own[0])
-    if len(sizes) > 1:
-        keys.notes.append(f"actor and critic have the largest ulysses_sequence_parallel_size, {context}")
+    """Ranks that share sequences or experts, of actor and critic alike."""
+    for option, name in AXES.items():
+        own = [key for key in keys.given if key.endswith(name)]
+        sizes = {keys.given[key] or 1 for key in own}
+        largest = max(sizes, default=1)
+        if largest > 1:
+            keys.put(option, largest, own[0])
+        if len(sizes) > 1:
+            keys.notes.append(f"actor and critic have the largest {name}, {largest}")
 
 
 def read_data(keys: Computed) -> None:
