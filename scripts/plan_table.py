@@ -9,7 +9,7 @@ The arithmetic is that of `--dry_run` (components/engines/memory.py), of one lay
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from components.engines.memory import Need, frozen, phases, sampling, training  
 from components.engines.model_size import ModelSize, size_of  # noqa: E402
 
 PAGE = ROOT / "docs/large_models.md"
-BEGIN, END = "<!-- {name}: written by scripts/plan_table.py -->", "<!-- end of {name} -->"
+BEGIN, END = "<!-- {name}: written by scripts/{script} -->", "<!-- end of {name} -->"
 SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -174,8 +174,13 @@ def tables() -> dict[str, str]:
 
 def with_tables(text: str) -> str:
     """The page with these tables in it."""
-    for name, table in tables().items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
+    return filled(text, tables(), "plan_table.py")
+
+
+def filled(text: str, named: Mapping[str, str], script: str) -> str:
+    """A page with tables of a script between the marks that have their names."""
+    for name, table in named.items():
+        begin, end = BEGIN.format(name=name, script=script), END.format(name=name)
         before, rest = text.split(begin)
         text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
     return text

@@ -48,6 +48,27 @@ def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
     assert found.peaks()["weight sync"] == sync
 
 
+def test_axes_of_a_large_mixture_are_those_worked_by_hand() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/parallel_table.py"))
+    size = size_of(script["MODELS"]["Qwen3-235B-A22B"])
+    # As it was published; 94 layers of 128 experts of 3 x 4096 x 1536, of which a token has 8.
+    assert size is not None
+    assert size.parameters == 235_093_634_560
+    experts, rest = 94 * 128 * 3 * 4096 * 1536, 2 * 151_936 * 4096
+    config, need = script["chosen"](size, 32, 4096)
+    assert (config.context, config.expert, config.adam_offload) == (1, 8, True)
+    # A rank's 4 sequences are one pass. A state of 2 bytes a number to 8 experts and back, 7 of 8 of them elsewhere, in
+    # the forward pass, when that is computed again, and in the backward pass.
+    assert need.sends["expert"] == 4 * 4096 * 2 * 3 * 94 * (2 * 8 * 4096 * 7 // 8)
+    # Of 32 ranks 4 have the same experts. Gathered twice in bfloat16, the rest once, gradients in float32.
+    layers, own = (size.parameters - rest - experts) * 31 // 32, experts // 8 * 3 // 4
+    assert need.sends["data"] == pytest.approx(
+        2 * (2 * (layers + own) + rest * 31 // 32) + 4 * (layers + own + rest * 31 // 32), rel=1e-9
+    )
+    text = script["PAGE"].read_text(encoding="utf-8")
+    assert script["with_tables"](text) == text
+
+
 def test_the_page_has_these_tables(script: dict[str, Any]) -> None:
     text = script["PAGE"].read_text(encoding="utf-8")
     assert script["with_tables"](text) == text
