@@ -12,17 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import plan_table  # which makes the project importable
 
-from components.engines.config import TrainConfig  # noqa: E402 (may not be installed)
-from components.engines.memory import Need, learning  # noqa: E402
-from components.engines.model_size import ModelSize, size_of  # noqa: E402
-from scripts import plan_table  # noqa: E402
+from components.engines.config import TrainConfig
+from components.engines.memory import Need, learning
+from components.engines.model_size import ModelSize, size_of
 
-PAGE = ROOT / "docs/parallel.md"
+PAGE = plan_table.ROOT / "docs/parallel.md"
 MODELS = {name: plan_table.MODELS[name] for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen2.5-72B")}
 MODELS["Qwen3-235B-A22B"] = plan_table.MODELS["Qwen3-30B-A3B"] | {
     "hidden_size": 4096,

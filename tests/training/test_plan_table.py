@@ -48,7 +48,8 @@ def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
     assert found.peaks()["weight sync"] == sync
 
 
-def test_axes_of_a_large_mixture_are_those_worked_by_hand() -> None:
+def test_axes_of_a_large_mixture_are_those_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     script = runpy.run_path(str(ROOT / "scripts/parallel_table.py"))
     size = size_of(script["MODELS"]["Qwen3-235B-A22B"])
     # As it was published; 94 layers of 128 experts of 3 x 4096 x 1536, of which a token has 8.
