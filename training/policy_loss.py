@@ -22,7 +22,7 @@ def clipped_policy_loss(
 
     Args:
         model: the policy.
-        micro: with `advantage`, `rollout_logprob`, and `logprob` where a step has several optimizer steps.
+        micro: with `advantage`, `rollout_logprob`, and `logprob` from its second optimizer step on.
         totals: of the whole optimizer step, by which the loss is normalised.
         config: of the run: clip range, correction, temperature.
         aggregation: how tokens are weighed.
@@ -34,7 +34,7 @@ def clipped_policy_loss(
     mask_N = micro["action_mask"]
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    # In the only optimizer step of a batch the policy before it is the policy itself.
+    # In the first optimizer step of a batch the policy before it is the policy itself.
     old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
     columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
     tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)

@@ -18,7 +18,9 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
     """What each token costs, as `algorithm.policy_loss` says."""
     own = config.algorithm
     clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
-    columns = (logprob_N, micro[config.old_policy], micro["advantage"], micro["action_mask"])
+    # In the first optimizer step of a batch the policy before it is the policy itself.
+    old_logprob_N = micro[config.old_policy] if config.old_policy in micro else logprob_N.detach()
+    columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
     match own.policy_loss:
         case "ppo":
             return policy_losses.ppo_loss(*columns, **clip, dual_clip=own.dual_clip)

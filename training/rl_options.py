@@ -329,7 +329,7 @@ class RLOptions(RunOptions):
         if compares and self.train.precision != "fp32" and self.train.packing is False:
             found.append(
                 f"train.precision={self.train.precision} with train.packing=false: padding changes how "
-                "log-probabilities are rounded, so that KL and ratio start near 0 and 1, and not at them"
+                "log-probabilities are rounded, so that the KL starts near 0 and not at it"
             )
         found += self.rollout.notes()
         found += self.agent.notes(given, self.rollout.engine)

@@ -68,7 +68,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
 def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
     """The loss of each token: PPO's clipped surrogate on its own ratio, or on that of its response."""
     own = config.algorithm
-    # In the only optimizer step of a batch the policy before it is the policy itself.
+    # In the first optimizer step of a batch the policy before it is the policy itself.
     old_logprob_N = micro["logprob"] if "logprob" in micro else logprob_N.detach()
     columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
     if own.ratio == "sequence":

@@ -84,6 +84,10 @@ class TrainedModel(BaseWorkload):
             minibatch = experience.select(chosen_B)
             if prepare is not None:
                 minibatch = prepare(minibatch, index)
+            if index == 0 and "logprob" in minibatch:
+                # The policy is still the one of the old log-probs: a loss takes its own, and the ratio is exactly 1.
+                # Another pass may have other rows in its micro-batches, whose products round otherwise.
+                minibatch = minibatch.without("logprob")
             try:
                 history.append(self.engine.train_step(minibatch, loss))
             except FloatingPointError as error:
