@@ -1,13 +1,14 @@
 """What memory a rank needs at most for a model of 400 M parameters, from loading it to exporting it, on CPUs.
 
-    for ranks in 2 4; do for engine in fsdp deepspeed; do python scripts/bench_memory.py $engine $ranks; done; done
+    for ranks in 2 4; do for kind in fsdp deepspeed frozen; do python scripts/bench_memory.py $kind $ranks; done; done
     python scripts/bench_memory.py fsdp 2 --layers 2        a small model, to try the script
 
-Each rank trains one step on a few tokens, saves its state and exports the model; /proc says what it took at most in
+Each rank trains two steps on a few tokens, saves its state and exports the model; /proc says what it took at most in
 each phase. "bound" is what a process takes that has imported everything and met the others, 16 bytes for each parameter
 that the rank keeps (weights, gradients and AdamW's moments in float32), and two buckets of 256 MiB. Then the state is
-loaded by an engine of half as many ranks, and everything in it by a single rank, whose digests have to be equal. Exits
-1 where a peak is more than 10% above the bound, or a digest differs.
+loaded by an engine of half as many ranks, and everything in it by a single rank, whose digests have to be equal. A
+frozen model, sharded, evaluates the same tokens and is exported; it may take 2 bytes for each parameter. Exits 1 where
+a peak is more than 10% above the bound, or a digest differs.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.batch import Batch  # noqa: E402 (may not be installed)
-from components.engines.causal import load_policy, token_logprobs  # noqa: E402
-from components.engines.config import TrainConfig  # noqa: E402
+from components.engines.causal import load_policy, policy_logprobs, token_logprobs  # noqa: E402
+from components.engines.config import FrozenConfig, PassLimits, TrainConfig  # noqa: E402
 from components.engines.export import save_model  # noqa: E402
+from components.engines.frozen_engine import open_frozen_policy  # noqa: E402
 from components.engines.opening import open_engine  # noqa: E402
 from components.engines.train_engine import BUCKET_BYTES, TrainEngine, init_process_group  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals  # noqa: E402
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
-BYTES_PER_PARAMETER = 16
+BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}
+TOKENS = 64
+"""Of a micro-batch."""
 BAR = 1.1
-PHASES = ("load", "step", "save_state", "save_hf", "load_state")
+PHASES = ("load", "forward", "step", "save_state", "save_hf", "load_state")
 
 
 def write_model(folder: Path, layers: int) -> int:
@@ -83,16 +88,16 @@ def nll(model: Any, batch: Batch, totals: Totals) -> LossOutput:
 
 
 def engine_of(folder: Path, engine: str) -> TrainEngine:
-    config = TrainConfig(engine=engine, zero_stage=3, precision="bf16", learning_rate=1e-3, max_tokens=64)
+    config = TrainConfig(engine=engine, zero_stage=3, precision="bf16", learning_rate=1e-3, max_tokens=TOKENS)
     return open_engine(load_policy(folder, empty=True, gradient_checkpointing=True), config)
 
 
-def rank_main(folder: Path, engine_name: str, work: str) -> None:
-    """One rank: trains and saves, or only loads what was saved."""
+def rank_main(folder: Path, kind: str, work: str) -> None:
+    """One rank: trains and saves, or only loads what was saved; or evaluates a frozen model."""
     torch.set_num_threads(1)
     init_process_group()
     # What is imported is no part of the model.
-    if engine_name == "deepspeed":
+    if kind == "deepspeed":
         importlib.import_module("deepspeed")
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     import transformers.utils.logging as library
@@ -107,18 +112,29 @@ def rank_main(folder: Path, engine_name: str, work: str) -> None:
         peaks[name] = memory("VmHWM")
         return result
 
-    engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", engine_name))
-    if work == "train":
-        tokens = torch.arange(2 * engine.world_size * 16) % VOCABULARY
-        batch = Batch(torch.full((2 * engine.world_size,), 16), {"tokens": tokens})
-        phase("step", lambda: engine.train_step(batch, nll))
-        phase("save_state", lambda: engine.save_state(folder / "state"))
-        phase("save_hf", lambda: engine.save_hf(folder / "hf"))
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if kind == "frozen":
+        config = FrozenConfig(precision="bf16", limits=PassLimits(max_tokens=TOKENS), layout="sharded")
+        frozen = phase("load", lambda: open_frozen_policy(folder / "model", config))
+        phase("forward", lambda: frozen.forward(sequences(2), policy_logprobs))
+        phase("save_hf", lambda: frozen.save_hf(folder / "hf", writes=rank == 0))
+        record["digest"] = ""
     else:
-        phase("load_state", lambda: engine.load_state(folder / "state"))
-    record |= {"peaks": peaks, "digest": digest(engine)}
-    (folder / f"{work}-{engine.rank}.json").write_text(json.dumps(record))
+        engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", kind))
+        if work == "train":
+            phase("step", lambda: [engine.train_step(sequences(2 * ranks), nll) for _ in range(2)])
+            phase("save_state", lambda: engine.save_state(folder / "state"))
+            phase("save_hf", lambda: engine.save_hf(folder / "hf"))
+        else:
+            phase("load_state", lambda: engine.load_state(folder / "state"))
+        record["digest"] = digest(engine)
+    record["peaks"] = peaks
+    (folder / f"{work}-{rank}.json").write_text(json.dumps(record))
     os._exit(0)
+
+
+def sequences(count: int) -> Batch:
+    return Batch(torch.full((count,), 16), {"tokens": torch.arange(count * 16) % VOCABULARY})
 
 
 def digest(engine: TrainEngine) -> str:
@@ -137,26 +153,26 @@ def numbers(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
-def run(folder: Path, engine: str, ranks: int, work: str) -> list[dict[str, Any]]:
+def run(folder: Path, kind: str, ranks: int, work: str) -> list[dict[str, Any]]:
     """What each rank measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, engine, str(ranks), "--work", work, "--folder", str(folder)]
+    command = [sys.executable, __file__, kind, str(ranks), "--work", work, "--folder", str(folder)]
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     rendezvous |= {"WORLD_SIZE": str(ranks)}
     started = [subprocess.Popen(command, env=os.environ | rendezvous | {"RANK": str(r)}) for r in range(ranks)]
     ends = [process.wait() for process in started]
     if any(ends):
-        raise SystemExit(f"a rank of {engine} on {ranks} failed")
+        raise SystemExit(f"a rank of {kind} on {ranks} failed")
     return [json.loads((folder / f"{work}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def rows(records: list[dict[str, Any]], parameters: int) -> Iterator[tuple[str, float, float]]:
-    """(phase, the most that a rank took, its bound), in GB."""
+def rows(records: list[dict[str, Any]], kept: int) -> Iterator[tuple[str, float, float]]:
+    """(phase, the most that a rank took, its bound), in GB. `kept`: bytes of all parameters."""
     for name in PHASES:
         for record in records:
-            record["bound"] = record["before"] + parameters / len(records) * BYTES_PER_PARAMETER + 2 * BUCKET_BYTES
+            record["bound"] = record["before"] + kept / len(records) + 2 * BUCKET_BYTES
         with_phase = [record for record in records if name in record["peaks"]]
         if with_phase:
             worst = max(with_phase, key=lambda record: record["peaks"][name] / record["bound"])
@@ -165,26 +181,26 @@ def rows(records: list[dict[str, Any]], parameters: int) -> Iterator[tuple[str, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("fsdp", "deepspeed"))
+    parser.add_argument("kind", choices=tuple(BYTES_PER_PARAMETER))
     parser.add_argument("ranks", type=int)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", choices=("train", "load"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
-        rank_main(asked.folder, asked.engine, asked.work)
+        rank_main(asked.folder, asked.kind, asked.work)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         parameters = write_model(folder / "model", asked.layers)
-        print(f"{asked.engine}, {asked.ranks} ranks, {parameters / 1e6:.0f} M parameters; GB of the largest rank")
+        print(f"{asked.kind}, {asked.ranks} ranks, {parameters / 1e6:.0f} M parameters; GB of the largest rank")
         print("| phase | ranks | peak | bound | peak / bound |\n|---|---|---|---|---|")
         faults = 0
         digests = set()
-        loads = dict.fromkeys((("load", max(1, asked.ranks // 2)), ("load", 1)))
+        loads = dict.fromkeys((("load", max(1, asked.ranks // 2)), ("load", 1))) if asked.kind != "frozen" else ()
         for work, ranks in [("train", asked.ranks), *loads]:
-            records = run(folder, asked.engine, ranks, work)
+            records = run(folder, asked.kind, ranks, work)
             digests.add(records[0]["digest"])
-            for name, peak, bound in rows(records, parameters):
+            for name, peak, bound in rows(records, BYTES_PER_PARAMETER[asked.kind] * parameters):
                 faults += peak > BAR * bound
                 print(f"| {name} | {ranks} | {peak:.2f} | {bound:.2f} | {peak / bound:.2f} |", flush=True)
         print(f"the state is {'the same' if len(digests) == 1 else 'NOT the same'} on all numbers of ranks")
