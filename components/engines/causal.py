@@ -434,7 +434,8 @@ def keep_freed_memory(model: nn.Module) -> None:
     training step then cost a page fault for each 4 KB. Measured: 12% of the CPU time of a step of 11,000 tokens, with
     0.4 million parameters. The wider a model, the less: the bytes of a token grow with the width, its computation with
     the square of that. But the gradients of a large model, which stay, would lie in what is left free of the large
-    blocks that they are reduced from, and the next layer's block would not fit there.
+    blocks that they are reduced from, and the next layer's block would not fit there. (A gigabyte written into new
+    blocks of 8 MiB took 0.97 CPU seconds, and 0.19 into kept ones.)
     """
     if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
         return
