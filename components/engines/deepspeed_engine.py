@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from components.engines.config import TrainConfig
+from components.engines.fsdp_groups import layers_of
 from components.engines.host_memory import tensors_within
+from components.engines.memory import ZERO_NUMBERS
 from components.engines.train_engine import TrainEngine, adam_of
 from components.engines.weight_files import fill, filled
 from components.engines.weight_gather import Part, cut_part, whole_part
@@ -144,12 +146,18 @@ def _import_deepspeed() -> Any:
 def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     stage = config.stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
+    zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = ZERO_NUMBERS
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if stage == 3:
         # Vectors stay whole: gathering one costs a message and frees next to nothing.
         vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim <= 1]
         zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
+        # Two layers: the one that computes, and the next one.
+        largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)), default=0)
+        gathered = max(2 * largest, ZERO_NUMBERS)
+        zero |= {"stage3_max_live_parameters": gathered, "stage3_max_reuse_distance": gathered}
+        zero |= {"stage3_prefetch_bucket_size": gathered // 2, "sub_group_size": ZERO_NUMBERS}
     settings: dict[str, Any] = {
         # Micro-batches are cut by tokens, and where a step ends is set by hand.
         "train_micro_batch_size_per_gpu": 1,

@@ -39,9 +39,6 @@ def partition(
         The groups, of which the last is what no layer has.
     """
     kept = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    # transformers says which of its modules are layers.
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    layers = [module for module in model.modules() if type(module).__name__ in names and module is not model]
     groups = list[FSDPModule]()
     for module in experts:
         assert copies is not None
@@ -54,9 +51,15 @@ def partition(
         group.set_force_sum_reduction_for_comms(device.type == "cpu" and copies.size() > 1)
         groups.append(group)
     # The innermost first, should layers have layers in them.
-    for module in [*reversed(layers), model]:
+    for module in [*reversed(layers_of(model)), model]:
         lets_go = rest_lets_go if module is model else layers_let_go
         groups.append(
             fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=kept)
         )
     return groups
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that transformers calls layers."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names and module is not model]

@@ -38,8 +38,11 @@ BUCKET_BYTES = 256 * 2**20
 """Weights travel between files, ranks and engines in such parts, of which two are there at a time."""
 VLLM_TOKENS = 16384
 """That vLLM reads at a time, at most."""
-_GATHERED = 1_000_000_000
-"""Numbers that DeepSpeed gathers at the same time with zero_stage 3, at most; half as many it reduces at a time."""
+ZERO_NUMBERS = 2**25
+"""Gradients that DeepSpeed reduces at a time, and of the optimizer's states those that a step has at a time; with
+zero_stage 3 it also gathers so many parameters at the same time, or two layers where these are more."""
+_REDUCED = 500_000_000
+"""Gradients that DeepSpeed reduces at a time with zero_stage 0."""
 _WIDTH = {"float32": 4, "bfloat16": 2}
 _STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
 """Of a token's state, what a layer keeps for the backward pass, in numbers of the matrix products' width."""
@@ -339,11 +342,13 @@ class _Training:
             # Of the layers one computes, and the next one is on its way.
             return self.gathered_rest() + 2 * width * self.layer + gradients
         # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.
-        waiting = width * min(self.trained, _GATHERED // 2)
-        buffer = width * _GATHERED // 2 if self.gpu else waiting
+        buffer = width * (ZERO_NUMBERS if self.gpu else min(self.trained, ZERO_NUMBERS))
         if stage < 2:
             return buffer * stage * self.gpu
-        gathered = width * min(self.size.parameters, _GATHERED) if stage == 3 and self.ranks > 1 else 0
+        # One that is larger than the buffer goes alone.
+        waiting = width * min(self.trained, max(ZERO_NUMBERS, head))
+        at_once = max(ZERO_NUMBERS, 2 * self.layer) + self.size.rest
+        gathered = width * min(self.size.parameters, at_once) if stage == 3 and self.ranks > 1 else 0
         return waiting + buffer + gathered
 
     def step(self) -> int:
@@ -352,13 +357,12 @@ class _Training:
         """
         if self.config.engine == "fsdp":
             return 0 if self.config.lora_rank else (2 * self.width + 4) * self.size.rest
-        waiting = min(self.trained, _GATHERED // 2)
         own = self.trained // self.ranks
         if self.config.stage == 0:
-            return 4 * waiting
+            return 4 * min(self.trained, _REDUCED)
         if self.config.stage == 1:
-            return 4 * own + self.width * (_GATHERED // 2 if self.gpu else waiting)
-        return 4 * (own if self.config.stage == 2 else min(own, _GATHERED))
+            return 4 * own + self.width * (ZERO_NUMBERS if self.gpu else min(self.trained, ZERO_NUMBERS))
+        return 4 * (own if self.config.stage == 2 else min(own, ZERO_NUMBERS))
 
 
 def frozen(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
-from components.engines import engine_state, train_engine
+from components.engines import deepspeed_engine, engine_state, train_engine
 from components.engines.causal import load_policy, load_value_model
 from components.engines.opening import open_engine
 from components.engines.train_engine import TrainEngine, init_process_group
@@ -83,6 +83,8 @@ CROSSED = [
 ]
 """As what a state was saved by another number of ranks, and as what it is loaded."""
 HALF = 2
+# Several buckets of gradients, and several groups of a rank's parameters, as large models have.
+deepspeed_engine.ZERO_NUMBERS = 1000
 
 
 def meet_nowhere() -> str:
@@ -178,6 +180,7 @@ def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: lis
 def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     """What the other number of ranks saved."""
     engine_state.PIECE = 700
+    deepspeed_engine.ZERO_NUMBERS = 400
     other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
     names = {f"{saved}-{case}": (saved, case) for saved, case in CROSSED}
     return {
