@@ -82,6 +82,15 @@ def test_each_estimator_is_what_it_is_by_hand(options: str, expected: list[float
     assert advantages(*options.split()) == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_digit_of_noise_in_a_group_of_equal_rewards_is_worth_little() -> None:
+    # 1, 1 - d, 1: d / 3, -2 d / 3 and d / 3 about the mean, and a deviation of d / sqrt(3), to which 1e-6 is added.
+    d = 2.0**-23
+    found = advantages("algorithm.adv_estimator=grpo", reward=torch.tensor([1.0, 1.0 - d, 1.0, 5.0]))
+    unit = d / 3 / (d / ROOT3 + 1e-6)
+    assert found == pytest.approx([unit, -2 * unit, unit, 0], rel=1e-3)
+    assert unit < 0.04
+
+
 def test_remax_takes_the_greedy_answers_reward_off() -> None:
     greedy = torch.tensor([1.0, 1.0, 1.0, 5.0])
     assert advantages("algorithm.adv_estimator=remax", greedy_reward=greedy) == pytest.approx([3, 0, 3, 0])
