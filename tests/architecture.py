@@ -51,7 +51,7 @@ RECIPE_LINES = {
     "dpo": 170,
     "reward_model": 500,
     "openrlhf_ppo": 819,
-    "verl_ppo": 1894,
+    "verl_ppo": 1912,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""

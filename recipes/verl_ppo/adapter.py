@@ -16,14 +16,22 @@ ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Of the KL: names that have another one."""
 MANAGERS = ("naive", "batch", "dapo", "prime", "limited", "remote", "gdpo")
 FUNCTIONS = "functions run at the same time in reward.workers processes of their own, each with a deadline"
-AXES = {"parallel.context": "ulysses_sequence_parallel_size", "parallel.expert": "expert_model_parallel_size"}
+AXES = {
+    "parallel.context": ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
+    "parallel.expert": ("megatron.expert_model_parallel_size",),
+    "parallel.tensor": ("megatron.tensor_model_parallel_size",),
+}
 AGENTS = (
     "episodes with tools or several turns are run by an agent here; set agent.func_path to a Python file "
     "(docs/agents.md), and leave the keys of multi_turn out"
 )
-MEGATRON = (
+OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
+)
+MEGATRON = (
+    "megatron is torch's fully_shard here, with the same axes for tensor, context and expert parallelism; instead of "
+    "pipeline stages all ranks have parts of all layers"
 )
 
 
@@ -48,9 +56,10 @@ def elsewhere(keys: Computed) -> Iterator[str]:
     """What is of another way to train, to sample or to act than those that are here."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
-    others = [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp")]
-    if others or "megatron" in name:
-        yield f"{others[0] if others else 'megatron'} (actor_rollout_ref.actor.strategy) {MEGATRON}"
+    for other in [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
+        yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
+    if "megatron" in (*trains, name.partition("_")[2].partition("_")[0]):
+        keys.notes.append(MEGATRON)
     engine = keys.get(f"{ROLLOUT}.name")
     if engine in ("sglang", "trtllm"):
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
@@ -68,15 +77,17 @@ def elsewhere(keys: Computed) -> Iterator[str]:
 
 
 def read_axes(keys: Computed) -> None:
-    """Ranks that share sequences or experts, of actor and critic alike."""
-    for option, name in AXES.items():
-        own = [key for key in keys.given if key.endswith(name)]
+    """Ranks that share sequences, experts or layers, of actor and critic alike."""
+    for option, names in AXES.items():
+        own = [key for key in keys.given if key.endswith(names) and not key.startswith(REFERENCE)]
         sizes = {keys.given[key] or 1 for key in own}
         largest = max(sizes, default=1)
-        if largest > 1:
+        if largest > 1 and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
+            keys.notes.append(f"no effect of {own[0]}={largest}: beside experts that ranks share layers are whole")
+        elif largest > 1:
             keys.put(option, largest, own[0])
         if len(sizes) > 1:
-            keys.notes.append(f"actor and critic have the largest {name}, {largest}")
+            keys.notes.append(f"actor and critic have the largest {names[-1]}, {largest}")
 
 
 def read_data(keys: Computed) -> None:
@@ -148,9 +159,9 @@ def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tup
 
 def read_models(keys: Computed) -> None:
     """Precision, offloading and adapters."""
-    for group, prefixes in (
-        ("train", (f"{ACTOR}.fsdp_config",)),
-        ("critic", ("critic.model.fsdp_config", "critic.fsdp")),
+    for group, owner, prefixes in (
+        ("train", ACTOR, (f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron")),
+        ("critic", "critic", ("critic.model.fsdp_config", "critic.fsdp", "critic.megatron")),
     ):
         weights, products = (
             keys.get(*(f"{prefix}.{name}" for prefix in prefixes for name in names))
@@ -164,6 +175,7 @@ def read_models(keys: Computed) -> None:
             keys.put(f"{group}.precision", precision, f"{prefixes[0]}.model_dtype")
         switches = ("param_offload", "optimizer_offload", "offload_policy")
         offloads = [keys.get(f"{prefix}.{switch}") for prefix in prefixes for switch in switches]
+        offloads.append(keys.get(f"{owner}.optim.override_optimizer_config.optimizer_cpu_offload"))
         if any(offload is not None for offload in offloads):
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
     if rank := keys.get("actor_rollout_ref.model.lora.rank"):

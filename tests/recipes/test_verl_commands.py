@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from local_runs import run_here
-from tiny_models import write_policy, write_reward_model
+from tiny_models import write_mixture, write_policy, write_reward_model
 
 from recipes.verl_ppo.main import main
 from tests.messages import says
@@ -21,11 +21,12 @@ pytestmark = pytest.mark.full
 
 COMMANDS = [json.loads(line) for line in (Path(__file__).parent / "upstream/verl.jsonl").read_text().splitlines()]
 PLAIN = [command for command in COMMANDS if not command["tags"]]
+MEGATRON = [command for command in COMMANDS if command["tags"] == ["megatron"]]
 DEFAULTS = Path(__file__).parent / "upstream"
 TAKEN = 0.9
 """Share of the plain text commands that is taken whole."""
+MEGATRON_TAKEN = 0.8
 REASONS = {
-    "megatron": ["megatron", "actor_rollout_ref.actor.strategy=fsdp2"],
     "sglang": ["actor_rollout_ref.rollout.name=sglang", "vllm"],
     "trtllm": ["actor_rollout_ref.rollout.name=trtllm", "vllm"],
     "multiturn": ["multi_turn", "agent_func_path"],
@@ -40,6 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verl")
     write_policy(folder / "policy", num_attention_heads=8)  # as many as share a sequence there
     write_reward_model(folder / "reward_model", 0)
+    write_mixture(folder / "mixture", num_attention_heads=8, num_experts=16)
     row: dict[str, Any] = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
     rows = ({**row, "prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(9_000))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def local(argument: str, files: Path) -> str:
+def local(argument: str, files: Path, policy: str = "policy") -> str:
     """An argument with a local file in the place of upstream's."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
@@ -56,19 +58,21 @@ def local(argument: str, files: Path) -> str:
     elif name in ("reward_model.model.path", "reward.reward_model.model_path"):
         value = f"{files}/reward_model"
     elif name.endswith(("model.path", "tokenizer_path")):
-        value = f"{files}/policy"
+        value = f"{files}/{policy}"
     elif name == "custom_reward_function.path":
         value = f"{files}/score.py"
     return f"{key}={value}"
 
 
-def planned(arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def planned(
+    arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], policy: str = "policy"
+) -> tuple[int, str]:
     """Exit code and messages of a dry run on the machines that the command asks for."""
     asked = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     machines = int(asked.get("trainer.nnodes") or 1) + int(asked.get("rollout.nnodes") or 0)
     assumed = f"--assume_devices={asked.get('trainer.n_gpus_per_node') or 8}x{machines}"
     capsys.readouterr()
-    code = main([*(local(word, files) for word in arguments), "--dry_run", assumed])
+    code = main([*(local(word, files, policy) for word in arguments), "--dry_run", assumed])
     return code, capsys.readouterr().err
 
 
@@ -82,6 +86,26 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
     assert len(refused) <= (1 - TAKEN) * len(PLAIN), refused
     # For something that is not here, and with what to use.
     words = ("lora_adapter_path",)
+    assert [said for said in refused.values() if not any(word in said for word in words)] == []
+
+
+def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused, axes = {}, set[str]()
+    for command in MEGATRON:
+        shares_experts = any(re.search(r"expert_model_parallel_size=(?!1$)", word) for word in command["argv"])
+        code, said = planned(command["argv"], files, capsys, "mixture" if shares_experts else "policy")
+        if code != 0:
+            refused[command["script"]] = said
+        else:
+            assert "fully_shard" in said, command["script"]
+            axes |= set(re.findall(r"[kMGT]?B \((\w+)\)", said))
+    assert len(MEGATRON) >= 20
+    assert len(MEGATRON) - len(refused) >= MEGATRON_TAKEN * len(MEGATRON), refused
+    assert axes >= {"tensor", "expert"}
+    # Adapters beside an axis, and engines of several machines.
+    words = ("lora_rank", "rollout.tensor_model_parallel_size=32")
     assert [said for said in refused.values() if not any(word in said for word in words)] == []
 
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -47,6 +54,16 @@ def write_policy(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None,
     tokenizer = tokenizer or byte_tokenizer()
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**(shape(tokenizer) | config))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_mixture(folder: Path, **config: Any) -> Path:
+    """A mixture of experts with random weights."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = shape(tokenizer) | {"moe_intermediate_size": 16, "num_experts_per_tok": 2} | config
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
