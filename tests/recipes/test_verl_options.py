@@ -304,8 +304,7 @@ def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_f
 @pytest.mark.parametrize(
     ("argument", "facts"),
     [
-        (f"{A}.strategy=megatron", ["megatron", f"{A}.strategy=fsdp2"]),
-        ("--config-name=ppo_megatron_trainer", ["megatron", f"{A}.strategy=fsdp2"]),
+        (f"{A}.strategy=torchtitan", ["torchtitan", f"{A}.strategy=fsdp2"]),
         ("--config-name=mine", ["--config-name=mine", "--config FILE"]),
         (f"{R}.multi_turn.enable=True", ["multi_turn", "agent_func_path"]),
         (f"{R}.multi_turn.tool_config_path=a.yaml", ["multi_turn", "agent_func_path"]),
@@ -324,12 +323,24 @@ def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[obj
         small(argument)
 
 
+@pytest.mark.parametrize(
+    "chosen", [f"{A}.strategy=megatron", "--config-name=ppo_megatron_trainer", "model_engine=megatron"]
+)
+def test_megatron_is_fully_shard_with_the_axes_that_it_names(chosen: str) -> None:
+    own = [f"{A}.megatron.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")]
+    config = small(chosen, f"{own[0]}=2", f"{own[1]}=4", f"{own[2]}=8", f"{A}.megatron.param_offload=True")
+    assert (config.parallel.tensor, config.parallel.context, config.parallel.expert) == (2, 4, 1)
+    assert (config.train.engine, config.train.adam_offload) == ("fsdp", True)
+    mixed = small(chosen, f"{own[0]}=2", f"{A}.megatron.expert_model_parallel_size=4")
+    assert (mixed.parallel.tensor, mixed.parallel.expert) == (1, 4)
+
+
 def test_what_belongs_elsewhere_is_said_first() -> None:
-    keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.megatron.param_offload=True", f"{R}.name=sglang"]
+    keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.strategy=torchtitan", f"{R}.name=sglang"]
     with pytest.raises(ConfigError) as found:
-        small(*keys, "trainer.device=npu", "--config-name=ppo_megatron_trainer.yaml")
+        small(*keys, "trainer.device=npu")
     lines = str(found.value).splitlines()[1:]
-    assert [word in line for word, line in zip(("megatron", "sglang", "npu"), lines)] == [True] * 3
+    assert [word in line for word, line in zip(("torchtitan", "sglang", "npu"), lines)] == [True] * 3
     assert len(lines) == 5
 
 
