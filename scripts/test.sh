@@ -25,7 +25,7 @@ for argument in "$@"; do
 done
 case "$tier" in
     default) extras=(recipes test) marks="not full and not nightly" budget=900 minutes=60 ;;
-    full) extras=(recipes dev vllm) marks="not nightly" budget=3600 minutes=85 ;;
+    full) extras=(recipes dev vllm) marks="not nightly" budget=4000 minutes=85 ;;
     nightly) extras=(recipes dev vllm) marks="nightly" budget=0 minutes=480 ;;
 esac
 ((${#options[@]} || budget == 0)) || options=(--cpu-budget="$budget")

@@ -139,7 +139,8 @@ class PairCommand(SupervisedCommand[P]):
         first = config.model.path
         with naming("model.path", first):
             tokenizer = config.tokenizer(first)
-            check_vocabulary(tokenizer, config.model)
+            if "model.path" in config.models:  # it is not made here, for this very tokenizer
+                check_vocabulary(tokenizer, config.model)
         for option, path in config.models.items():
             with naming(option, path):
                 if path != first and not same_vocabulary(tokenizer, config.tokenizer(path)):

@@ -99,13 +99,14 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
             # 4. Advantage: (reward - mean of its group) / standard deviation of its group, the same for each token.
             advantage_B = group_norm(rollouts["reward"], rollouts["prompt_id"])
             experience = rollouts.with_tokens(**columns, advantage=advantage_B[rollouts.sequence_ids])
-            # 5. Update: an optimizer step per mini-batch, whose gradient is the sum of those of its micro-batches.
+            # 5. Update: an optimizer step per mini-batch, whose gradient is the sum of those of its micro-batches. In
+            #    the first the policy is still that of the old log-probs: the loss takes its own, and the ratio is 1.
             chosen = shuffled_minibatches(len(experience), parts, own.epochs, seed=own.seed, step=step)
+            first, *others = (experience.select(indices) for indices in chosen)
             loss = partial(policy_loss, own=own)
-            updates = [train_engine.train_step(experience.select(indices), loss) for indices in chosen]
+            updates = [train_engine.train_step(part, loss) for part in (first.without("old_logprob"), *others)]
             # 6. Weight sync: the next responses are sampled from the policy that was just trained.
             rollout_engine.receive(publisher.publish(step, train_engine.gathered_parameters()))
-
             means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
             means["reward"] = float(rollouts["reward"].mean())
             yield means | {"step": step, "seconds": time.monotonic() - start}
@@ -114,15 +115,14 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, own: Settings) -> LossOutput:
     """PPO's clipped surrogate, and the KL penalty, of one micro-batch.
 
-    Sums over the micro-batch are divided by the tokens of the whole mini-batch, which are in `totals`. So micro-batches
-    add up to the mean over the mini-batch, wherever it is cut, and a token of a long response counts like any other.
+    Sums are divided by the tokens of the whole mini-batch (`totals`), so that micro-batches add up to its mean.
     """
     output = token_logprobs(model, micro, own.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    logprob_N = output.logprob_N
-    mask_N = micro["action_mask"]  # True for the tokens of responses
+    logprob_N, mask_N = output.logprob_N, micro["action_mask"]  # True for the tokens of responses
     # With r = exp(logprob - old_logprob) a token costs max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
-    columns = (logprob_N, micro["old_logprob"], micro["advantage"], mask_N)
+    old_logprob_N = micro["old_logprob"] if "old_logprob" in micro else logprob_N.detach()
+    columns = (logprob_N, old_logprob_N, micro["advantage"], mask_N)
     tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals)
     metrics = policy.metrics | {"entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens)}

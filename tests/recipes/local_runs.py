@@ -98,7 +98,8 @@ def state_of_process() -> dict[str, Any]:
 
     return {
         "folder": Path.cwd(),
-        "environment": dict(os.environ),
+        # OpenCV, which transformers imports for the tokenizers of Mistral's models, prepends to LD_LIBRARY_PATH.
+        "environment": {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"},
         "handlers": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
