@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 10.0
 """The longest wait between two tries, whatever a server asks for with Retry-After."""
 
 MOST_BYTES = 2**26
-"""Of an answer, unpacked."""
+"""Of a response, unpacked."""
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class RemoteReward(Closing):
         )
 
     def _post(self, url: str, request: bytes) -> httpx.Response:
-        """Send one request. httpx bounds the time between two parts of an answer; here the whole is bounded, in time
+        """Send one request. httpx bounds the time between two parts of a response; here the whole is bounded, in time
         and in size.
         """
         limit_s = self._settings.url_timeout_s

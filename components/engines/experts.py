@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from components.engines.tensor_parallel import plan_name
+
 _EXPERTS = "grouped_gemm"
 """What transformers' plans say of parameters whose rows are experts."""
 
@@ -34,7 +36,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     inner: Any = getattr(model, "backbone", model)
     names = [name for name, style in (inner.ep_plan or {}).items() if style == _EXPERTS]
     homes = {name.rpartition(".")[0] for name in names}
-    found = [module for name, module in inner.named_modules() if _pattern(name) in homes]
+    found = [module for name, module in inner.named_modules() if plan_name(name) in homes]
     if not found:
         raise ValueError(
             f"parallel.expert={mesh.size()} shares out the experts of a mixture, and transformers has no plan for "
@@ -50,8 +52,3 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     nobody: Any = None
     apply_expert_parallelism(inner, mesh, nobody, plan)
     return found
-
-
-def _pattern(name: str) -> str:
-    """A module's name as plans have it."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -99,7 +99,7 @@ class _Cuts:
         self._check()
 
     def _check(self) -> None:
-        names = {_pattern(name) for name, _ in [*self._model.named_modules(), *self._model.named_parameters()]}
+        names = {plan_name(name) for name, _ in [*self._model.named_modules(), *self._model.named_parameters()]}
         used = {name: style for name, style in self._plan.items() if name in names}
         layers = {name: style for name, style in used.items() if "layers." in name}
         if not layers:
@@ -125,7 +125,7 @@ class _Cuts:
 
     def decide(self, name: str, module: Any) -> None:
         """Note how one module is cut, if it is."""
-        style = self._plan.get(_pattern(name))
+        style = self._plan.get(plan_name(name))
         if module is self._embedding or module is self._head:
             self._by_vocabulary(module)
         elif style == _EACH_HEAD:
@@ -170,8 +170,8 @@ class _Cuts:
         self.forward[module] = partial(_embedding, part=part)
 
 
-def _pattern(name: str) -> str:
-    """As plans name modules: with a star for the number of a layer."""
+def plan_name(name: str) -> str:
+    """As transformers' plans name a module: with a star for the number of a layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -189,12 +189,12 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, placement: dict[nn.Parameter
             setattr(module, name, made)
 
 
-def _whole(module: nn.Module, forward: Any, group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:  # noqa: ARG001
+def _whole(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
     with own_parts(module):
         return forward(*inputs, **named)
 
 
-def _each_head(module: nn.Module, forward: Any, group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:  # noqa: ARG001
+def _each_head(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
     with own_parts(module, partial_gradients=True):
         return forward(*inputs, **named)
 
@@ -250,11 +250,11 @@ class _Sum(torch.autograd.Function):
     """The sum of what the ranks have. All go on with it alike, so that its gradient is that of each summand."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad, None
 
 

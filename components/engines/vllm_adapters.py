@@ -27,17 +27,18 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     """Arguments of vLLM for an engine that holds adapters of this rank; none for 0.
 
     Raises:
-        ValueError: vLLM has no room for so high a rank.
+        ValueError: the rank is higher than vLLM takes.
     """
     if not rank:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
-    if rank > ranks[-1]:
-        raise ValueError(f"lora_rank={rank}: vLLM holds adapters of rank {ranks[-1]} at most; set rollout.merge_lora")
-    room = next(most for most in ranks if most >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    most = ranks[-1]
+    if rank > most:
+        raise ValueError(f"lora_rank={rank}: vLLM holds adapters of rank {most} at most; set rollout.merge_lora=true")
+    held = next(possible for possible in ranks if possible >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": held}
 
 
 def adapter_request(folder: str = "at the start", *, reload: bool = False) -> Any:
@@ -48,13 +49,14 @@ def adapter_request(folder: str = "at the start", *, reload: bool = False) -> An
 
 
 @contextmanager
-def arrived(handle: WeightHandle) -> Iterator[tuple[Any, dict[str, str]]]:
-    """A version of adapters as vLLM loads it, and the digest of each tensor of it."""
+def arrived(handle: WeightHandle, with_digests: bool) -> Iterator[tuple[Any, dict[str, str]]]:
+    """A version of adapters as vLLM loads it; with digests: that of each tensor of it."""
     digests: dict[str, str] = {}
 
     def arriving() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_weights(handle):
-            digests[name] = digest(tensor)
+            if with_digests:
+                digests[name] = digest(tensor)
             yield name, tensor
 
     with _folder(arriving(), handle.adapter_scale) as request:

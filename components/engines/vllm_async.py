@@ -155,7 +155,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self.pause()
             self._damaged = True
             if self.holds_adapters:
-                with arrived(handle) as (request, found):
+                with arrived(handle, verify) as (request, found):
                     await self._llm.add_lora(request)
                 digests = [found]
             else:

@@ -89,7 +89,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         if self.holds_adapters:
-            with arrived(handle) as (request, found):
+            with arrived(handle, with_digests) as (request, found):
                 self._llm.llm_engine.add_lora(request)
             digests = [found]
         else:
