@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from core.exports import CallSpec, Dispatch, Export, F, Mode, NdDispatch, Replay, marks
-from core.names import hint_after
 
 if TYPE_CHECKING:
     from core.futures import Future
@@ -111,10 +110,7 @@ def trainer_invocation(
     known = CallSpec.__dataclass_fields__.keys() - {"mode"}
     if unknown := sorted(options.keys() - known):
         known |= {"target", "auto_shard", "idempotent", "replay"}
-        raise ValueError(
-            f"trainer_invocation has no {unknown}; it knows {sorted(known)}"
-            + hint_after("trainer_invocation", *unknown)
-        )
+        raise ValueError(f"trainer_invocation has no {unknown}; it knows {sorted(known)}")
     if target not in ("ALL", "RANK0"):
         raise ValueError(f"target={target!r}; set target='ALL' (every worker) or 'RANK0' (the first)")
     to_all = Dispatch.AUTO if auto_shard else Dispatch.ONE_TO_ALL
@@ -146,7 +142,6 @@ def register(
     *,
     idempotent: bool = False,
     replay: Replay | None = None,
-    **unknown: Any,
 ) -> Any:
     """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
 
@@ -159,8 +154,6 @@ def register(
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
     """
-    if unknown:
-        raise ValueError(f"register has no {sorted(unknown)}" + hint_after("register", *unknown))
     return marks(Export("", CallSpec(dispatch_mode, blocking), idempotent=idempotent, replay=replay))
 
 

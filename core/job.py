@@ -5,7 +5,7 @@ import importlib.util
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +13,6 @@ from core.backends import BackendName
 from core.errors import JobError
 from core.master import Master
 from core.members import Kind
-from core.names import hint_after
 from core.observers import Observer
 from core.placement import detect_devices, plan
 from core.plan import JobResult, JobSpec, Limits, Resource, RoleSpec
@@ -253,11 +252,6 @@ class JobBuilder:
     def max_restarts(self: B, count: int) -> B:
         """How often instances of the open role may be lost before all starts again; of `run` roles only."""
         return self._set(max_restarts=count)
-
-    if not TYPE_CHECKING:  # it would make every name right
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}" + hint_after("a job builder", name))
 
     # --- the check
 

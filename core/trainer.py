@@ -60,14 +60,14 @@ class BaseTrainer(BaseWorkload):
     def _others(self) -> Directory:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # it would make every name right
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("RG_"):
                 raise AttributeError(
                     f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
                 )
-            super().__getattr__(name)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def get_role_groups(self) -> list[str]:
         """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""

@@ -3,11 +3,10 @@
 import os
 from abc import ABCMeta
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from core.context import WorkloadContext, current
 from core.invocation import rpc
-from core.names import hint_after
 from core.roles import Role
 
 if TYPE_CHECKING:
@@ -145,11 +144,6 @@ class BaseWorkload(metaclass=_SeenAsGroup):
                 f"{self.name} has no place in the mesh {mesh!r}; call self.register_mesh({mesh!r}, dp_rank, is_collect)"
             )
         return self._meshes[mesh]
-
-    if not TYPE_CHECKING:  # it would make every name right
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + hint_after("a workload", name))
 
     def setup_process_group(self, make: Callable[[], None]) -> None:
         """Let an engine make the process group of my role's ranks, before any other library can make one.

@@ -169,7 +169,7 @@ def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> N
 
 
 def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
-    files = {f"core/{i}.py": "x = 1\n" * 336 for i in range(10)} | {"core/names.yaml": "# why\na: 1\n\n"}
+    files = {f"core/{i}.py": "x = 1\n" * 336 for i in range(10)} | {"core/synonyms.yaml": "# why\na: 1\n\n"}
     files |= {f"recipes/{name}/config.py": "x = 1\n" * 172 for name in ("grpo", "openrlhf_ppo")}
     files |= {"recipes/grpo/single_file.py": "x = 1\n", "recipes/grpo/tiny.yaml": "a: 1\n"}
     assert layer_size_faults(tree(tmp_path, files)) == [

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import core
 from core import DLJobBuilder, Job, JobBuilder, JobError, RLJobBuilder, RLRoleType
 from core.placement import _gpus_of_this_machine, assumed_devices, detect_devices
 from core.plan import Placement
@@ -271,19 +270,6 @@ def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
     assert [host.custom for host in placement.hosts] == [{"fpga": 0.5}] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("per_group", "nproc_per_node"),
-        ("process_group", "setup_process_group"),
-        ("by_dlrover_run_cmd", "role("),
-    ],
-)
-def test_a_name_of_dlrovers_builder_that_is_gone_says_what_to_use(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=says("RLJobBuilder", name, instead)):
-        getattr(rl_job(), name)
-
-
 def test_the_submitter_of_the_guide_for_openrlhf_builds_and_prints_its_job() -> None:
     # As multi_role_openrlhf.md shows it, but for the classes.
     args = Namespace(lr=1e-6, actor_num_nodes=1, actor_num_gpus_per_node=2, vllm_num_engines=2, ref_num_nodes=1)
@@ -329,23 +315,6 @@ def test_the_submitter_of_the_guide_for_verl_builds_its_job() -> None:
     assert json.loads(job.model_dump_json())["config"] == OmegaConf.to_container(config)
     OmegaConf.resolve(config)
     assert json.loads(job.model_dump_json())["config"]["gpus"] == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("ResourceDesc", "resource("),
-        ("ElasticWorkloadDesc", "train("),
-        ("SimpleWorkloadDesc", "run("),
-        ("DLConfig", "JobBuilder"),
-        ("PrimeMaster", "job.submit("),
-        ("notify_job_end", "fit()"),
-        ("MyWorkerGroup", "WorkerGroup("),
-    ],
-)
-def test_a_name_of_the_guides_that_core_does_not_have_says_what_to_use(name: str, instead: str) -> None:
-    with pytest.raises(ImportError, match=says(name, instead)):
-        getattr(core, name)
 
 
 def test_the_guides_ways_to_change_a_job_work() -> None:

@@ -179,7 +179,6 @@ def test_a_future_as_an_argument_is_refused_with_what_to_pass(grid: WorkerGroup[
     ("options", "facts"),
     [
         ({"dispatch_mode": "ONE_TO_ALL"}, ["'ONE_TO_ALL'", "Dispatch.ONE_TO_ALL"]),
-        ({"execute_mode": 1}, ["execute_mode", "Dispatch.RANK_ZERO"]),
         ({"replay": "first"}, ["replay='first'", "'last'"]),
     ],
 )
