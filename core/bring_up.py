@@ -248,6 +248,11 @@ class BringUp:
 
     # --- the lost
 
+    def late(self, limit: float) -> list[tuple[WatchedHost, str]]:
+        """Who has not said where it is for so many seconds, and so can be asked nothing, with what tells so."""
+        silent = [host for host in self._coming if host.link is None and not host.lost]
+        return [(host, f"not up after {limit:g} s") for host in silent if time.monotonic() - host.started > limit]
+
     def look_at_nodes(self) -> None:
         """All processes on nodes that the cluster has found dead are lost, though no connection may have ended."""
         dead = self._backend.dead_nodes()

@@ -19,8 +19,8 @@ from multiprocessing.connection import Client, Listener, answer_challenge, deliv
 from pathlib import Path
 from typing import Any
 
-_GREETING_S = 10
-"""Who connects and does not show the key in so many seconds is cut off."""
+_GREETING_S = 30
+"""Who connects and does not show the key in so many seconds is cut off, and who is connected to is taken for dead."""
 _MEMORY_EVERY_S = 2.0
 _MEMORY_SHARE = 0.01
 """Of the time, at most so much is spent on reading memory, which takes 12 ms for each GB."""
@@ -142,7 +142,11 @@ class ControlLink:
         """When the process last said anything."""
         self.alive = True
         self._unanswered: float | None = None
-        self._connection: Any = Client(address, authkey=key)
+        self._connection: Any = Client(address)
+        _set_read_timeout(self._connection, _GREETING_S)
+        answer_challenge(self._connection, key)
+        deliver_challenge(self._connection, key)
+        _set_read_timeout(self._connection, 0)
 
     def poll(self) -> list[tuple[str, Any]]:
         """Messages since the last time, but for the status, which is stored; notices when the process is gone."""

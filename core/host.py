@@ -29,8 +29,8 @@ from core.sharding import payload_bytes
 from core.shared_memory import machine_id
 from core.workload import BaseWorkload, rendezvous_environment
 
-IDLE = "idle"
-"""What a process does between two calls."""
+IDLE, STARTING = "idle", "starting"
+"""What a process does between two calls, and until the others are there too."""
 
 Address = tuple[str, int]
 WorkerKey = tuple[Role, int]
@@ -137,7 +137,7 @@ class Host:
         self._directory: Directory = {}
         self._recovery = Recovery(self._directory if spec.run.recovers else None)
         self._stop_requested = threading.Event()
-        self._state = ("starting", time.monotonic())
+        self._state = (STARTING, time.monotonic())
         self._calls: dict[int, tuple[str, float]] = {}
         self._count = itertools.count()
         self._workers: dict[WorkerKey, _Worker] = {}

@@ -250,10 +250,11 @@ class Master:
     def _end_hung(self) -> None:
         late = [(missing, text) for several, text in self._watch.take("hung") for missing in several]
         hung = [(host, text) for missing, text in late for host in self._who(*missing)]
-        if self._job.stall_timeout:
-            hung += self._watch.stalled(self._job.stall_timeout, self._driving, self._coming.all_up)
+        if limit := self._job.stall_timeout:
+            hung += self._watch.stalled(limit, self._driving, self._coming.all_up)
+            hung += self._coming.late(max(limit, self._job.placement_timeout))
         for host, why in hung:
-            if host.link is None or host.lost or not self._facts.recovers:
+            if host.lost or not self._facts.recovers:
                 continue
             stack = self._watch.stack(host)
             innermost = stack.strip().splitlines()[-2].strip() if stack else "an unknown place"

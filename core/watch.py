@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.control import ControlLink, MemoryGauge
-from core.host import IDLE, HostReport
+from core.host import IDLE, STARTING, HostReport
 from core.members import Directory, Member, RoleEntry
 from core.observers import JobEvent, MemoryEvent, Observer
 from core.plan import HostPlan, RoleSpec
@@ -191,7 +191,7 @@ class Watch:
             quiet = ranks.get(host.roles, link.status.quiet)
             if link.silent_for > limit:
                 found.append((host, f"it has not responded for {link.silent_for:.0f} s"))
-            elif host not in driving and link.status.doing != IDLE and quiet > limit:
+            elif host not in driving and link.status.doing not in (IDLE, STARTING) and quiet > limit:
                 seconds = link.status.seconds
                 found.append((host, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
         quiet = now - self._last_sign

@@ -12,7 +12,7 @@ import pytest
 
 from core import MemoryEvent
 from core.control import ControlLink, ControlServer, MemoryGauge, Status, memory_bytes
-from core.host import IDLE
+from core.host import IDLE, STARTING
 from core.plan import HostPlan
 from core.watch import Watch, WatchedHost
 from tests.messages import says
@@ -70,6 +70,12 @@ def test_strangers_who_say_nothing_or_half_keep_nobody_waiting_and_are_cut_off(
     assert link.status == Status("sorting", 5.0, 5.0, 7)
     for stranger in [*strangers, cut_off]:
         stranger.close()
+
+
+def test_a_process_that_shows_no_key_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.control._GREETING_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
+        ControlLink(silent.getsockname(), KEY)
 
 
 def test_a_killed_process_is_noticed() -> None:
@@ -171,6 +177,9 @@ def test_who_is_in_one_call_without_progress_is_taken_for_dead_and_a_driver_only
     links["ACTOR-1"].status = Status("ACTOR.double", 700.0, 90.0, 7)
     links["TOOL-0"].status = Status("TOOL.double", 700.0, 80.0, 7)
     assert stalled(95.0) == {}
+    links["TOOL-0"].status = Status(STARTING, 700.0, 700.0, 7)
+    assert stalled(75.0) == {}  # it waits for others
+    links["TOOL-0"].status = Status("TOOL.double", 700.0, 80.0, 7)
     # A rank may wait for another that makes progress; instances do not wait for each other.
     assert stalled(75.0).keys() == {"TOOL-0"}
     found = stalled(60.0)
