@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -42,7 +43,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token
-from core.errors import JobError, ResultLost, WorkerDied, with_note
+from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
 from core.exports import Export
 from core.host import HostSpec
 from core.members import Member, Outcome, Share
@@ -62,6 +63,8 @@ _SILENT_WITHIN_S = 90
 _DEATHS = (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError, OutOfMemoryError)
 _LOSSES = (ActorUnavailableError, ObjectLostError)
 """What says nothing of the worker's life: its answer is gone, or it could not be reached for a while."""
+_MOST_FOLDER_BYTES = 28
+"""The path of a socket has 107 at most, of which Ray and we take 79 below the folder for temporary files."""
 OBJECT_STORE_BYTES = 2 * 2**30
 """Upper bound of a local cluster's object store; its memory is taken only as it is used."""
 
@@ -187,11 +190,17 @@ class RayBackend:
         free = os.statvfs("/dev/shm")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
         gpus = detect_devices() or None  # None: Ray may know of some
-        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone. The
-        # names are short, as that of a socket has 107 characters at most.
-        self._own_folder = Path(tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR")))
+        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone.
+        places = (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp")
+        place = next(place for place in places if 0 < len(os.fsencode(place)) <= _MOST_FOLDER_BYTES)
+        self._own_folder = Path(tempfile.mkdtemp(prefix="ray-", dir=place))
         options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
-        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
+        try:
+            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
+        except Exception as error:  # Ray has no other type for it; a machine may be so busy that 30 s are not enough
+            _end_all_of(self._own_folder)
+            self.stop()
+            raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
         self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
         started = node.all_processes
@@ -292,6 +301,14 @@ class RayBackend:
             shutil.rmtree(folder, ignore_errors=True)
         self._own_folder = None
         self._own_processes = []
+
+
+def _end_all_of(folder: Path) -> None:
+    """End what a start of Ray that failed has left: processes whose commands name its folder."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.fsencode(folder) in file.read_bytes():
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def check_reachable(address: str) -> None:

@@ -1,6 +1,7 @@
 """Who dies or hangs, when, and what then: the table of docs/failures.md, cell by cell, with real processes."""
 
 import ast
+import contextlib
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fragile import LATE_S
+from fragile import LATE_S, StopsEarly
 
 from core import JobBuilder, JobEvent, JobResult, WorkerDied, WorkerTimeout
 from core.context import current
@@ -333,6 +334,16 @@ def test_a_stopped_rank_and_a_trainer_that_calls_nobody_are_taken_for_dead_too(c
     assert "TRAINER.run" in why
 
 
+@pytest.mark.nightly
+def test_an_instance_that_is_stopped_before_it_is_up_is_taken_for_dead_too(case: Case) -> None:
+    early = StopsEarly(case.folder)
+    result = case.run(
+        lambda trainer: early and attempts(trainer), tools=1, stall_timeout=LATE_S, placement_timeout=LATE_S
+    )
+    assert (result.status, result.attempt, case.result) == ("finished", 1, [1, 1, 2])
+    assert [name for name, _ in hung(case)] == ["TOOL-0"]
+
+
 # --- the driver, and the user
 
 DRIVER = """
@@ -443,18 +454,30 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def on_its_own_cluster(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
-    """A driver that has started a Ray of its own and waits in the first attempt."""
+def on_its_own_cluster(tmp_path: Path, request: pytest.FixtureRequest) -> "Iterator[subprocess.Popen[str]]":
+    """A driver that has started a Ray of its own, in its first attempt or a later one, and waits."""
     (tmp_path / "driver.py").write_text(OWN_CLUSTER)
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path), "", str(Path(__file__).parent)]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    env["TMPDIR"] = str(tmp_path)  # too long for sockets
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        for name in getattr(request, "param", ()):
+            end_while_it_starts(process.pid, name)
         while not (tmp_path / "running").exists():
             assert process.poll() is None
             time.sleep(0.05)
         yield process
         process.kill()
+
+
+def end_while_it_starts(driver: int, name: str) -> None:
+    """End a part of Ray as soon as it is there."""
+    deadline = time.monotonic() + GUARD_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError, OSError):
+            os.kill(of_ray(driver, name), signal.SIGKILL)
+            return
 
 
 def of_ray(driver: int, name: str) -> int:
@@ -474,6 +497,15 @@ def test_when_a_part_of_our_own_cluster_dies_it_is_named_and_all_starts_again_on
     assert on_its_own_cluster.returncode == 0, out
     assert re.search(says(name, "attempt 2"), out)
     assert ast.literal_eval((tmp_path / "result").read_text()) == ([[2], [4]], 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("on_its_own_cluster", [["raylet"]], indirect=True)
+def test_a_ray_that_does_not_start_is_started_again(on_its_own_cluster: "subprocess.Popen[str]") -> None:
+    on_its_own_cluster.send_signal(signal.SIGINT)
+    out, _ = on_its_own_cluster.communicate(timeout=GUARD_S)
+    assert on_its_own_cluster.returncode == 130, out
+    assert re.search(says("Ray did not start", "attempt 2"), out)
 
 
 def test_a_signal_to_the_whole_process_group_ends_the_run_and_says_what_could_not_be_saved(
