@@ -1,15 +1,16 @@
 """A step of recipes/grpo beside one of TRL's GRPOTrainer: the same model, prompts, counts and optimizer.
 
     python scripts/bench_grpo.py                       everything, an hour on two cores
-    python scripts/bench_grpo.py fixed16 sort          some of it: fixed16, fixed64, natural, sort
+    python scripts/bench_grpo.py fixed16 sort          some of it: fixed16, fixed64, natural, sort, long_prompts
     python scripts/bench_grpo.py --threads 1 --pairs 3
 
 64 prompts x 8 answers, one optimizer step of all of them, no KL, float32, by a model of 0.4 million parameters. Fixed
 lengths: the end token never comes. natural: it comes when it comes, from an untrained model. sort: the demonstration
-task from its warm start. A pair is one process of each side, one after the other, in an order that changes from pair
-to pair; each trains for a few steps, of which the first two are left out. TRL gets an environment of its own in the
-cache folder, which sees our torch and transformers, and whichever of its two sizes of micro-batch takes less CPU; for
-natural lengths we get micro-batches of 4096 tokens, which are padded less than those of 16384.
+task from its warm start. long_prompts: 128 tokens before 64 of the response. A pair is one process of each side, one
+after the other, in an order that changes from pair to pair; each trains for a few steps, of which the first two are
+left out. TRL gets an environment of its own in the cache folder, which sees our torch and transformers, and whichever
+of its two sizes of micro-batch takes less CPU; for natural lengths we get micro-batches of 4096 tokens, which are
+padded less than those of 16384.
 
 What is printed are medians: wall seconds from step to step (so nothing is left out), of them generation, the CPU
 seconds of all processes of the run, and the median of the pairs' ratios, TRL's wall seconds over ours.
@@ -56,6 +57,8 @@ class Case:
     fixed_length: bool = False
     warm_start: bool = False
     max_tokens: int = 16384
+    prompt_tokens: int = 0
+    """0: those of the task sort."""
 
 
 CASES = {
@@ -63,6 +66,7 @@ CASES = {
     "fixed64": Case("fixed length 64", 64, 7, fixed_length=True),
     "natural": Case("natural lengths, at most 128", 128, 7, max_tokens=4096),
     "sort": Case("sort, at most 8", 8, 10, warm_start=True),
+    "long_prompts": Case("prompts of 128, length 64", 64, 6, fixed_length=True, prompt_tokens=128),
 }
 
 
@@ -76,14 +80,25 @@ class Side:
     length: float
 
 
+def prompts_of(case: Case, folder: Path) -> Path:
+    """The file with a case's prompts."""
+    return folder / f"prompts{case.prompt_tokens}.jsonl"
+
+
 def prepare(folder: Path) -> None:
     """Write the prompts, our reward, and the untrained model twice: with an end token, and without."""
+    import random
     import string
 
     from components.data.tiny_model import character_tokenizer, tiny_model
 
     rows = get_task("sort").rows("train", PROMPTS * max(case.steps for case in CASES.values()), seed=0)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    letters = random.Random(0)
+    for case in CASES.values():
+        length = case.prompt_tokens
+        long = [{**row, "input": "".join(letters.choices(string.ascii_lowercase, k=length))} for row in rows]
+        lines = [json.dumps(row) + "\n" for row in (long if length else rows)]
+        prompts_of(case, folder).write_text("".join(lines), encoding="utf-8")
     (folder / "reward.py").write_text(SHARE_OF_A, encoding="utf-8")
     tokenizer = character_tokenizer(string.ascii_lowercase + string.digits + ">+")
     model = tiny_model(tokenizer, 0)
@@ -181,7 +196,7 @@ def ours(case: Case, threads: int, folder: Path) -> Side:
             "run_dir": run_dir,
             "resume": "none",
             "model.path": model_of(case, folder),
-            "data.path": folder / "prompts.jsonl",
+            "data.path": prompts_of(case, folder),
             "data.label_key": "label",
             "data.max_samples": PROMPTS * case.steps,
             "reward.source": "sort" if case.warm_start else folder / "reward.py",
@@ -203,7 +218,7 @@ def theirs(case: Case, threads: int, folder: Path, device_batch: int, steps: int
             "folder": run_dir,
             # With an end token either way: the fixed length is asked for, and TRL does not start without the token.
             "model": model_of(case, folder) if case.warm_start else str(folder / "natural"),
-            "prompts": str(folder / "prompts.jsonl"),
+            "prompts": str(prompts_of(case, folder)),
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": ANSWERS,
             "max_new_tokens": case.max_new_tokens,

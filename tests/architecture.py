@@ -42,14 +42,14 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3297, "components": 11312, "agents": 2000, "training": 8226}
+LAYER_LINES = {"core": 3297, "components": 11348, "agents": 1997, "training": 8226}
 RECIPE_LINES = {
     "grpo": 171,
-    "reinforce_pp": 120,
-    "multi_turn": 150,
-    "sft": 150,
-    "dpo": 170,
-    "reward_model": 500,
+    "reinforce_pp": 111,
+    "multi_turn": 148,
+    "sft": 149,
+    "dpo": 165,
+    "reward_model": 482,
     "openrlhf_ppo": 819,
     "verl_ppo": 1912,
 }
@@ -59,7 +59,7 @@ NEW_RECIPE_LINES = 260
 TABLES = {"openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 20590}
+CLOSURE_LINES = {"recipes/grpo": 20626}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4

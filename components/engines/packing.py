@@ -8,8 +8,8 @@ names that transformers uses; its attention is the function below, whatever the 
     else                            sequences of about one length at a time (packed_row.py): torch's SDPA, or plain
                                     tensor functions for caps and sinks
 
-Legend: `B` sequences, `N` all their tokens end to end, `U` places of their row, `T` tokens of one sequence, `R` rows of
-a call, `H` query heads, `K` key heads, `D` size of a head.
+Legend: `B` sequences, `N` all their tokens end to end, `U` places of their row, `S` queries and `T` keys of one
+sequence, `R` rows of a call, `H` query heads, `K` key heads, `D` size of a head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from components.batch import Batch
 from components.engines.packed_row import PackedRow, picked
 from components.engines.precision import as_multiplied
 from components.engines.router_loss import Routers
-from components.engines.shared_prompts import mark_shared_prompts, runs_of, saved_by, shared_places
+from components.engines.shared_prompts import mark_shared_prompts, runs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,15 +130,14 @@ def packed_inputs(batch: Batch, shortest: int | None = None) -> tuple[dict[str, 
     Returns:
         Arguments of the call; and [N] the place of each token in the row, None where they are in order.
     """
-    runs = [] if shortest is None else runs_of(batch, shortest)
-    place_N, first_U = shared_places(batch, runs) if saved_by(runs) else (None, None)
-    row, packed = PackedRow(batch, place_N, first_U), batch.packed()
-    token_U, position_U = (x if first_U is None else x[first_U] for x in (packed.tokens, packed.positions))
+    row = PackedRow(batch, None if shortest is None else runs_of(batch, shortest))
+    packed = batch.packed()
+    token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
     # No cache and no mask: with either transformers takes the row for one sequence.
     inputs = {"input_ids": token_U[None], "position_ids": position_U[None], "packed_row": row, "use_cache": False}
     for side in ("q", "k"):  # for flash attention
         inputs |= {f"cu_seq_lens_{side}": row.borders, f"max_length_{side}": row.longest}
-    return inputs, place_N
+    return inputs, row.place_N
 
 
 def _refusal(model: nn.Module, why: str) -> str:
@@ -214,7 +213,8 @@ def _attention(
     if plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
         output_1UHD = _by_kernel(*inputs, packed_row, scale, window)
     else:
-        parts = zip(*map(packed_row.in_rectangles, inputs), strict=True)
+        query_1HUD, key_1KUD, value_1KUD = inputs
+        parts = zip(packed_row.queries(query_1HUD), *map(packed_row.keys, (key_1KUD, value_1KUD)), strict=True)
         output_1UHD = packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts])
     return output_1UHD if context is None else context.by_places(output_1UHD), None
 
@@ -224,19 +224,20 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _by_sdpa(
-    scale: float, dropout: float, window: int | None, query_RHTD: Tensor, key_RKTD: Tensor, value_RKTD: Tensor
+    scale: float, dropout: float, window: int | None, query_RHSD: Tensor, key_RKTD: Tensor, value_RKTD: Tensor
 ) -> Tensor:
-    length = query_RHTD.shape[2]
-    mask_TT = None if window is None or window >= length else _seen(length, window, query_RHTD.device)
+    queries, keys = query_RHSD.shape[2], key_RKTD.shape[2]
+    is_whole = queries == keys and (window is None or window >= keys)
+    mask_ST = None if is_whole else _seen(queries, keys, window, query_RHSD.device)
     return scaled_dot_product_attention(
-        query_RHTD,
+        query_RHSD,
         key_RKTD,
         value_RKTD,
-        attn_mask=mask_TT,
-        is_causal=mask_TT is None,
+        attn_mask=mask_ST,
+        is_causal=is_whole,
         dropout_p=dropout,
         scale=scale,
-        enable_gqa=query_RHTD.shape[1] != key_RKTD.shape[1],
+        enable_gqa=query_RHSD.shape[1] != key_RKTD.shape[1],
     )
 
 
@@ -244,30 +245,32 @@ def _by_hand(
     scale: float,
     dropout: float,
     window: int | None,
-    query_RHTD: Tensor,
+    query_RHSD: Tensor,
     key_RKTD: Tensor,
     value_RKTD: Tensor,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    group = query_RHTD.shape[1] // key_RKTD.shape[1]
+    group = query_RHSD.shape[1] // key_RKTD.shape[1]
     key_RHTD, value_RHTD = (x.repeat_interleave(group, 1) for x in (key_RKTD, value_RKTD))
-    score_RHTT = query_RHTD @ key_RHTD.transpose(2, 3) * scale
+    score_RHST = query_RHSD @ key_RHTD.transpose(2, 3) * scale
     if softcap is not None:
-        score_RHTT = torch.tanh(score_RHTT / softcap) * softcap
-    length = query_RHTD.shape[2]
-    score_RHTT = score_RHTT.masked_fill(~_seen(length, window or length, score_RHTT.device), -torch.inf)
+        score_RHST = torch.tanh(score_RHST / softcap) * softcap
+    queries, keys = score_RHST.shape[2:]
+    score_RHST = score_RHST.masked_fill(~_seen(queries, keys, window, score_RHST.device), -torch.inf)
     if s_aux is not None:
-        sink_RHT1 = s_aux.view(1, -1, 1, 1).to(score_RHTT.dtype).expand(*score_RHTT.shape[:-1], 1)
-        score_RHTT = torch.cat([score_RHTT, sink_RHT1], -1)
-    share_RHTT = score_RHTT.softmax(-1, dtype=torch.float32).to(query_RHTD.dtype)[..., :length]
-    return drop(share_RHTT, dropout) @ value_RHTD
+        sink_RHS1 = s_aux.view(1, -1, 1, 1).to(score_RHST.dtype).expand(*score_RHST.shape[:-1], 1)
+        score_RHST = torch.cat([score_RHST, sink_RHS1], -1)
+    share_RHST = score_RHST.softmax(-1, dtype=torch.float32).to(query_RHSD.dtype)[..., :keys]
+    return drop(share_RHST, dropout) @ value_RHTD
 
 
-def _seen(length: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] bool, True where the row's token sees the column's: itself and those before it in the window."""
-    seen_TT = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen_TT.triu(1 - window)
+def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[S, T] bool, True where the row's token sees the column's: itself and those before it in the window. The last
+    query is the last key.
+    """
+    seen_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen_ST if window is None else seen_ST.triu(keys - queries + 1 - window)
 
 
 def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:

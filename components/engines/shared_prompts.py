@@ -4,8 +4,7 @@
                                               positions   0 1 2 3 4 3
 
 A token's state depends on nothing but the tokens up to it, so what sequences have in common has the same states in all
-of them. Every layer works on the row; attention alone is given each sequence whole, so that it computes for every token
-what it computes without sharing.
+of them. Every layer works on the row; in attention each sequence's own tokens see the sequence whole (packed_row.py).
 
 Legend: `B` sequences, `N` all their tokens end to end, `U` places of the row.
 """

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines import causal
+from components.engines import causal, packed_row
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
 from components.engines.config import PassLimits
 from components.engines.packed_row import PackedRow
@@ -74,30 +74,47 @@ def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
     assert inputs["input_ids"][0, found_N].tolist() == batch["tokens"].tolist()
 
 
-def test_attention_gets_sequences_whole_and_by_length_and_gradients_add_up() -> None:
+def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_add_up() -> None:
     batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
-    places = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
-    row = PackedRow(batch, *places)
-    # 30 tokens; 6; and 5, which are filled up.
-    assert row.rectangles.shapes == [(1, 30), (2, 6)]
+    # The row: 2 3 4 | 5 1 | 5 6 6 | 0 ... 29
+    row = PackedRow(batch, [Run([0, 2], 3), Run([1], 0)])
+    # From position 3 on the last 3 tokens of 6 are queries, and of 5 the last 2, filled up; then 30 whole; then what is
+    # shared.
+    assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
     x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
-    longest, others = row.in_rectangles(x_1HUD)
+    own, longest, shared = row.queries(x_1HUD)
+    assert own[0].flatten().tolist() == [5, 6, 7]
+    assert own[1].flatten().tolist()[:2] == [3, 4]
     assert longest.flatten().tolist() == list(range(8, 38))
-    assert others[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
-    assert others[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
-    assert row.from_rectangles([longest, others]).flatten().tolist() == list(range(38))
+    assert shared.flatten().tolist() == [0, 1, 2]
+    assert row.from_rectangles([own, longest, shared]).flatten().tolist() == list(range(38))
+    seen, _, _ = row.keys(x_1HUD)
+    assert seen[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
+    assert seen[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
     weight = torch.tensor([[1.0] * 6, [10.0] * 5 + [0.0]]).view(2, 1, 6, 1)
-    (others * weight).sum().backward()
+    (seen * weight).sum().backward()
     assert x_1HUD.grad is not None
     assert x_1HUD.grad.flatten().tolist() == [11, 11, 11, 10, 10, 1, 1, 1, *[0] * 30]
 
 
+def test_a_sequence_too_long_for_a_mask_is_queries_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of([*P, 1], [*P, 6, 6])
+    runs = [Run([0, 1], 3)]
+    # Two tokens that see five are 10 places of a mask, three that see six 18.
+    monkeypatch.setattr(packed_row, "MOST_SEEN", 17)
+    row = PackedRow(batch, runs)
+    assert row.rectangles.shapes == [(1, 2, 5), (2, 6, 6)]
+    x_1HUD = torch.arange(8.0).view(1, 1, 8, 1)
+    assert row.from_rectangles(row.queries(x_1HUD)).flatten().tolist() == list(range(8))
+
+
 def test_sequences_of_one_length_are_a_rectangle_as_they_lie() -> None:
     row = PackedRow(batch_of([1, 2, 3], [4, 5, 6]))
-    assert row.rectangles.place_F is None
+    assert row.rectangles.query_place_F is None
     x_1HUD = torch.arange(12.0).view(1, 2, 6, 1)
-    (x_RHTD,) = row.in_rectangles(x_1HUD)
+    (x_RHTD,) = row.queries(x_1HUD)
     assert x_RHTD.squeeze(-1).tolist() == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+    assert torch.equal(row.keys(x_1HUD)[0], x_RHTD)
     assert torch.equal(row.from_rectangles([x_RHTD]).transpose(1, 2), x_1HUD)
 
 
@@ -175,14 +192,14 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
         torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_log_probs_of_groups_are_bit_for_bit_those_of_whole_sequences(tied_model: Path, dtype: str) -> None:
-    # Old log-probs, the reference's and those of training are computed in other parts of a batch.
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtype: str, apart: float) -> None:
+    # Where a group is cut a response may stand alone in one pass, and with others in the next.
     batch = shared_cases.groups(0, prompts=4, samples=4)
     model = load_policy(tied_model, dtype, packing=True).eval()
     shared_2N = both(model, batch)
     mark_shared_prompts(model, False)
-    assert torch.equal(shared_2N, both(model, batch))
+    torch.testing.assert_close(shared_2N, both(model, batch), rtol=0, atol=apart)
 
 
 def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
