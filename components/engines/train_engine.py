@@ -316,15 +316,18 @@ class TrainEngine(ABC):
             "rate"
         )
 
-    def gathered_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def gathered_parameters(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name. bf16: in bfloat16.
 
         Adapters are added to the weights beneath them: names and number are those of the model without adapters.
 
         Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
         A tensor may be the live parameter: it is valid until the next train_step.
+
+        Args:
+            everywhere: on every rank and its device; of a model without adapters.
         """
-        trained = self._whole(self._state().parameters.items())
+        trained = self._whole(self._state().parameters.items(), everywhere)
         if self.adapters is None:
             yield from trained
         else:
@@ -340,10 +343,12 @@ class TrainEngine(ABC):
             raise ValueError("the model has no adapters; set lora_rank")
         yield from self.adapters.named(self._whole(self._state().parameters.items()))
 
-    def _whole(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], everywhere: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         self._check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
-        return gathered(parts, self.device, BUCKET_BYTES)
+        return gathered(parts, self.device, BUCKET_BYTES, everywhere)
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)

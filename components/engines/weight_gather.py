@@ -2,7 +2,7 @@
 
 What a rank has of all parameters of a bucket goes to rank 0 in one message. While rank 0 does something with the
 tensors of one bucket, those of the next are on their way, so that it holds two buckets of its own and one parameter. On
-a GPU a bucket leaves the device in one copy, into pinned memory.
+a GPU a bucket leaves the device in one copy, into pinned memory; or every rank gets it, and it stays there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Part:
     """In which it is gathered."""
     blocks: list[Block]
     """What each rank has of the parameter; nothing where a rank before it has the same."""
+    is_on_all: bool = False
+    """Every rank has all of it."""
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +59,7 @@ class Part:
 def whole_part(tensor: Tensor, dtype: torch.dtype) -> Part:
     """Of a parameter that every rank has whole."""
     blocks = [Block(0, tensor.numel()), *[_NOTHING] * (dist.get_world_size() - 1)]
-    return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks)
+    return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks, is_on_all=True)
 
 
 def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) -> Part:
@@ -84,13 +86,14 @@ def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
         of_rank = block_of_each(parameter)
         blocks = [of_rank[rank] if of_rank[rank].is_first else _NOTHING for rank in range(len(of_rank))]
         numbers = parameter.to_local().detach().reshape(-1)
-        return Part(numbers, parameter.shape, dtype, blocks)
+        is_on_all = all(block.numbers == parameter.numel() for block in of_rank.values())
+        return Part(numbers, parameter.shape, dtype, blocks, is_on_all)
     made: Any = parameter.detach().to(device, dtype)
     return whole_part(made.full_tensor(), dtype)
 
 
 def gathered(
-    parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int
+    parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int, everywhere: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters on rank 0's CPU; nothing on other ranks, which have to exhaust it as rank 0 does.
 
@@ -98,13 +101,14 @@ def gathered(
         parts: of each parameter, in the same order on all ranks.
         device: that messages leave from.
         bucket_bytes: of whole parameters, what travels together; a larger one travels alone.
+        everywhere: on every rank, where it has its parameters, and what came from others on `device`.
 
     Returns:
-        Names and tensors. One that rank 0 has whole on its CPU, in the right type, is not copied.
+        Names and tensors. One that is where it has to be, in the right type, is not copied.
     """
     before: _Bucket | None = None
     for items in _buckets(parts, bucket_bytes):
-        bucket = _Bucket(items, device)
+        bucket = _Bucket(items, device, everywhere)
         if before is not None:
             yield from before.tensors()
             beat()
@@ -128,26 +132,41 @@ def _buckets(parts: Iterable[tuple[str, Part]], bucket_bytes: int) -> Iterator[l
 
 
 class _Bucket:
-    """Parameters on their way to rank 0."""
+    """Parameters on their way to rank 0, or to every rank."""
 
-    def __init__(self, items: list[tuple[str, Part]], device: torch.device) -> None:
+    def __init__(self, items: list[tuple[str, Part]], device: torch.device, everywhere: bool) -> None:
         self._items = items
         self._rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        # What needs no message and is on the right device already is left where it is.
-        self._travelling = [part for _, part in items if not part.is_here or device.type != "cpu"]
+        self._on_cpu, self._everywhere = device.type == "cpu", everywhere
+        self._receivers = ranks if everywhere else range(1)
+        self._travelling = [part for _, part in items if self._travels(part)]
         self._regions: list[Tensor] = []
-        """[bytes] uint8, what each rank sends; on other ranks than 0 its own alone."""
+        """[bytes] uint8, what each rank sends; on ranks that receive nothing their own alone."""
         self._works: list[dist.Work] = []
         self._arrived: torch.cuda.Event | None = None
-        if not self._travelling or (self._rank and all(part.is_here for part in self._travelling)):
+        receives = self._rank in self._receivers
+        if not self._travelling or not (receives or self._needs_messages):
             return
-        sizes = [self._size_of(rank) for rank in (ranks if self._rank == 0 else [self._rank])]
+        sizes = [self._size_of(rank) for rank in (ranks if receives else [self._rank])]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._regions = list(flat.split(sizes))
-        self._pack(self._regions[0])
-        self._exchange()
-        if self._rank == 0 and device.type == "cuda":
+        own = self._regions[self._rank if receives else 0]
+        self._pack(own)
+        if self._needs_messages:
+            others = [(rank, region) for rank, region in enumerate(self._regions) if receives and rank != self._rank]
+            messages = [dist.P2POp(dist.irecv, region, rank) for rank, region in others]
+            messages += [dist.P2POp(dist.isend, own, rank) for rank in self._receivers if rank != self._rank]
+            self._works = dist.batch_isend_irecv(messages) if messages else []
+        if receives and not everywhere and device.type == "cuda":
             self._leave_device(flat, sizes)
+
+    def _travels(self, part: Part) -> bool:
+        """Whether it needs a message, or is not on the right device."""
+        return not part.is_on_all if self._everywhere else not (part.is_here and self._on_cpu)
+
+    @property
+    def _needs_messages(self) -> bool:
+        return self._everywhere or not all(part.is_here for part in self._travelling)
 
     def _size_of(self, rank: int) -> int:
         return max(_ALIGNMENT, sum(_aligned(part.count(rank) * part.dtype.itemsize) for part in self._travelling))
@@ -158,15 +177,6 @@ class _Bucket:
             nbytes = part.count(self._rank) * part.dtype.itemsize
             region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.count(self._rank)])
             offset += _aligned(nbytes)
-
-    def _exchange(self) -> None:
-        if all(part.is_here for part in self._travelling):
-            return
-        if self._rank == 0:
-            messages = [dist.P2POp(dist.irecv, region, rank) for rank, region in enumerate(self._regions) if rank]
-        else:
-            messages = [dist.P2POp(dist.isend, self._regions[0], 0)]
-        self._works = dist.batch_isend_irecv(messages) if messages else []
 
     def _leave_device(self, flat: Tensor, sizes: list[int]) -> None:
         """Queued behind the messages; the host waits for neither."""
@@ -181,23 +191,23 @@ class _Bucket:
         self._arrived.record()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Wait until all has come; on rank 0 the whole parameters."""
+        """Wait until all has come; the whole parameters, where they were to come."""
         for work in self._works:
             work.wait()
         if self._arrived is not None:
             self._arrived.synchronize()
-        if self._rank:
+        if self._rank not in self._receivers:
             return
         places = [0] * len(self._regions)
         for name, part in self._items:
-            if self._regions and (not part.is_here or self._arrived is not None):
+            if self._travels(part):
                 yield name, self._joined(part, places)
             else:
                 yield name, part.numbers.to(part.dtype).view(part.shape)
 
     def _joined(self, part: Part, places: list[int]) -> Tensor:
         """The next parameter; `places` are where its parts begin in each region, and move on."""
-        whole = torch.empty(prod(part.shape), dtype=part.dtype)
+        whole = torch.empty(prod(part.shape), dtype=part.dtype, device=self._regions[0].device)
         for rank, block in enumerate(part.blocks):
             nbytes = block.numbers * part.dtype.itemsize
             piece = self._regions[rank][places[rank] : places[rank] + nbytes].view(part.dtype)

@@ -27,7 +27,7 @@ def wholes() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def every_layout(bucket_bytes: int) -> dict[str, Tensor]:
+def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
     """Each weight by rows, whole on each rank, by columns, and over a mesh of two dimensions; plain ones too."""
     init_process_group()
     ranks = dist.get_world_size()
@@ -49,7 +49,7 @@ def every_layout(bucket_bytes: int) -> dict[str, Tensor]:
             dtype = torch.bfloat16 if len(parts) % 2 else torch.float32
             parts.append((f"{name}, {layout}, {dtype}", tensor, dtype))
     lazily = ((name, part_of(tensor, dtype, CPU)) for name, tensor, dtype in parts)
-    return {name: tensor.clone() for name, tensor in gathered(lazily, CPU, bucket_bytes)}
+    return {name: tensor.clone() for name, tensor in gathered(lazily, CPU, bucket_bytes, everywhere)}
 
 
 def grows_by() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from tests.components.engines.ranks import run_ranks
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
-def test_weights_in_any_layout_arrive_whole_on_rank_0_alone(tmp_path: Path, bucket_bytes: int) -> None:
-    arrived, *others = run_ranks(every_layout, 4, tmp_path, bucket_bytes)
-    assert others == [{}, {}, {}]
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_weights_in_any_layout_arrive_whole_on_rank_0_alone_or_on_all(
+    tmp_path: Path, bucket_bytes: int, everywhere: bool
+) -> None:
+    arrived, *others = run_ranks(every_layout, 4, tmp_path, bucket_bytes, everywhere)
+    assert [len(other) for other in others] == [len(arrived) if everywhere else 0] * 3
     assert len(arrived) == 4 * 6 + 4
-    for name, tensor in arrived.items():
+    for name, tensor in chain.from_iterable(each.items() for each in (arrived, *others)):
         whole, _, dtype = name.split(", ")
         expected = wholes()[whole].to(getattr(torch, dtype.removeprefix("torch.")))
         assert tensor.dtype == expected.dtype
