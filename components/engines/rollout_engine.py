@@ -41,6 +41,7 @@ class WeightVersions(ABC):
 
     def __init__(self) -> None:
         self._weight_version = 0
+        self._sent: tuple[int, dict[str, str]] | None = None
         self._damaged = False
         self._asleep = False
 
@@ -53,6 +54,12 @@ class WeightVersions(ABC):
     def has_weights(self) -> bool:
         """Whether it has all weights of a version; not after `sleep` has dropped them, or an error of `receive`."""
         return not self._damaged
+
+    def sent_digests(self, handle: WeightHandle) -> dict[str, str] | None:
+        """Of a version that the ranks have sent, and whose own handle comes now; None: it is not here yet."""
+        if self._sent is None or self._sent[0] != handle.version or self._damaged or handle.is_sent:
+            return None
+        return self._sent[1]
 
     @abstractmethod
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -79,6 +86,8 @@ class WeightVersions(ABC):
                 f"version {handle.version} is {kinds[0]}, and this engine takes {kinds[1]}; make it with the lora_rank "
                 "of the trainer for adapters, and without for weights"
             )
+        if handle.is_sent:
+            return  # names and shapes come with the weights, and are looked at with the version's own handle
         unfit = adapter_misfit if self.holds_adapters else misfit
         fault = unfit(weight_shapes(handle), self._parameters())
         if fault:
@@ -93,7 +102,9 @@ class WeightVersions(ABC):
         Raises:
             RuntimeError: they are not.
         """
-        if digests is not None:
+        if handle.is_sent:
+            self._sent = handle.version, digests or {}
+        elif digests is not None:
             from components.engines.weight_digest import compare_digests
             from components.engines.weight_sync import read_digests
 
@@ -164,8 +175,10 @@ class RolloutEngine(WeightVersions):
         After an error in the middle of the copying nothing is generated until a version has arrived whole.
         """
         self.check_receivable(handle)
-        self._damaged = True
-        digests = self._load(handle, verify)
+        digests = self.sent_digests(handle)
+        if digests is None:
+            self._damaged = True
+            digests = self._load(handle, verify)
         self.received(handle, digests if verify else None)
 
     @abstractmethod

@@ -152,6 +152,9 @@ class AsyncVLLMEngine(AsyncEngine):
         """
         async with self._updating:
             self.check_receivable(handle)
+            if (sent := self.sent_digests(handle)) is not None:
+                self.received(handle, sent if verify else None)
+                return
             await self.pause()
             self._damaged = True
             if self.holds_adapters:

@@ -159,7 +159,7 @@ class VersionWriter:
             target.copy_(tensor)
             return
         # Not through a mapping: a full disk is an OSError here, and the end of the process there.
-        write_at(self._file, tensor, start + piece.offset)
+        write_at(self._file, tensor.cpu(), start + piece.offset)
         os.truncate(self._file, max(end, os.fstat(self._file).st_size))
 
     def _lacks(self, nbytes: int) -> bool:

@@ -2,7 +2,8 @@
 
 A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
 it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
-machines pull it from the publisher (weight_transport.py).
+machines pull it from the publisher (weight_transport.py). Readers on the device of a rank may have it while it is still
+being gathered (weight_ipc.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from components.engines.weight_buckets import pieces_of
 from components.engines.weight_digest import digest
 from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version
+from components.engines.weight_ipc import read_sent
 from components.engines.weight_transport import RemoteVersion, WeightServer, fetch, prove
 
 _VERSION_GLOB = "weights-????????*"
@@ -43,6 +45,8 @@ class WeightHandle:
     adapter_scale: float = 0.0
     """The version is low-rank adapters alone, by the names of peft's files, and B A is to be multiplied by this before
     it is added to the weights that were loaded. 0: it is whole weights."""
+    is_sent: bool = False
+    """The ranks send it as they gather it; `path` is where they listen, and the version's own handle follows."""
 
 
 class WeightPublisher:
@@ -123,7 +127,7 @@ class WeightPublisher:
         writer = VersionWriter(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
         try:
             for weight, tensor in tensors:
-                writer.write(weight, tensor.cpu())
+                writer.write(weight, tensor)
             return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
         except BaseException:
             writer.remove()
@@ -183,8 +187,8 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
 def read_weights(
     handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a version, mapped where its folder is, and otherwise through the network, from a publisher that
-    serves: copy what you keep.
+    """The weights of a version: those that a rank sends, else mapped where its folder is, else through the network,
+    from a publisher that serves. Copy what you keep.
 
     Args:
         handle: of the version.
@@ -196,6 +200,9 @@ def read_weights(
         FileNotFoundError: the version is gone, or was never within reach.
         ConnectionError: the publisher is gone, or does not respond in time.
     """
+    if handle.is_sent:
+        yield from read_sent(Path(handle.path), handle.version, timeout_seconds)
+        return
     opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):
         yield from opened.tensors
