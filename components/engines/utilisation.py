@@ -1,7 +1,9 @@
-"""How much of what a GPU can do training uses (MFU)."""
+"""How much of what a GPU can do training uses (MFU), and what it draws."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -57,7 +59,8 @@ def training_flops(model: nn.Module, length_B: Tensor) -> float | None:
 
 
 def gpu_use(model: nn.Module, length_B: Tensor, seconds: float, gpus: int) -> dict[str, float]:
-    """`mfu`, where the GPU and the model are known, and `tokens_per_second_and_gpu`, of a training step.
+    """`tokens_per_second_and_gpu` of a training step, `mfu` where the GPU and the model are known, and `gpu_power_w` at
+    its end where NVML knows it.
 
     Args:
         model: as for `training_flops`.
@@ -69,4 +72,18 @@ def gpu_use(model: nn.Module, length_B: Tensor, seconds: float, gpus: int) -> di
     flops, peak = training_flops(model, length_B), peak_flops(torch.cuda.get_device_name())
     if flops is not None and peak is not None:
         found["mfu"] = flops / seconds / gpus / peak
-    return found
+    watts = power_watts()
+    return found if watts is None else found | {"gpu_power_w": watts}
+
+
+def power_watts() -> float | None:
+    """What this process's GPU draws, averaged by NVML over a second or less; None: nvidia-ml-py is not installed, or
+    NVML does not know, as of a part of a GPU.
+    """
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    nvml: Any = importlib.import_module("pynvml")
+    try:
+        return torch.cuda.power_draw() / 1e3
+    except (RuntimeError, nvml.NVMLError):
+        return None

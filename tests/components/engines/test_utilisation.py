@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from components.engines.utilisation import peak_flops, training_flops
+from components.engines.utilisation import peak_flops, power_watts, training_flops
 
 LENGTHS = torch.tensor([3, 5])
 
@@ -48,3 +48,8 @@ def test_the_peak_is_known_by_the_name_that_a_driver_gives() -> None:
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA GeForce GTX 970") is None
+
+
+def test_where_nvml_does_not_tell_there_is_no_power_and_no_error() -> None:
+    assert not torch.cuda.is_available()
+    assert power_watts() is None
