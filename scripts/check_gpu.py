@@ -29,7 +29,7 @@ STAGE_S = 600
 FAILED, VERDICTS = "FAILED", ("ok", "FAILED", "measured", "not run")
 STAGES = {
     "a": ("check_gpu_engines.py", "training, packing, generation, memory, by torch alone"),
-    "b": ("check_gpu_engines.py", "weights from a trainer to an engine, by each way that they travel"),
+    "b": ("check_gpu_weights.py", "weights from a trainer to an engine, by each way that they travel"),
     "c": ("check_gpu_runs.py", "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
     "d": ("check_gpu_runs.py", "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
 }

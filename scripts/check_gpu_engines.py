@@ -1,6 +1,6 @@
-"""Stages a and b of check_gpu.py: the CUDA side of `components`, by torch alone.
+"""Stage a of check_gpu.py: the CUDA side of `components`, by torch alone. Stage b is check_gpu_weights.py.
 
-    python scripts/check_gpu_engines.py a cuda             all checks of a stage
+    python scripts/check_gpu_engines.py a cuda             all checks
     python scripts/check_gpu_engines.py a cpu packing      some of them, with tiny sizes
 
 Needs torch (2.11 or newer), transformers, safetensors and numpy; neither Ray, vLLM nor DeepSpeed. Prints a line of JSON
@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -407,42 +407,6 @@ def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
     yield Row(f"{name}: optimizer step", f"{(time.perf_counter() - began) * 1e3:.2f} ms")
 
 
-def carriers(setting: Setting) -> Iterator[Row]:
-    """Weights of the large model from a trainer to the hf engine, by each way that they travel; every digest is
-    compared.
-    """
-    trained = engine(setting, "large", precision="bf16" if setting.on_gpu else "fp32")
-    rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=trained.config.precision))
-    memory = Path("/dev/shm") / f"check-gpu-{os.getpid()}"
-    began = time.perf_counter()
-    nbytes = sum(tensor.nbytes for _, tensor in trained.gathered_parameters())
-    took = time.perf_counter() - began
-    yield Row("weights, gathered on the host", f"{nbytes:,} bytes, {took:.2f} s, {nbytes / took / 1e9:.1f} GB/s")
-    for number, carrier in enumerate(("shared memory", "disk", "TCP")):
-        place = setting.folder if carrier == "disk" else memory
-        publisher = WeightPublisher(place / "weights", serve=carrier == "TCP")
-        times = []
-        # The first version takes memory that later ones use again.
-        for version in (10 * number + 1, 10 * number + 2, 10 * number + 3):
-            began = time.perf_counter()
-            handle = publisher.publish(version, trained.gathered_parameters(), with_digests=version % 10 == 1)
-            published = time.perf_counter() - began
-            there = replace(handle, path="/on/another/machine") if carrier == "TCP" else handle
-            rollout.receive(there, verify=version % 10 == 1)
-            if setting.on_gpu:
-                torch.cuda.synchronize()
-            times.append((published, time.perf_counter() - began))
-        publisher.close()
-        published, both = times[-1]
-        yield inferred(
-            f"weights by {carrier}",
-            f"{handle.nbytes:,} bytes; publish {published:.2f} s, with receive {both:.2f} s",
-            "all digests are the publisher's",
-            rollout.weight_version == 10 * number + 3,
-        )
-    shutil.rmtree(memory, ignore_errors=True)
-
-
 def utilisation(setting: Setting, flops: float) -> str:
     """These operations per second as a share of what the device can do (MFU)."""
     peak = peak_flops(torch.cuda.get_device_name()) if setting.on_gpu else None
@@ -467,10 +431,8 @@ CHECKS: dict[str, list[Check]] = {
     "sleep": [partial(asleep, offload=offload) for offload in (False, True)],
     "generation": [generation],
     "speed": [partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)],
-    "carriers": [carriers],
 }
 """Each entry of a list has a process of its own. The first makes the models."""
-STAGES = {"a": [name for name in CHECKS if name not in ("machine", "carriers")], "b": ["carriers"]}
 
 
 def work(check: Check, setting: Setting, connection: Connection) -> None:
@@ -516,19 +478,19 @@ def rows_of(check: Check, setting: Setting) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    stage, device, *only = sys.argv[1:]
+def main(checks: dict[str, list[Check]]) -> None:
+    _, device, *only = sys.argv[1:]
     if device == "cpu":
         # The engines take a GPU where they see one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
         setting = Setting(device, Path(folder))
-        for name in ["machine", *(name for name in STAGES[stage] if name in only or not only)]:
-            for row in (row for check in CHECKS[name] for row in rows_of(check, setting)):
+        for name in [name for name in checks if name in ("machine", *only) or not only]:
+            for row in (row for check in checks[name] for row in rows_of(check, setting)):
                 print(f"row {json.dumps(asdict(row))}", flush=True)
                 if name == "machine" and row.verdict == FAILED:
                     return
 
 
 if __name__ == "__main__":
-    main()
+    main(CHECKS)

@@ -1,0 +1,119 @@
+"""Stage b of check_gpu.py: weights from a trainer to an engine, by each way that they travel.
+
+    python scripts/check_gpu_weights.py b cuda
+    python scripts/check_gpu_weights.py b cpu       with tiny sizes
+
+Needs what check_gpu_engines.py needs, and works as it does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_gpu_engines import CHECKS, Row, Setting, engine, inferred, main  # which makes the project importable
+
+from components.engines.config import HFRolloutConfig
+from components.engines.hf_engine import HFRolloutEngine
+from components.engines.train_engine import TrainEngine
+from components.engines.weight_ipc import BucketSender
+from components.engines.weight_sync import WeightHandle, WeightPublisher
+
+
+def carriers(setting: Setting) -> Iterator[Row]:
+    """Weights of the large model from a trainer to the hf engine, by each way that they travel; every digest is
+    compared.
+    """
+    trained = engine(setting, "large", precision="bf16" if setting.on_gpu else "fp32")
+    rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=trained.config.precision))
+    memory = Path("/dev/shm") / f"check-gpu-{os.getpid()}"
+    began = time.perf_counter()
+    nbytes = sum(tensor.nbytes for _, tensor in trained.gathered_parameters())
+    took = time.perf_counter() - began
+    yield Row("weights, gathered on the host", f"{nbytes:,} bytes, {took:.2f} s, {nbytes / took / 1e9:.1f} GB/s")
+    for number, carrier in enumerate(("shared memory", "disk", "TCP")):
+        place = setting.folder if carrier == "disk" else memory
+        publisher = WeightPublisher(place / "weights", serve=carrier == "TCP")
+        times = []
+        # The first version takes memory that later ones use again.
+        for version in (10 * number + 1, 10 * number + 2, 10 * number + 3):
+            began = time.perf_counter()
+            handle = publisher.publish(version, trained.gathered_parameters(), with_digests=version % 10 == 1)
+            published = time.perf_counter() - began
+            there = replace(handle, path="/on/another/machine") if carrier == "TCP" else handle
+            rollout.receive(there, verify=version % 10 == 1)
+            if setting.on_gpu:
+                torch.cuda.synchronize()
+            times.append((published, time.perf_counter() - began))
+        publisher.close()
+        published, both = times[-1]
+        yield inferred(
+            f"weights by {carrier}",
+            f"{handle.nbytes:,} bytes; publish {published:.2f} s, with receive {both:.2f} s",
+            "all digests are the publisher's",
+            rollout.weight_version == 10 * number + 3,
+        )
+    shutil.rmtree(memory, ignore_errors=True)
+    yield from sent_past_the_host(setting, trained)
+
+
+def sent_past_the_host(setting: Setting, trained: TrainEngine) -> Iterator[Row]:
+    """The same weights to an engine in another process on the same GPU, while they are written to the folder that other
+    engines would read.
+    """
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=receive_sent, args=(setting, trained.config.precision, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    publisher = WeightPublisher(setting.folder / "sent")
+    sender = BucketSender(setting.folder, trained.device, readers=1)
+    times, taken, nbytes = [], [ours.recv()], 0
+    for version in (1, 2, 3):
+        ours.send(version)
+        began = time.perf_counter()
+        parameters = trained.gathered_parameters(everywhere=True)
+        if version < 3:
+            handle = publisher.publish(version, sender.sent(version, parameters), with_digests=True)
+            ours.send(handle)
+        else:
+            nbytes = sum(tensor.nbytes for _, tensor in sender.sent(version, parameters))
+        times.append(time.perf_counter() - began)
+        taken.append(ours.recv())
+    process.join()
+    sender.close()
+    publisher.close()
+    way = "CUDA IPC" if setting.on_gpu else "a bucket of the CPU that both map"
+    yield inferred(
+        f"weights by {way}",
+        f"{nbytes:,} bytes; {times[2]:.2f} s, with the folder {times[1]:.2f} s",
+        "all digests are the publisher's",
+        all(taken),
+    )
+
+
+def receive_sent(setting: Setting, precision: Any, connection: Connection) -> None:
+    """The process of that engine: say whether each version has come past the host."""
+    rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
+    connection.send(True)
+    for version in (1, 2, 3):
+        assert connection.recv() == version
+        rollout.receive(WeightHandle(version, str(setting.folder), 0, is_sent=True), verify=version < 3)
+        if version < 3:
+            handle = connection.recv()
+            is_here = rollout.sent_digests(handle) is not None
+            rollout.receive(handle, verify=True)
+            connection.send(is_here)
+    connection.send(rollout.weight_version == 3)
+
+
+if __name__ == "__main__":
+    main({"machine": CHECKS["machine"], "carriers": [carriers]})
