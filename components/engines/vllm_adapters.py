@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from components.engines.choice import MOST_LORA_RANK
 from components.engines.weight_digest import digest
 from components.engines.weight_sync import WeightHandle, read_weights
 
@@ -31,13 +32,11 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     """
     if not rank:
         return {}
+    if rank > MOST_LORA_RANK:
+        raise ValueError(f"lora_rank={rank}: vLLM holds {MOST_LORA_RANK} at most; set rollout.merge_lora=true")
     from vllm.config.lora import MaxLoRARanks
 
-    ranks = sorted(get_args(MaxLoRARanks))
-    most = ranks[-1]
-    if rank > most:
-        raise ValueError(f"lora_rank={rank}: vLLM holds adapters of rank {most} at most; set rollout.merge_lora=true")
-    held = next(possible for possible in ranks if possible >= rank)
+    held = min(possible for possible in get_args(MaxLoRARanks) if possible >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": held}
 
 
@@ -70,9 +69,17 @@ def no_change(parameters: dict[str, tuple[int, tuple[int, ...]]], rank: int) -> 
     Args:
         parameters: names and shapes of the model, as `RolloutEngine._parameters` gives them.
         rank: of the adapters.
+
+    Raises:
+        ValueError: the model has no layer that adapters could be put into.
     """
-    layers = ((name, shape) for name, (_, shape) in parameters.items() if ".layers.0." in name and len(shape) == 2)
-    name, (outputs, inputs) = next(layers)
+    layers = [(name, shape) for name, (_, shape) in parameters.items() if ".layers.0." in name and len(shape) == 2]
+    if not layers:
+        raise ValueError(
+            f"no linear layer is found in the model's first (names with .layers.0.) among {', '.join(parameters)[:200]}"
+            ": vLLM cannot hold its adapters; leave rollout.merge_lora=false out"
+        )
+    name, (outputs, inputs) = layers[0]
     prefix = "base_model.model." + name.removesuffix(".weight")
     tensors = {f"{prefix}.lora_A.weight": (rank, inputs), f"{prefix}.lora_B.weight": (outputs, rank)}
     with _folder(((name, torch.zeros(shape)) for name, shape in tensors.items()), scale=1.0) as request:

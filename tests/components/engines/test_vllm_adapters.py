@@ -13,12 +13,12 @@ import torch
 
 from components.batch import Batch
 from components.engines.causal import load_policy, policy_logprobs
-from components.engines.choice import HOLD_ADAPTERS, adapters_fault
+from components.engines.choice import HOLD_ADAPTERS, MOST_LORA_RANK, adapters_fault
 from components.engines.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
 from components.engines.opening import open_engine
 from components.engines.rollout_engine import adapter_misfit
 from components.engines.train_engine import TrainEngine
-from components.engines.vllm_adapters import adapter_arguments
+from components.engines.vllm_adapters import adapter_arguments, no_change
 from components.engines.vllm_async import AsyncVLLMEngine
 from components.engines.vllm_engine import VLLMRolloutEngine
 from components.engines.weight_sync import WeightHandle, WeightPublisher
@@ -138,8 +138,15 @@ def test_ranks_that_vllm_has_no_room_for_are_refused() -> None:
     assert adapter_arguments(8)["max_lora_rank"] == 8
     assert adapter_arguments(9)["max_lora_rank"] == 16
     most = max(get_args(MaxLoRARanks))
+    assert most == MOST_LORA_RANK
     with pytest.raises(ValueError, match=says(f"lora_rank={most + 1}", most, "rollout.merge_lora")):
         adapter_arguments(most + 1)
+
+
+def test_a_model_without_layers_that_adapters_go_into_is_refused_by_name() -> None:
+    facts = says(".layers.0.", "h.0.attn.weight", "rollout.merge_lora")
+    with pytest.raises(ValueError, match=facts), no_change({"h.0.attn.weight": (1, (4, 4))}, rank=2):
+        raise AssertionError("there are no such adapters")
 
 
 def test_the_families_that_are_sent_adapters_are_vllms_own(tmp_path: Path) -> None:
@@ -154,9 +161,9 @@ def test_the_families_that_are_sent_adapters_are_vllms_own(tmp_path: Path) -> No
         assert loaded is not None
         assert supports_lora(loaded), family
         AutoConfig.for_model(family).save_pretrained(tmp_path / family)
-        assert adapters_fault("vllm", str(tmp_path / family), asked=False) == ""
+        assert adapters_fault("vllm", str(tmp_path / family), 8, asked=False) == ""
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "gpt2")
-    assert "gpt2" in adapters_fault("vllm", str(tmp_path / "gpt2"), asked=False)
-    assert "not known" in adapters_fault("vllm", str(tmp_path / "nowhere"), asked=False)
-    assert adapters_fault("vllm", str(tmp_path / "nowhere"), asked=True) == ""
-    assert "hf" in adapters_fault("hf", str(tmp_path / "qwen2"), asked=False)
+    assert "gpt2" in adapters_fault("vllm", str(tmp_path / "gpt2"), 8, asked=False)
+    assert "not known" in adapters_fault("vllm", str(tmp_path / "nowhere"), 8, asked=False)
+    assert adapters_fault("vllm", str(tmp_path / "nowhere"), 8, asked=True) == ""
+    assert "hf" in adapters_fault("hf", str(tmp_path / "qwen2"), 8, asked=False)
