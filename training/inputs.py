@@ -40,6 +40,7 @@ def resolved(config: C, gpus: int) -> C:
     own: Any = config
     temperature, rank = own.evaluation.temperature, own.train.lora_rank
     rollout, _ = own.rollout.chosen(gpus, own.model.path, temperature, lora_rank=rank)
+    rollout = replace(rollout, weight_sync=own.weight_sync(gpus)[0])
     groups = 3 if own.has_reference_role else 2
     placement = own.placement.with_sleep(gpus, rollout.engine).resolved(gpus, groups, rollout.tensor_parallel)
     precision = own.train.precision

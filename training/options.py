@@ -286,6 +286,10 @@ class RolloutOptions(Options):
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
+    weight_sync: Literal["auto", "shared_memory", "ipc"] = "auto"
+    """How weights get to the engines of a machine: `shared_memory`; `ipc`, from a rank to the engine on its GPU, past
+    the host, while they are gathered; or `auto`: ipc where each rank shares its GPU with an engine. Engines on other
+    nodes read shared memory's by TCP."""
     merge_lora: bool | None = where(None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
     which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""
@@ -330,7 +334,7 @@ class RolloutOptions(Options):
             )
         if not lora_rank:
             return replace(self, engine=name), engine
-        fault = adapters_fault(name, model_path, asked=self.merge_lora is False)
+        fault = adapters_fault(name, model_path, lora_rank, asked=self.merge_lora is False)
         if fault and self.merge_lora is False:
             raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
         merges = bool(fault) if self.merge_lora is None else self.merge_lora

@@ -119,9 +119,8 @@ class PolicyCommand(Command[C]):
         kernels = config.model.attn_implementation
         attention = f", attention {kernels}" if kernels else ""
         temperature = asked.evaluation.temperature
-        _, generates = asked.rollout.chosen(
-            job.device_type == "GPU", asked.model.path, temperature, lora_rank=train.lora_rank
-        )
+        on_gpu, rank = job.device_type == "GPU", train.lora_rank
+        _, generates = asked.rollout.chosen(on_gpu, asked.model.path, temperature, lora_rank=rank)
         return Plan(
             recipe=self.folder.name,
             job=job,
@@ -132,6 +131,7 @@ class PolicyCommand(Command[C]):
             choices=[
                 f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
                 generates,
+                f"weights by {asked.weight_sync(on_gpu)[1]}",
             ],
             notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,

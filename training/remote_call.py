@@ -10,13 +10,20 @@ if TYPE_CHECKING:
 
 def sync_weights(version: int) -> None:
     """Bring the policy as it is now to every rollout engine; their responses carry `version` from here on."""
-    handle = next(handle for handle in publish_weights(version).result() if handle is not None)
+    publishing = publish_weights(version)
+    receive_sent(version).result()
+    handle = next(handle for handle in publishing.result() if handle is not None)
     receive_weights(handle).result()
 
 
 def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
     """Write the policy's weights where the engines can read them. All ranks take part; rank 0 holds the handle."""
     return RoleGroup(Role.ACTOR).call(publish_weights, version)
+
+
+def receive_sent(version: int) -> Future[list[None]]:
+    """Let every engine take what the ranks of the policy send while they gather it, where the two share devices."""
+    return RoleGroup(Role.ROLLOUT).call(receive_sent, version)
 
 
 def receive_weights(handle: "WeightHandle") -> Future[list[None]]:

@@ -11,6 +11,7 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.data.rewards import check_reward
 from components.data.scorers import default_scorer
+from components.engines.choice import choose_weight_sync
 from components.engines.config import (
     EVALUATION_STEP,
     FrozenConfig,
@@ -125,6 +126,8 @@ class RLOptions(RunOptions):
     """What a user sets so that generation and training do not share devices."""
     CORRECT: ClassVar[str] = "algorithm.correction=tis"
     """What a user sets so that older responses are weighed by how likely they have become."""
+    HAS_ENGINES_APART: ClassVar[bool] = True
+    """The engines have processes of their own."""
     FILTER_OPTION: ClassVar[str] = "algorithm.filter_range"
     """What sets `filter_range`."""
 
@@ -346,6 +349,12 @@ class RLOptions(RunOptions):
         own = self.evaluation
         usual = self.sampling(EVALUATION_STEP, own.temperature)
         return replace(usual, top_p=own.top_p, top_k=own.top_k)
+
+    def weight_sync(self, gpus: int) -> tuple[str, str]:
+        """How weights get to the engines, on machines of so many GPUs, and why; see `choose_weight_sync`."""
+        apart = self.HAS_ENGINES_APART and self.backend != "local"
+        shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
+        return choose_weight_sync(self.rollout.weight_sync, gpus, shares, self.train.lora_rank)
 
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""

@@ -19,6 +19,8 @@ is_elsewhere: ContextVar[bool] = ContextVar("is_elsewhere", default=False)
 """What is chosen is for another machine than this one: a package that is not installed here may be there."""
 HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
+MOST_LORA_RANK = 512
+"""Of adapters that vLLM 0.32 holds."""
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
 
@@ -56,16 +58,43 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
     return "hf", "faster for a small model on a CPU"
 
 
-def adapters_fault(engine: str, model_path: str, asked: bool) -> str:
+def choose_weight_sync(asked: str, gpus: int, shares: bool, lora_rank: int) -> tuple[str, str]:
+    """How weights get to the engines of a machine: "ipc" or "shared_memory"; and why, in a few words.
+
+    Args:
+        asked: one of the two, or "auto".
+        gpus: of a machine.
+        shares: each rank of the policy has an engine on its device, in another process.
+        lora_rank: of the policy's adapters; 0: it has none.
+
+    Raises:
+        ValueError: "ipc" is asked for, and cannot be had.
+    """
+    fault = ""
+    if lora_rank:
+        fault = "it is for weights without adapters"
+    elif not shares:
+        fault = "the ranks of the policy have no engines beside them, on the same devices"
+    if asked == "ipc" and fault:
+        raise ValueError(f"rollout.weight_sync=ipc: {fault}; leave it out")
+    if asked == "ipc" or (asked == "auto" and gpus and not fault):
+        return "ipc", "CUDA IPC, from each rank to the engine on its GPU" if gpus else "a bucket that engines map"
+    return "shared_memory", "shared memory, and TCP to other nodes"
+
+
+def adapters_fault(engine: str, model_path: str, lora_rank: int, asked: bool) -> str:
     """Why low-rank adapters have to be added to the weights before these go to an engine; empty when it does that.
 
     Args:
         engine: "vllm" or "hf".
         model_path: folder, hub name, or the name of a demonstration model that is still to be made.
+        lora_rank: of the adapters.
         asked: the user says that it does, which is believed of a model that is not here yet.
     """
     if engine != "vllm":
         return f"{engine} holds whole weights"
+    if lora_rank > MOST_LORA_RANK:
+        return f"vLLM holds adapters of rank {MOST_LORA_RANK} at most, not of train.lora_rank={lora_rank}"
     family = _text_config(Path(model_path).expanduser()).get("model_type")
     if family is None:
         return "" if asked else "the type of the model is not known before it is loaded"

@@ -29,7 +29,7 @@ def resolved(config: PPOConfig) -> PPOConfig:
     return replace(
         config,
         model=replace(config.model, attn_implementation=attention),
-        rollout=rollout,
+        rollout=replace(rollout, weight_sync=config.weight_sync(gpus)[0]),
         train=replace(config.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision),
         placement=replace(
             own.with_sleep(gpus, rollout.engine),

@@ -224,6 +224,7 @@ class VerlPPOConfig(PPORunOptions):
 
     ADAPTER: ClassVar = VERL
     APART: ClassVar[str] = "placement.colocate=false"
+    HAS_ENGINES_APART: ClassVar[bool] = False
     FILTER_OPTION: ClassVar[str] = "algorithm.dynamic_sampling"
 
     prompts_per_step: int = 1024

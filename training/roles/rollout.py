@@ -1,5 +1,7 @@
 """The engine that samples from the policy."""
 
+import logging
+
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
@@ -8,6 +10,8 @@ from components.engines.weight_sync import WeightHandle, nearby
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
+
+_log = logging.getLogger(__name__)
 
 
 class SamplingWorker(BaseWorkload):
@@ -27,10 +31,26 @@ class SamplingWorker(BaseWorkload):
             in_flight=self.config.asynchronous.partial_rollout,
         )
 
+    def take_sent(self, version: int) -> None:
+        """Take the weights that the ranks send while they gather them, where they do. What fails here is made good by
+        `take_weights`, which follows.
+        """
+        if self.config.rollout.weight_sync != "ipc":
+            return
+        self.runner.wake(for_weights=True)
+        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True)
+        try:
+            self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        except Exception as error:  # vLLM gives what its processes raise no type of their own
+            if is_engine_dead(error):
+                raise
+            _log.warning("the engine reads version %d of the weights from shared memory: %r", version, error)
+
     def take_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on. An engine that sleeps wakes as far as they need."""
         self.runner.wake(for_weights=True)
-        parts = self.config.rollout.tensor_parallel
+        is_here = self.runner.engine.weight_version == handle.version and self.runner.engine.has_weights
+        parts = 1 if is_here else self.config.rollout.tensor_parallel
         with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as here:
             self.runner.receive(here, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
@@ -83,6 +103,11 @@ class RolloutWorker(SamplingWorker):
     def collect(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
         return self.runner.collect(seconds)
+
+    @rpc(remote_call.receive_sent, idempotent=True)
+    def receive_sent(self, version: int) -> None:
+        """See `take_sent`."""
+        self.take_sent(version)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> None:

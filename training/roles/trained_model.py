@@ -1,6 +1,7 @@
 """What every role that trains a model does."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from components.batch import Batch
 from components.data.samples import shuffled_minibatches
 from components.engines.causal import load_policy
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
+from components.engines.weight_ipc import BucketSender
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
 from core import BaseWorkload, rpc, trainer_invocation
@@ -40,6 +42,8 @@ class TrainedModel(BaseWorkload):
     engine: TrainEngine
     publisher: WeightPublisher | None = None
     """Of rank 0, once `open_publisher` was called."""
+    sender: BucketSender | None = None
+    """Of a rank that shares its device with engines, which are sent the weights."""
 
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
@@ -106,7 +110,13 @@ class TrainedModel(BaseWorkload):
         return self.train(experience, step, minibatches, loss, prepare)
 
     def open_publisher(self, nodes: int) -> None:
-        """Let rank 0 hand weights to rollout engines, which may be on other machines."""
+        """Let rank 0 hand weights to rollout engines, which may be on other machines, and with
+        `rollout.weight_sync=ipc` each rank to the engine on its GPU; on a CPU rank 0 to all.
+        """
+        own, on_gpu = self.config, self.engine.device.type == "cuda"
+        if own.rollout.weight_sync == "ipc" and (on_gpu or self.rank == 0):
+            readers = 1 if on_gpu else own.placement.rollout_engines * own.rollout.tensor_parallel
+            self.sender = BucketSender(self.shared_dir, self.engine.device, readers)
         if self.rank == 0:
             on_disk = f"{self.config.run_dir}/weights"
             self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=nodes > 1)
@@ -119,20 +129,25 @@ class TrainedModel(BaseWorkload):
         sampling = own.rollout_engine()
         dtype: torch.dtype = getattr(torch, sampling.dtype)
         scale = 0.0
-        gathered = self.engine.gathered_parameters
+        everywhere = self.sender is not None and self.engine.device.type == "cuda"
+        gathered = partial(self.engine.gathered_parameters, everywhere)
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
-        parameters = ((name, tensor.to(dtype)) for name, tensor in gathered())
+        parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
+        if self.sender is not None:
+            parameters = self.sender.sent(version, parameters)
         if self.publisher is not None:
             verify = own.rollout.verify_weight_sync
             return self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
         for _ in parameters:
-            raise AssertionError("only rank 0 is given parameters")
+            assert everywhere, "only rank 0 is given parameters"
         return None
 
     def close_publisher(self) -> None:
         """Unlink the published weights."""
+        if self.sender is not None:
+            self.sender.close()
         if self.publisher is not None:
             self.publisher.close()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.engines import choice
-from components.engines.choice import attention_note, choose_attention, choose_rollout_engine
+from components.engines.choice import attention_note, choose_attention, choose_rollout_engine, choose_weight_sync
 from components.engines.config import HFRolloutConfig, VLLMRolloutConfig
 from tests.messages import says
 from training.options import PlacementOptions, RolloutOptions
@@ -93,6 +93,12 @@ def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "gpt2")):
         RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=4)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "train.lora_rank=513", 512)):
+        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=513)
+    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=513)
+    assert options.merge_lora
+    assert "513" in line
     options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=0)
     assert options.merge_lora is None
     assert "adapters" not in line
@@ -152,3 +158,26 @@ def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: py
     has.append("flash_attn")
     assert [choose_attention(asked, 8) for asked in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
     assert [attention_note(asked, 8) for asked in ("auto", None, "eager", "flash_attention_2")] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "shares", "lora_rank", "expected"),
+    [
+        ("auto", 8, True, 0, "ipc"),
+        ("auto", 8, False, 0, "shared_memory"),
+        ("auto", 8, True, 16, "shared_memory"),
+        ("auto", 0, True, 0, "shared_memory"),
+        ("shared_memory", 8, True, 0, "shared_memory"),
+        ("ipc", 0, True, 0, "ipc"),
+    ],
+)
+def test_weights_go_past_the_host_where_each_rank_shares_its_gpu_with_an_engine(
+    asked: str, gpus: int, shares: bool, lora_rank: int, expected: str
+) -> None:
+    assert choose_weight_sync(asked, gpus, shares, lora_rank)[0] == expected
+
+
+@pytest.mark.parametrize(("shares", "lora_rank", "why"), [(False, 0, "no engines beside"), (True, 16, "adapters")])
+def test_ipc_that_cannot_be_is_refused(shares: bool, lora_rank: int, why: str) -> None:
+    with pytest.raises(ValueError, match=says("rollout.weight_sync=ipc", why)):
+        choose_weight_sync("ipc", 8, shares, lora_rank)
