@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from core import CallEvent, JobBuilder, JobEvent, JobResult, RoleGroup
 from tests.messages import says
@@ -90,7 +91,16 @@ def test_a_warning_of_the_users_code_reaches_the_terminal_and_the_log(
     assert "WARNING my.code: the disk is full" in (tmp_path / "actor-0.log").read_text()
 
 
-def test_two_jobs_of_one_name_run_side_by_side_without_meeting() -> None:
+class Stranger:
+    """An actor of another program on the same cluster."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_two_jobs_of_one_name_run_side_by_side_and_touch_neither_each_other_nor_what_others_run() -> None:
+    stranger: Any = ray.remote(Stranger).options(num_cpus=0).remote()
+    theirs = ray.get(stranger.pid.remote())
     builder = JobBuilder().device_type("CPU")
     builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
     job = builder.build()
@@ -101,6 +111,8 @@ def test_two_jobs_of_one_name_run_side_by_side_without_meeting() -> None:
         assert RoleGroup("ACTOR").echo([1, 2]) == [(0, [1]), (1, [2])]
     ports = [worker[4] for worker in (*first, *second)]
     assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert ray.get(stranger.pid.remote()) == theirs
+    ray.kill(stranger)
 
 
 def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_dropped(

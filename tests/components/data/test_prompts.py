@@ -203,10 +203,13 @@ def test_leaving_rows_out_keeps_the_order_of_the_others(tokenizer: PreTrainedTok
     assert short == [label for label in every if label < 5]
 
 
-def test_a_source_of_more_rows_than_are_read_at_once_counts_all_of_them(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.full
+def test_of_100_000_rows_all_are_read_and_counted(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    text = "".join(json.dumps({"input": row["input"], "label": ""}) + "\n" for row in letters(10))
+    (tmp_path / "data.jsonl").write_text(text * 10_000)
+    source = PromptSource(load_rows(f"{tmp_path}/data.jsonl"), tokenizer, seed=0, max_prompt_tokens=9)
+    assert (len(source), source.too_long) == (90_000, 10_000)
     rows = letters(10) * 210
-    source = PromptSource(rows, tokenizer, seed=0, max_prompt_tokens=9)
-    assert (len(source), source.too_long) == (1890, 210)
     with pytest.raises(ValueError, match=says("row 2100", "'x'")):
         PromptSource([*rows, {"input": "x", "label": ""}], tokenizer, seed=0)
 
