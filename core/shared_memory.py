@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+BESIDE = "beside"
+"""A link in a run's folder to one elsewhere that is swept with it."""
 
 
 def shared_folder(run_id: str) -> Path:
@@ -42,6 +44,7 @@ def sweep_shared(root: Path = SHARED_MEMORY) -> list[Path]:
                 continue  # it may hold anything, such as a pipe that nobody writes to
             owners = _owners(folder)
             if owners and not any(map(_may_live, owners)):
+                shutil.rmtree((folder / BESIDE).resolve(), ignore_errors=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
     return removed

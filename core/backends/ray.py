@@ -49,7 +49,7 @@ from core.host import HostSpec
 from core.members import Member, Outcome, Share
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
-from core.shared_memory import shared_folder
+from core.shared_memory import BESIDE, shared_folder
 
 _CONCURRENTLY = "concurrently"
 _NODE_LABEL = "ray.io/node-id"
@@ -194,6 +194,7 @@ class RayBackend:
         places = (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp")
         place = next(place for place in places if 0 < len(os.fsencode(place)) <= _MOST_FOLDER_BYTES)
         self._own_folder = Path(tempfile.mkdtemp(prefix="ray-", dir=place))
+        (shared_folder(f"{self._run_id}-ray") / BESIDE).symlink_to(self._own_folder)
         options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
         try:
             ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)

@@ -18,7 +18,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.backends.local import copied
-from core.shared_memory import claim_shared, leave_shared, machine_id, process_start, sweep_shared
+from core.shared_memory import BESIDE, claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from tests.messages import says
 
 HERE = Path(__file__).parent
@@ -284,7 +284,10 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
         folder.mkdir(parents=True)
         for number, owner in enumerate(owners):
             (folder / f"{number}.json").write_text(json.dumps(owner))
+        (tmp_path / name).mkdir()
+        (folder.parent / BESIDE).symlink_to(tmp_path / name)
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
+    assert [name for name in folders if not (tmp_path / name).exists()] == ["dead"]
 
 
 def test_a_folder_of_another_user_is_neither_read_nor_removed(tmp_path: Path) -> None:
