@@ -99,7 +99,7 @@ class RemoteReward(Closing):
         finally:
             # A thread in the middle of a request ends with it; nobody waits for it.
             stop.set()
-        return join_columns(self.source, count, parts, {})
+        return join_columns(count, parts, {})
 
     def close(self) -> None:
         """Close the connections."""

@@ -76,7 +76,7 @@ class RewardOutput:
     logs: dict[str, Tensor]
     """Further numbers to log, each [B] float32; a single number was repeated for every sequence it was given for."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs 0 or NaN."""
+    """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs NaN."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     """Other texts about each."""
     absent: list[int] = field(default_factory=list)
@@ -307,29 +307,19 @@ def read_columns(result: Any, count: int) -> Columns:
 
 
 def join_columns(
-    source: str,
-    count: int,
-    parts: Sequence[tuple[Sequence[int], Columns]],
-    failures: dict[int, str],
-    missing: float | None = None,
+    count: int, parts: Sequence[tuple[Sequence[int], Columns]], failures: Mapping[int, str]
 ) -> RewardOutput:
     """Put the columns of all calls together: each part names which responses of the batch it is about.
 
-    A number to log that is not there for all of them is an error, or `missing` for those without it.
+    A number to log that is not there for all of them is NaN for those without it.
     """
     import torch
 
     names = {name for _, columns in parts for name in columns.logs}
     rewards, scores = [0.0] * count, [0.0] * count
-    logs = {name: [missing or 0.0] * count for name in sorted(names)}
+    logs = {name: [math.nan] * count for name in sorted(names)}
     texts: dict[str, list[str | None]] = {}
     for places, columns in parts:
-        lacking = sorted(names - columns.logs.keys())
-        if lacking and missing is None:
-            raise ValueError(
-                f"{source}: extra_logs[{lacking[0]!r}] came for some responses and not for response {places[0]}; "
-                "return it for each response, or for none"
-            )
         pairs: list[tuple[list[Any], list[Any]]] = [(rewards, columns.rewards), (scores, columns.scores)]
         pairs += [(logs[name], values) for name, values in columns.logs.items()]
         pairs += [(texts.setdefault(name, [None] * count), values) for name, values in columns.texts.items()]

@@ -53,10 +53,16 @@ def add_rewards(
         check_rewarded(samples)
         log_failures({i: reason for i, reason in enumerate(samples["error"]) if reason}, info)
         return samples
+    return with_rewards(samples, ask_for_rewards(samples, source, tokenizer, step), info)
+
+
+def ask_for_rewards(
+    samples: Batch, source: RewardSource, tokenizer: PreTrainedTokenizerBase, step: int = 0
+) -> RewardOutput:
+    """What reward code says of the responses; see `add_rewards`."""
     queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
     texts, rows = response_texts(samples, tokenizer), _rows(samples, step)
-    output = source(queries, samples["prompt"], samples["label"], responses=texts, rows=rows)
-    return with_rewards(samples, output, info)
+    return source(queries, samples["prompt"], samples["label"], responses=texts, rows=rows)
 
 
 def _rows(samples: Batch, step: int) -> list[dict[str, Any]]:

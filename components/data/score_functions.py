@@ -7,24 +7,16 @@ B answers. Nothing here imports torch.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from components.data.child_process import load_file
-from components.data.rewards import Columns, check_defines, read_columns
+from components.data.reward_functions import RewardCode, by_names, code_of, scored
+from components.data.rewards import check_reward
 from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, get_style, scorer_names
 
 ScoreFunction = Callable[..., Any]
-
-PREDICTION = "pred"
-"""What a function says that it took for the answer: text, whatever it looks like."""
 
 SCORER_OF = {
     **dict.fromkeys(("openai/gsm8k", "Rowan/hellaswag"), "gsm8k"),
@@ -48,9 +40,8 @@ def by_scorer(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001 - as above
 ) -> dict[str, float]:
-    """A scorer in verl's signature, with what it has to say of how the response is written."""
-    pair = (solution_str, str(ground_truth))
-    return {**get_style(scorer)(*pair), "score": get_scorer(scorer)(*pair)}
+    """A scorer by its name, in verl's signature."""
+    return scored(get_scorer(scorer), get_style(scorer), solution_str, ground_truth)
 
 
 def find_function(functions: Mapping[str, ScoreFunction], source: str) -> ScoreFunction | None:
@@ -80,15 +71,21 @@ class ScoreCode:
     """An answer to a prompt of a data source without a function scores 0; otherwise it has no score, and has failed."""
 
     @property
-    def whole_batches(self) -> bool:
-        """Whether a batch is scored by one call."""
-        return self.lists and self.path is not None
+    def spec(self) -> str:
+        """The file's function, as a reward is called."""
+        return f"{self.path}:{self.name}"
+
+    def reward_code(self) -> RewardCode:
+        """The function, to be run in processes of its own."""
+        if self.path is not None:
+            return code_of(self.spec, self.kwargs, of_one=not self.lists)
+        load = partial(by_names, partial(_by_source, self.functions, self.optional))
+        return RewardCode(source="the reward function", load=load, of_one=True)
 
     def check(self) -> None:
         """Refuse a file that is not there or lacks the function, without running it."""
         if self.path is not None:
-            usage = f"{self.name}(data_source, solution_str, ground_truth, extra_info=None)"
-            check_defines(self.path, "reward file", [self.name], usage, may_be_async=True)
+            check_reward(self.spec)
 
     def knows(self, source: str) -> bool:
         """Whether there is a function for answers to prompts of this data source."""
@@ -113,71 +110,15 @@ class ScoreCode:
                     raise ValueError(f"data source {source!r}: {error}") from error
 
 
-# What follows runs in a child.
-
-
-def load_scores(code: ScoreCode) -> Callable[..., Columns]:
-    """Make a function of the columns sources, prompts, responses, labels and extras."""
-    function: ScoreFunction = partial(_by_source, code)
-    if code.path is not None:
-        function = getattr(load_file(Path(code.path).expanduser().resolve()), code.name)
-    if not callable(function):
-        raise ValueError(f"{code.name} is a {type(function).__name__}; make it a function")
-    if code.whole_batches:
-        return partial(_score_lists, partial(function, **code.kwargs))
-    return partial(_score_each, partial(function, **code.kwargs))
-
-
-def _by_source(code: ScoreCode, data_source: str, **columns: Any) -> Any:
-    function = find_function(code.functions, data_source)
-    if function is None and not code.optional:
+def _by_source(
+    functions: Mapping[str, ScoreFunction],
+    optional: bool,
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+) -> Any:
+    function = find_function(functions, data_source)
+    if function is None and not optional:
         raise ValueError(f"there is no reward function for data source {data_source!r}")
-    return 0.0 if function is None else function(data_source, **columns)
-
-
-def _score_lists(function: ScoreFunction, *columns: Sequence[Any]) -> Columns:
-    sources, _, responses, labels, extras = columns
-    found = awaited(function(data_sources=sources, solution_strs=responses, ground_truths=labels, extra_infos=extras))
-    found = found.tolist() if hasattr(found, "tolist") else found
-    if not isinstance(found, Sequence) or len(found) != len(sources):
-        size = f" of length {len(found)}" if isinstance(found, Sequence) else ""
-        raise ValueError(f"returned a {type(found).__name__}{size} for {len(sources)} responses; return one for each")
-    return read_scores(found)
-
-
-def _score_each(function: ScoreFunction, *columns: Sequence[Any]) -> Columns:
-    sources, _, responses, labels, extras = columns
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    rows = zip(sources, responses, labels, extras, strict=True)
-    return read_scores([awaited(function(**dict(zip(names, row, strict=True)))) for row in rows])
-
-
-def awaited(found: Any) -> Any:
-    """What a function returned, once it is there; an async one is waited for."""
-
-    async def wait() -> Any:
-        return await found
-
-    return asyncio.run(wait()) if inspect.isawaitable(found) else found
-
-
-def read_scores(found: Sequence[Any]) -> Columns:
-    """Read what a function returned for each answer: a number, or a dict with `score`.
-
-    Other numbers of a dict are logged, NaN where an answer lacks one; whatever else it holds is kept as text.
-    """
-    rows = [dict(item) if isinstance(item, Mapping) else {"score": item} for item in found]
-    for row in rows:
-        if "score" not in row:
-            raise ValueError(f"returned a dict with the keys {sorted(map(str, row))}; it needs 'score'")
-    scores = read_columns({"rewards": [row.pop("score") for row in rows]}, len(rows)).rewards
-    logs: dict[str, list[float]] = {}
-    texts: dict[str, list[str | None]] = {}
-    for place, row in enumerate(rows):
-        for name, given in row.items():
-            value = given.tolist() if hasattr(given, "tolist") else given
-            if isinstance(value, numbers.Real) and name != PREDICTION:
-                logs.setdefault(str(name), [math.nan] * len(rows))[place] = float(value)
-            elif value is not None:
-                texts.setdefault(str(name), [None] * len(rows))[place] = str(value)
-    return Columns(scores, scores, logs, texts)
+    return 0.0 if function is None else function(data_source, solution_str, ground_truth, extra_info)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from components.data.code_tests import code_score
-from components.data.reward_workers import ScoreWorkers
-from components.data.score_functions import PREDICTION, ScoreCode, ScoreFunction, default_functions
+from components.data.reward_functions import PREDICTION
+from components.data.reward_workers import WorkerReward
+from components.data.score_functions import ScoreCode, ScoreFunction, default_functions
 
 from .config import VerlPPOConfig
 
@@ -85,7 +86,9 @@ class RewardManager:
         """
         self._code, self._config = score_code(config), config
         self._tokenizer, self._info, self._weight = tokenizer, info, config.reward.function_weight
-        self._workers = None if config.agent.func_path else ScoreWorkers(self._code, config.reward.settings())
+        self._workers = None
+        if config.agent.func_path is None:
+            self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
 
     def __call__(self, samples: "Batch") -> "Batch":
         """Reward B responses.
@@ -105,15 +108,12 @@ class RewardManager:
             RewardError: the function failed for more responses than reward.max_failed_share allows.
             ValueError: there is no function for a data source.
         """
-        from components.data.samples import add_rewards, response_texts, with_rewards
+        from components.data.samples import add_rewards, ask_for_rewards, with_rewards
 
         if self._workers is None or "reward" in samples:
             return add_rewards(samples, None, self._tokenizer, self._info)
-        sources = samples["datasource"]
-        check_sources(self._code, sources)
-        extras = [extra or {} for extra in samples["extra_info"]] if "extra_info" in samples else [{} for _ in sources]
-        texts = response_texts(samples, self._tokenizer)
-        output = self._workers(sources, samples["prompt"], texts, samples["label"], extras)
+        check_sources(self._code, samples["datasource"])
+        output = ask_for_rewards(samples, self._workers, self._tokenizer)
         what = "score" if self._code.optional else "reward"
         scored = with_rewards(samples, output, self._info, what)
         # Of every batch, as batches of other data sources may come beside it.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.data.reward_workers import ScoreWorkers
+from components.data.reward_workers import WorkerReward
 from components.data.rewards import RewardSettings
 from components.data.score_functions import ScoreCode
 from components.data.scorers import gsm8k
@@ -391,8 +391,8 @@ def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> 
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
     # Longer than one response may take, and far from what sixty may.
-    with ScoreWorkers(code, RewardSettings(timeout_s=2, max_failed_share=0.0)) as workers:
-        assert workers(*[["a"] * 60] * 4, extras=[None] * 60).reward_B.tolist() == [1.0] * 60
+    with WorkerReward(code.reward_code(), RewardSettings(timeout_s=2, max_failed_share=0.0)) as reward:
+        assert reward(*[["a"] * 60] * 3).reward_B.tolist() == [1.0] * 60
 
 
 def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:

@@ -193,7 +193,7 @@ def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed
     output = rewarded(reward_file(tmp_path, body), 20, workers=2)
     expected = [0.0 if place == 7 else 1.0 for place in range(20)]
     assert output.reward_B.tolist() == output.score_B.tolist() == expected
-    assert output.logs["x"].tolist() == [2 * reward for reward in expected]
+    assert output.logs["x"].isnan().tolist() == [place == 7 for place in range(20)]
     assert list(output.failures) == [7]
     assert "\n" not in output.failures[7]
     assert re.search(says(*facts, "response 7", "'p7'"), output.failures[7])

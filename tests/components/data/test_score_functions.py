@@ -9,17 +9,32 @@ from typing import Any
 import pytest
 import torch
 
-from components.data.reward_workers import ScoreWorkers
+from components.data.reward_functions import read_scores
+from components.data.reward_workers import WorkerReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
-from components.data.score_functions import ScoreCode, default_functions, find_function, read_scores
+from components.data.score_functions import ScoreCode, default_functions, find_function
 from tests.messages import says
 
 
 def scored(code: ScoreCode, sources: Sequence[str], responses: Sequence[str], **settings: Any) -> RewardOutput:
     """Scores of answers to the prompts "p0", "p1", ... with the labels 0, 1, ... and extra_info {"i": label}."""
-    prompts, labels = [f"p{i}" for i in range(len(sources))], list(range(len(sources)))
-    with ScoreWorkers(code, RewardSettings(**settings)) as workers:
-        return workers(sources, prompts, responses, labels, [{"i": label} for label in labels])
+    labels = list(range(len(sources)))
+    return ask(code, sources, responses, labels, [{"i": label} for label in labels], **settings)
+
+
+def ask(
+    code: ScoreCode,
+    sources: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[Any],
+    extras: Sequence[Any],
+    **settings: Any,
+) -> RewardOutput:
+    prompts = [f"p{i}" for i in range(len(sources))]
+    queries = [prompt + response for prompt, response in zip(prompts, responses)]
+    rows = [{"data_source": source, "columns": extra} for source, extra in zip(sources, extras)]
+    with WorkerReward(code.reward_code(), RewardSettings(**settings)) as reward:
+        return reward(queries, prompts, labels, responses=responses, rows=rows)
 
 
 def file_of(folder: Path, text: str, **code: Any) -> ScoreCode:
@@ -29,11 +44,11 @@ def file_of(folder: Path, text: str, **code: Any) -> ScoreCode:
 
 def test_a_function_is_given_one_answer_by_name_and_its_own_arguments(tmp_path: Path) -> None:
     body = (
-        "def judge(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
+        "def rate(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
         "    assert extra_info == {'i': ground_truth}\n"
         "    return len(data_source) + 10 * len(solution_str) + bonus * ground_truth\n"
     )
-    code = file_of(tmp_path, body, name="judge", kwargs={"bonus": 100})
+    code = file_of(tmp_path, body, name="rate", kwargs={"bonus": 100})
     assert scored(code, ["a", "bb"], ["", "xyz"]).reward_B.tolist() == [1.0, 132.0]
 
 
@@ -121,12 +136,12 @@ def test_what_a_function_returns_wrongly_is_said(tmp_path: Path, body: str, fact
 
 def test_a_batch_function_that_returns_too_few_is_found(tmp_path: Path) -> None:
     code = file_of(tmp_path, "def compute_score(**columns):\n    return [1.0] * 2\n", lists=True)
-    with pytest.raises(RewardError, match=says("length 2", "1 responses")):
+    with pytest.raises(RewardError, match=says("(2,)", "1 queries")):
         scored(code, ["s"] * 3, ["a"] * 3)
 
 
 def test_a_file_is_checked_without_being_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says("score(data_source", "asyncio, compute, os, time")):
+    with pytest.raises(ValueError, match=says("score.py:score", "asyncio, compute, os, time")):
         file_of(tmp_path, "def compute(): pass\nraise SystemExit", name="score").check()
     with pytest.raises(ValueError, match=says("'nowhere.py'")):
         ScoreCode(path="nowhere.py").check()
@@ -142,15 +157,13 @@ def test_the_data_source_says_which_function_is_asked() -> None:
     }
     sources = [source for source in answers for _ in range(2)]
     responses = [response for pair in answers.values() for response in pair]
-    with ScoreWorkers(ScoreCode(), RewardSettings()) as workers:
-        output = workers(sources, sources, responses, [7] * len(sources), [{}] * len(sources))
+    output = ask(ScoreCode(), sources, responses, [7] * len(sources), [{}] * len(sources))
     assert output.reward_B.tolist() == [1.0, 0.0] * len(answers)
     assert output.failures == {}
 
 
 def test_a_task_is_a_data_source_and_logs_how_its_answers_are_written() -> None:
-    with ScoreWorkers(ScoreCode(), RewardSettings()) as workers:
-        output = workers(["word", "sort"], ["p"] * 2, ["#### 9", "ab"], ["7+5=12 12-3=9 #### 9", "ab"], [None] * 2)
+    output = ask(ScoreCode(), ["word", "sort"], ["#### 9", "ab"], ["7+5=12 12-3=9 #### 9", "ab"], [{}] * 2)
     assert output.score_B.tolist() == [1.0, 1.0]
     assert (output.logs["marks"][0], output.logs["reasons"][0]) == (1.0, 0.0)
     assert output.logs["marks"].isnan().tolist() == [False, True]
@@ -170,7 +183,7 @@ def test_functions_can_be_added_by_a_name_or_by_its_beginning() -> None:
     assert output.reward_B.tolist() == [0.0, 2.0, 1.0]
     assert output.logs["acc"].tolist()[:2] == [0.5, 0.5]
     with pytest.raises(ValueError, match=says("lambda", "module")):
-        ScoreWorkers(ScoreCode(functions={"mine": lambda **columns: 0.0}), RewardSettings())
+        scored(ScoreCode(functions={"mine": lambda **columns: 0.0}), ["mine"], ["a"])
 
 
 def test_an_unknown_data_source_fails_unless_the_function_is_optional() -> None:
