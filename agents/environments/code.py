@@ -1,4 +1,4 @@
-"""Programming tasks, judged by tests that the policy does not see until it fails one, and of which it never sees the
+"""Programming tasks, scored by tests that the policy does not see until it fails one, and of which it never sees the
 last: it reads that it failed, and where it is one of input and output what the program printed. So a label needs two
 or more.
 
@@ -7,9 +7,9 @@ A label is a JSON object (or its text) with `tests`: pieces of Python that run a
 
 The program is the last block of Python between lines of ```, or all of the text.
 
-Program and tests run in sandboxes of their own (components/data/judge.py): a program finds no test, and nothing that it
-does to its process passes one. A program that learns tests of input and output by heart, try by try, passes all but the
-last. Look at responses when the score is too good.
+Program and tests run in sandboxes of their own (components/data/code_tests.py): a program finds no test, and nothing
+that it does to its process passes one. A program that learns tests of input and output by heart, try by try, passes all
+but the last. Look at responses when the score is too good.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
-from components.data.code_tests import program_in, same_lines
-from components.data.judge import judge_async
+from components.data.code_tests import program_in, run_assertions_async, same_lines
 from components.data.sandbox import Limits, cut, run_python_async
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
@@ -64,13 +63,13 @@ class AgentInstance(TextEnvironment):
 
     async def _fault(self, program: str, test: str | dict[str, str], *, is_last: bool) -> str | None:
         """What the policy reads of a test that fails, in whole lines; None when it passes."""
-        # All of the output is judged, and the policy reads some of it.
+        # All of the output is compared, and the policy reads some of it.
         limits, most = replace(self.limits, max_output=self.limits.file_bytes), self.limits.max_output
         if isinstance(test, str):
-            verdict = await judge_async(program, [test], limits)
-            if all(verdict.passed):
+            found = await run_assertions_async(program, [test], limits)
+            if all(found.passed):
                 return None
-            return "" if is_last else f"{test}\n{cut(verdict.text, most)}\n"
+            return "" if is_last else f"{test}\n{cut(found.text, most)}\n"
         result = await run_python_async(program, test["input"], limits)
         if result.exit == 0 and same_lines(result.stdout, test["output"]):
             return None

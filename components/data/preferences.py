@@ -215,7 +215,7 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
     """
     ways = {
         "train on": (train, "give more"),
-        "judge": (heldout, "set evaluation.held_out higher, give a longer evaluation.path"),
+        "evaluate": (heldout, "set evaluation.held_out higher, give a longer evaluation.path"),
     }
     for use, (batch, mend) in ways.items():
         if batch is not None and len(batch) < ranks:

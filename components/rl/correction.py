@@ -107,7 +107,7 @@ def rejection_weights(
 
     Args:
         logprob_N: [N] log p, as in `importance_weights`, like what is not named here.
-        level: of what the judgement is; that of a sequence goes for all its tokens.
+        level: whose ratio or estimate is compared; that of a sequence goes for all its tokens.
         estimator: one of the three.
         low: k1: the least ratio, at least 0; None for no bound. k2, k3: must be None.
         high: more than 0; k1: the largest ratio, at least low; k2, k3: the largest estimate, nats.

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from components.data import sandbox
-from components.data.judge import Verdict, judge
+from components.data.code_tests import AssertionResult, run_assertions
 from components.data.sandbox import Limits
 from tests.messages import says
 
@@ -15,7 +15,7 @@ IS_ISOLATED = not sandbox.isolation_fault()
 
 
 def passes(program: str, *tests: str) -> list[bool]:
-    return list(judge(program, tests or (TEST,), LIMITS).passed)
+    return list(run_assertions(program, tests or (TEST,), LIMITS).passed)
 
 
 HONEST = {
@@ -237,13 +237,13 @@ CHEATS.update((name, MORE_CHEATS[name]) for name in MORE_CHEATS if IS_ISOLATED o
     "cheat", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE_CHEATS)) for name in CHEATS]
 )
 def test_a_cheat_passes_nothing(cheat: str) -> None:
-    # The second is to be judged too, whatever the first has left.
+    # The second is to be run too, whatever the first has left.
     assert passes(CHEATS[cheat], TEST, "assert add(1, 2) == 42") == [False, False]
 
 
 def test_an_error_that_fills_the_report_is_a_failed_test_and_no_error_of_ours() -> None:
     limits = Limits(timeout_s=60.0, file_bytes=2000)
-    found = judge("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
+    found = run_assertions("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
     assert found.passed == (False, False)
 
 
@@ -262,7 +262,7 @@ def test_a_module_of_the_tests_own_is_not_the_programs() -> None:
 
 def test_a_test_that_takes_too_long_is_the_last_that_is_tried() -> None:
     program = "def f(x):\n  while x: pass\n  return 1"
-    found = judge(
+    found = run_assertions(
         program, ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 1"], Limits(timeout_s=3.0, cpu_s=60)
     )
     assert found.passed == (True, False, False)
@@ -270,7 +270,7 @@ def test_a_test_that_takes_too_long_is_the_last_that_is_tried() -> None:
 
 
 def test_the_text_has_what_was_printed_and_the_lines_of_program_and_test() -> None:
-    assert judge("print('on')\ndef f(): return 1 / 0", ["assert f() == 1"], LIMITS) == Verdict(
+    assert run_assertions("print('on')\ndef f(): return 1 / 0", ["assert f() == 1"], LIMITS) == AssertionResult(
         (False,),
         'on\nTraceback (most recent call last):\n  File "<test>", line 1, in <module>\n  File "main.py", line 2, in f\n'
         "    def f(): return 1 / 0\n                    ~~^~~\nZeroDivisionError: division by zero",

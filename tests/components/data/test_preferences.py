@@ -323,11 +323,11 @@ def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokeni
     assert len(select_pairs(batch, torch.tensor([], dtype=torch.int64))) == 0
 
 
-def test_ranks_that_would_have_nothing_to_judge_are_refused() -> None:
+def test_ranks_that_would_have_nothing_to_evaluate_are_refused() -> None:
     pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
     check_shares(3, pairs[2], None)
     check_shares(2, pairs[1], pairs[1])
-    with pytest.raises(ValueError, match=says("2 responses", "judge", "3 ranks", "evaluation.held_out")):
+    with pytest.raises(ValueError, match=says("2 responses", "evaluate", "3 ranks", "evaluation.held_out")):
         check_shares(3, pairs[3], pairs[1])
     with pytest.raises(ValueError, match=says("2 responses", "train", "3 ranks", "placement.ranks_per_node")):
         check_shares(3, pairs[1], None)
