@@ -23,7 +23,7 @@ from components.ragged import Layout, Packed, Row, Side
 _RESERVED = "lengths"
 
 
-class Batch:
+class Batch(Layout):
     """B sequences with columns of three kinds: one entry per token, one per sequence, and Python objects.
 
     Treat a batch as immutable: every method returns a new one, which may share memory with the old one. A batch that
@@ -55,19 +55,30 @@ class Batch:
             columns = chain(per_token.values(), per_sequence.values())
             device = next((x.device for x in columns if isinstance(x, Tensor)), None)
             lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
-        self._fill(Layout(lengths), per_token, per_sequence, objects)
+        super().__init__(lengths)
+        self._check(per_token, per_sequence, objects)
+        self._fill(per_token, per_sequence, objects)
 
     def _fill(
         self,
-        layout: Layout,
         per_token: Mapping[str, Tensor],
         per_sequence: Mapping[str, Tensor],
         objects: Mapping[str, Sequence[Any]],
     ) -> None:
-        self._layout = layout
-        self._per_token = dict(per_token)
-        self._per_sequence = dict(per_sequence)
-        self._objects = {name: list(column) for name, column in objects.items()}
+        self.per_token: Mapping[str, Tensor] = MappingProxyType({**per_token})
+        """The per-token columns, each [N]."""
+        self.per_sequence: Mapping[str, Tensor] = MappingProxyType({**per_sequence})
+        """The per-sequence columns, each [B, ...]."""
+        lists = {name: list(column) for name, column in objects.items()}
+        self.objects: Mapping[str, list[Any]] = MappingProxyType(lists)
+        """The columns of Python objects, each of length B."""
+
+    def _check(
+        self,
+        per_token: Mapping[str, Tensor],
+        per_sequence: Mapping[str, Tensor],
+        objects: Mapping[str, Sequence[Any]],
+    ) -> None:
         seen = {_RESERVED}
         for name in chain(per_token, per_sequence, objects):
             if name in seen:
@@ -78,14 +89,14 @@ class Batch:
                 )
             seen.add(name)
         for name, x_N in per_token.items():
-            self._check_tensor(name, x_N, "per-token", layout.num_tokens)
+            self._check_tensor(name, x_N, "per-token", self.num_tokens)
             if x_N.dim() != 1:
                 raise ValueError(f"per-token column {name!r} has shape {list(x_N.shape)}; it must be [N]")
         for name, x_B in per_sequence.items():
-            self._check_tensor(name, x_B, "per-sequence", len(layout))
-        for name, column in self._objects.items():
-            if len(column) != len(layout):
-                raise ValueError(f"object column {name!r} has {len(column)} items for {len(layout)} sequences")
+            self._check_tensor(name, x_B, "per-sequence", len(self))
+        for name, column in objects.items():
+            if len(column) != len(self):
+                raise ValueError(f"object column {name!r} has {len(column)} items for {len(self)} sequences")
 
     def _check_tensor(self, name: str, x: Any, kind: str, size: int) -> None:
         if not isinstance(x, Tensor):
@@ -132,9 +143,6 @@ class Batch:
 
     # --- what is in it ------------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._layout)
-
     @overload
     def __getitem__(self, name: str) -> Any: ...
     @overload
@@ -143,7 +151,7 @@ class Batch:
         """The column of this name; of a slice the sequences, as `select` gives them."""
         if isinstance(name, slice):
             return self.select(name)
-        for columns in (self._per_token, self._per_sequence, self._objects):
+        for columns in (self.per_token, self.per_sequence, self.objects):
             if name in columns:
                 return columns[name]
         raise self._no_column(name)
@@ -152,9 +160,9 @@ class Batch:
         return name in self.names
 
     def __repr__(self) -> str:
-        tensors = chain(self._per_token.items(), self._per_sequence.items())
+        tensors = chain(self.per_token.items(), self.per_sequence.items())
         columns = [f"{name} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors]
-        return f"Batch({len(self)} sequences, {self.num_tokens} tokens: {', '.join([*columns, *self._objects])})"
+        return f"Batch({len(self)} sequences, {self.num_tokens} tokens: {', '.join([*columns, *self.objects])})"
 
     def _no_column(self, name: str) -> KeyError:
         return KeyError(f"no column {name!r}; the batch has {', '.join(self.names) or 'none'}")
@@ -162,47 +170,12 @@ class Batch:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all columns: per-token, per-sequence, objects."""
-        return (*self._per_token, *self._per_sequence, *self._objects)
-
-    @property
-    def per_token(self) -> Mapping[str, Tensor]:
-        """The per-token columns, each [N]."""
-        return MappingProxyType(self._per_token)
-
-    @property
-    def per_sequence(self) -> Mapping[str, Tensor]:
-        """The per-sequence columns, each [B, ...]."""
-        return MappingProxyType(self._per_sequence)
-
-    @property
-    def objects(self) -> Mapping[str, list[Any]]:
-        """The columns of Python objects, each of length B."""
-        return MappingProxyType(self._objects)
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] int64: tokens in each sequence."""
-        return self._layout.lengths
-
-    @property
-    def offsets(self) -> Tensor:
-        """[B + 1] int64: sequence i is tokens offsets[i] to offsets[i + 1]."""
-        return self._layout.offsets
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """[N] int64: the sequence that each token belongs to."""
-        return self._layout.sequence_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """N."""
-        return self._layout.num_tokens
+        return (*self.per_token, *self.per_sequence, *self.objects)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; objects are not counted."""
-        tensors = (self.lengths, *self._per_token.values(), *self._per_sequence.values())
+        tensors = (self.lengths, *self.per_token.values(), *self.per_sequence.values())
         return sum(x.nelement() * x.element_size() for x in tensors)
 
     def row(self, i: int, name: str) -> Tensor:
@@ -217,25 +190,25 @@ class Batch:
         return [part.tolist() for part in self._token_column(name).split(self.lengths.tolist())]
 
     def _token_column(self, name: str) -> Tensor:
-        if name not in self._per_token:
+        if name not in self.per_token:
             if name in self.names:
-                raise ValueError(f"column {name!r} is no per-token column; those are {', '.join(self._per_token)}")
+                raise ValueError(f"column {name!r} is no per-token column; those are {', '.join(self.per_token)}")
             raise self._no_column(name)
-        return self._per_token[name]
+        return self.per_token[name]
 
     # --- other columns ------------------------------------------------------------------------------------------
 
     def with_tokens(self, **columns: Tensor) -> Self:
         """The batch with per-token columns [N] added or replaced."""
-        return self._with(per_token={**self._per_token, **columns})
+        return self._with(per_token={**self.per_token, **columns})
 
     def with_sequences(self, **columns: Tensor) -> Self:
         """The batch with per-sequence columns [B, ...] added or replaced."""
-        return self._with(per_sequence={**self._per_sequence, **columns})
+        return self._with(per_sequence={**self.per_sequence, **columns})
 
     def with_objects(self, **columns: Sequence[Any]) -> Self:
         """The batch with columns of B objects added or replaced."""
-        return self._with(objects={**self._objects, **columns})
+        return self._with(objects={**self.objects, **columns})
 
     def without(self, *names: str) -> Self:
         """The batch without these columns."""
@@ -249,11 +222,10 @@ class Batch:
         for name in names:
             if name not in self:
                 raise self._no_column(name)
-        return self._unchecked(
-            self._layout,
-            {name: x for name, x in self._per_token.items() if (name in names) == keep},
-            {name: x for name, x in self._per_sequence.items() if (name in names) == keep},
-            {name: list(x) for name, x in self._objects.items() if (name in names) == keep},
+        return self._with(
+            {name: x for name, x in self.per_token.items() if (name in names) == keep},
+            {name: x for name, x in self.per_sequence.items() if (name in names) == keep},
+            {name: x for name, x in self.objects.items() if (name in names) == keep},
         )
 
     def _with(
@@ -263,33 +235,36 @@ class Batch:
         objects: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
         """Other columns over the same lengths, whose offsets need not be worked out again."""
+        per_token = self.per_token if per_token is None else per_token
+        per_sequence = self.per_sequence if per_sequence is None else per_sequence
+        objects = self.objects if objects is None else objects
+        self._check(per_token, per_sequence, objects)
         new = object.__new__(type(self))
-        new._fill(
-            self._layout,
-            self._per_token if per_token is None else per_token,
-            self._per_sequence if per_sequence is None else per_sequence,
-            self._objects if objects is None else objects,
-        )
+        vars(new).update(vars(self))
+        new._fill(per_token, per_sequence, objects)
         return new
 
     def _unchecked(
         self,
-        layout: Layout,
-        per_token: dict[str, Tensor],
-        per_sequence: dict[str, Tensor],
-        objects: dict[str, list[Any]],
+        lengths: Tensor,
+        num_tokens: int,
+        per_token: Mapping[str, Tensor],
+        per_sequence: Mapping[str, Tensor],
+        objects: Mapping[str, list[Any]],
     ) -> Self:
-        """A batch of columns whose sizes follow from those of this one; they are taken as they are."""
+        """A batch of columns whose sizes follow from those of this one."""
         new = object.__new__(type(self))
-        new._layout, new._per_token, new._per_sequence, new._objects = layout, per_token, per_sequence, objects
+        Layout.__init__(new, lengths, num_tokens)
+        new._fill(per_token, per_sequence, objects)
         return new
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self._unchecked(
-            Layout(change(self.lengths), self.num_tokens),
-            {name: change(x_N) for name, x_N in self._per_token.items()},
-            {name: change(x_B) for name, x_B in self._per_sequence.items()},
-            {name: list(column) for name, column in self._objects.items()},
+            change(self.lengths),
+            self.num_tokens,
+            {name: change(x_N) for name, x_N in self.per_token.items()},
+            {name: change(x_B) for name, x_B in self.per_sequence.items()},
+            self.objects,
         )
 
     def writable(self) -> Self:
@@ -310,16 +285,18 @@ class Batch:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
-                return self._between(start, max(start, stop))
+                stop = max(start, stop)
+                return self._parts([start, stop - start, len(self) - stop])[1]
             index = range(start, stop, step)
         index_B = self._positions(index)
-        index_N = self._layout.token_index(index_B)
-        chosen = index_B.tolist() if self._objects else []
+        index_N = self.token_index(index_B)
+        chosen = index_B.tolist() if self.objects else []
         return self._unchecked(
-            Layout(self.lengths[index_B], len(index_N)),
-            {name: x_N.index_select(0, index_N) for name, x_N in self._per_token.items()},
-            {name: x_B.index_select(0, index_B) for name, x_B in self._per_sequence.items()},
-            {name: [column[i] for i in chosen] for name, column in self._objects.items()},
+            self.lengths[index_B],
+            len(index_N),
+            {name: x_N.index_select(0, index_N) for name, x_N in self.per_token.items()},
+            {name: x_B.index_select(0, index_B) for name, x_B in self.per_sequence.items()},
+            {name: [column[i] for i in chosen] for name, column in self.objects.items()},
         )
 
     def _positions(self, index: Tensor | Sequence[int]) -> Tensor:
@@ -339,31 +316,20 @@ class Batch:
             raise ValueError(f"select of sequence {int(given[outside][0])} from a batch of {len(self)}")
         return torch.where(given < 0, given + len(self), given)
 
-    def _between(self, start: int, stop: int) -> Self:
-        low, high = int(self.offsets[start]), int(self.offsets[stop])
-        return self._unchecked(
-            Layout(self.lengths[start:stop], high - low),
-            {name: x_N[low:high] for name, x_N in self._per_token.items()},
-            {name: x_B[start:stop] for name, x_B in self._per_sequence.items()},
-            {name: column[start:stop] for name, column in self._objects.items()},
-        )
-
     def _parts(self, sizes: list[int]) -> list[Self]:
-        """Contiguous parts of so many sequences each, together all; they are views.
-
-        All are cut at once, because there may be as many as there are sequences, and `_between` takes twice as long.
-        """
+        """Contiguous parts of so many sequences each, together all; they are views."""
         bounds = [0, *accumulate(sizes)]
         tokens = self.offsets[torch.tensor(bounds, device=self.offsets.device)].diff().tolist()
         lengths = self.lengths.split(sizes)
-        per_token = {name: x_N.split(tokens) for name, x_N in self._per_token.items()}
-        per_sequence = {name: x_B.split(sizes) for name, x_B in self._per_sequence.items()}
+        per_token = {name: x_N.split(tokens) for name, x_N in self.per_token.items()}
+        per_sequence = {name: x_B.split(sizes) for name, x_B in self.per_sequence.items()}
         return [
             self._unchecked(
-                Layout(lengths[i], tokens[i]),
+                lengths[i],
+                tokens[i],
                 {name: parts[i] for name, parts in per_token.items()},
                 {name: parts[i] for name, parts in per_sequence.items()},
-                {name: column[bounds[i] : bounds[i + 1]] for name, column in self._objects.items()},
+                {name: column[bounds[i] : bounds[i + 1]] for name, column in self.objects.items()},
             )
             for i in range(len(sizes))
         ]
@@ -386,9 +352,9 @@ class Batch:
         parts = list(batches)
         if not parts:
             raise ValueError("concat needs at least one batch, because an empty list has no columns")
-        logged = {name for part in parts for name in part._per_sequence if name.startswith("log_")}
+        logged = {name for part in parts for name in part.per_sequence if name.startswith("log_")}
         for i, part in enumerate(parts):
-            if missing := logged - part._per_sequence.keys():
+            if missing := logged - part.per_sequence.keys():
                 parts[i] = part.with_sequences(**{name: torch.full((len(part),), torch.nan) for name in missing})
         for i, part in enumerate(parts):
             for kind in ("per_token", "per_sequence", "objects"):
@@ -400,9 +366,9 @@ class Batch:
         first = parts[0]
         return cls(
             torch.cat([part.lengths for part in parts]),
-            {name: ragged.joined([part._per_token[name] for part in parts], name) for name in first._per_token},
-            {name: ragged.joined([part._per_sequence[name] for part in parts], name) for name in first._per_sequence},
-            {name: list(chain.from_iterable(part._objects[name] for part in parts)) for name in first._objects},
+            {name: ragged.joined([part.per_token[name] for part in parts], name) for name in first.per_token},
+            {name: ragged.joined([part.per_sequence[name] for part in parts], name) for name in first.per_sequence},
+            {name: list(chain.from_iterable(part.objects[name] for part in parts)) for name in first.objects},
         )
 
     def repeat(self, n: int) -> Self:
@@ -434,13 +400,13 @@ class Batch:
         return dict(zip(groups, self.select(order)._parts([len(group) for group in groups.values()]), strict=True))
 
     def _keys(self, name: str) -> list[Any]:
-        if name in self._objects:
-            return self._objects[name]
+        if name in self.objects:
+            return self.objects[name]
         if name not in self:
             raise self._no_column(name)
         x = self[name]
-        if name in self._per_token or x.dim() != 1 or not ragged.holds_integers(x):
-            kind = "per-token" if name in self._per_token else "per-sequence"
+        if name in self.per_token or x.dim() != 1 or not ragged.holds_integers(x):
+            kind = "per-token" if name in self.per_token else "per-sequence"
             raise ValueError(
                 f"group_by {name!r}, a {kind} column of {x.dtype} {list(x.shape)}; name a per-sequence one of integers "
                 "[B], or one of objects"
@@ -504,7 +470,7 @@ class Batch:
             raise ValueError(
                 f"{self.num_tokens} tokens are too many to pack, as kernels count in int32; split the batch"
             )
-        return Packed(tokens_N, self._layout.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
+        return Packed(tokens_N, self.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
 
     # --- sharing the work ---------------------------------------------------------------------------------------
 
@@ -536,9 +502,9 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as numpy arrays: they cross Ray without a copy, and a chunk takes only its own bytes along."""
         columns = (
-            {name: batch_io.to_numpy(x) for name, x in {_RESERVED: self.lengths, **self._per_token}.items()},
-            {name: batch_io.to_numpy(x) for name, x in self._per_sequence.items()},
-            self._objects,
+            {name: batch_io.to_numpy(x) for name, x in {_RESERVED: self.lengths, **self.per_token}.items()},
+            {name: batch_io.to_numpy(x) for name, x in self.per_sequence.items()},
+            dict(self.objects),
         )
         return _rebuild, (type(self), *columns)
 
@@ -552,7 +518,7 @@ class Batch:
             ValueError: an object would not come back as it is (a tuple, a class of your own), or Arrow does not know
                 the dtype of a column.
         """
-        return batch_io.to_table(self.lengths, self.offsets, self._per_token, self._per_sequence, self._objects)
+        return batch_io.to_table(self.lengths, self.offsets, self.per_token, self.per_sequence, self.objects)
 
     @classmethod
     def from_table(cls, table: Any) -> Self:
