@@ -27,6 +27,8 @@ from components.rl.masked import (
 
 Level = Literal["token", "sequence", "geometric"]
 """Whose ratio: the token's, its sequence's (the product), or the geometric mean over its sequence."""
+Largest = Literal["max"]
+"""The largest of its sequence, for what is never below 0."""
 Outside = Literal["clamp", "zero"]
 """What becomes of a weight outside its bounds: the nearest bound, or 0."""
 Estimator = Literal["k1", "k2", "k3"]
@@ -66,9 +68,8 @@ def importance_weights(
         sequence.
 
     Raises:
-        ValueError: the shapes or bounds cannot be, or a name is unknown.
+        ValueError: the shapes cannot be, or a name is unknown.
     """
-    _check_bounds(low, high)
     d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     weight_N = _ratios(d_N, action_mask_N, lengths_B, level)
     if outside == "clamp":
@@ -87,7 +88,7 @@ def rejection_weights(
     action_mask_N: Tensor,
     lengths_B: Tensor,
     *,
-    level: Level | Literal["max"],
+    level: Level | Largest,
     estimator: Estimator,
     low: float | None,
     high: float,
@@ -109,33 +110,24 @@ def rejection_weights(
         logprob_N: [N] log p, as in `importance_weights`, like what is not named here.
         level: whose ratio or estimate is compared; that of a sequence goes for all its tokens.
         estimator: one of the three.
-        low: k1: the least ratio, at least 0; None for no bound. k2, k3: must be None.
+        low: k1: the least ratio, at least 0; None for no bound. k2, k3: None, as they are never below 0.
         high: more than 0; k1: the largest ratio, at least low; k2, k3: the largest estimate, nats.
 
     Returns:
         [N] float32 without gradient: 1, or 0, or NaN where what is tested is NaN; 0 where the policy did not act.
 
     Raises:
-        ValueError: the shapes or bounds cannot be, or a name is unknown.
+        ValueError: the shapes cannot be, or a name is unknown.
     """
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator={estimator!r} is unknown; set one of {', '.join(get_args(Estimator))}")
-    if estimator != "k1" and low is not None:
-        raise ValueError(f"low={low} with estimator={estimator!r}, which is never below 0; set low to None")
     least = 0.0 if low is None else low
-    _check_bounds(least, high)
     d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     if estimator == "k1":
-        if level == "max":
-            raise ValueError("level='max' with estimator='k1' sees only one side of a ratio; use k2 or k3")
         kept_N = _ratios(d_N, action_mask_N, lengths_B, level)
     else:
         estimate_N = d_N.square() / 2 if estimator == "k2" else _k3(d_N)
-        if level == "max":
-            largest = [x_S.max().expand(len(x_S)) for x_S in estimate_N.split(lengths_B.tolist()) if len(x_S)]
-            kept_N = torch.cat([estimate_N[:0], *largest])
-        else:
-            kept_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
+        kept_N = _at_level(estimate_N, action_mask_N, lengths_B, level)
     return chosen(action_mask_N, _within(kept_N, least, high))
 
 
@@ -171,11 +163,9 @@ def mismatch_metrics(
         no action token at all, everything is 0 and `effective_sample_size` 1.
 
     Raises:
-        ValueError: the shapes or bounds cannot be.
+        ValueError: the shapes cannot be.
     """
     bounds = None if low is None and high is None else (low or 0.0, math.inf if high is None else high)
-    if bounds is not None:
-        _check_bounds(*bounds)
     d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     # In float64: the squares of weights span more digits than float32 has.
     d_M = d_N[action_mask_N].double()
@@ -205,12 +195,15 @@ def _log_ratios(logprob_N: Tensor, rollout_logprob_N: Tensor, action_mask_N: Ten
     return log_ratio(logprob_N, rollout_logprob_N, action_mask_N)
 
 
-def _ratios(d_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level) -> Tensor:
+def _ratios(d_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level | Largest) -> Tensor:
     return _at_level(d_N, action_mask_N, lengths_B, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _at_level(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level) -> Tensor:
-    """[N] x, 0 outside the mask, itself, or at each token its sum or mean over the sequence."""
+def _at_level(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level | Largest) -> Tensor:
+    """[N] x, 0 outside the mask, itself, or at each token its sum, mean or maximum over the sequence."""
+    if level == "max":
+        largest = [x_S.max().expand(len(x_S)) for x_S in x_N.split(lengths_B.tolist()) if len(x_S)]
+        return torch.cat([x_N[:0], *largest])
     if level not in get_args(Level):
         raise ValueError(f"level={level!r} is unknown; set one of {', '.join(get_args(Level))}")
     if level == "token":
@@ -232,13 +225,3 @@ def _beyond(x: Tensor, low: float, high: float) -> Tensor:
 def _within(x: Tensor, low: float, high: float) -> Tensor:
     """1 where x is within the bounds, 0 where it is not, NaN where it is NaN."""
     return torch.where(_beyond(x, low, high), 0.0, torch.where(x.isnan(), x, 1.0))
-
-
-def _check_bounds(low: float, high: float) -> None:
-    largest = torch.finfo(torch.float32).max
-    if not 0.0 <= low <= largest:
-        raise ValueError(f"low={low}; set the lower bound to a finite number, 0 or more")
-    if not (0.0 < high <= largest or high == math.inf):
-        raise ValueError(f"high={high}; set the upper bound to a number above 0, or to inf for none")
-    if low > high:
-        raise ValueError(f"low={low} is above high={high}; set low <= high")

@@ -71,14 +71,10 @@ def dpo_loss(
         The loss, and the metrics `accuracy`, `chosen_reward`, `rejected_reward` and `margin` of the implicit rewards.
 
     Raises:
-        ValueError: shapes differ, or a number is out of its range.
+        ValueError: shapes differ, or total_pairs is not positive.
     """
     references = {"reference_chosen_P": reference_chosen_P, "reference_rejected_P": reference_rejected_P}
     _check("chosen_P", chosen_P, total_pairs, rejected_P=rejected_P, **references)
-    if not beta > 0:
-        raise ValueError(f"beta={beta}: nothing would be learnt; set it above 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing}; set a share from 0 to below 0.5")
     chosen_ratio_P = chosen_P.float() - reference_chosen_P.detach()
     rejected_ratio_P = rejected_P.float() - reference_rejected_P.detach()
     gap_P = chosen_ratio_P - rejected_ratio_P

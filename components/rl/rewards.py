@@ -68,10 +68,6 @@ def overlong_penalty(
         [B] float32.
     """
     check_sequences(reward_B, response_length_B=response_length_B)
-    if not 1 <= buffer_length <= max_length:
-        raise ValueError(f"buffer_length={buffer_length}; set 1 to max_length={max_length} tokens")
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"factor={factor}; set the reward that the longest response loses, 0 or more")
     exceed_B = (response_length_B - (max_length - buffer_length)).clamp(0, buffer_length)
     return reward_B.float() - exceed_B.float() / buffer_length * factor
 
@@ -92,8 +88,6 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     check_sequences(reward_B, truncated_B=truncated_B)
     if truncated_B.dtype != torch.bool:
         raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where a response was cut off")
-    if not -math.inf < coef <= 1:
-        raise ValueError(f"coef={coef}; set 0 to 1 to scale the reward of truncated responses, below 0 to replace it")
     reward_B = reward_B.float()
     # Not the bare coef, which would hide a reward that is NaN.
     return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)

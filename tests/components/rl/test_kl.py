@@ -179,12 +179,9 @@ def test_the_weight_of_the_kl_follows_the_target_by_hand(kl: float, expected: fl
     assert adapted_kl_coef(2.0, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected)
 
 
-def test_the_weight_stays_where_there_is_none_or_no_sample_and_cannot_come_to_nothing() -> None:
+def test_the_weight_stays_where_there_is_none_or_no_sample() -> None:
     assert adapted_kl_coef(0.0, 9.0, target=6.0, horizon=10, samples=5) == 0.0
     assert adapted_kl_coef(1.5, 9.0, target=6.0, horizon=10, samples=0) == 1.5
-    # Five horizons at once: 1 - 0.2 * 5 would be 0, from where no factor leads back.
-    with pytest.raises(ValueError, match=says("horizon=10", "samples=50")):
-        adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=50)
     assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=49) == pytest.approx(0.03)
 
 
@@ -198,25 +195,6 @@ def test_the_weight_agrees_with_the_formula(
     slow = coef + coef * error * samples / horizon
     found = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
     assert found == pytest.approx(slow, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"target": 0.0},
-        {"target": NAN},
-        {"horizon": 0.0},
-        {"horizon": -1.0},
-        {"coef": -0.1},
-        {"coef": NAN},
-        {"samples": -1},
-    ],
-)
-def test_settings_of_the_weight_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
-    settings_of = {"coef": 1.0, "kl": 1.0, "target": 1.0, "horizon": 1.0, "samples": 1, **wrong}
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=says(f"{name}={value}")):
-        adapted_kl_coef(**settings_of)
 
 
 @pytest.mark.parametrize("kl", [NAN, INF, -INF])

@@ -275,8 +275,6 @@ def test_dro_by_hand() -> None:
     loss, slope, _ = of_ratios(dro_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], beta=0.5)
     assert loss == pytest.approx([2 * LN2 + LN2**2 / 4, 4 * LN2 + LN2**2 / 4, -2 * 3 * LN2])
     assert slope == pytest.approx([-1 + LN2 / 2, -1 - LN2 / 2, 2.0])
-    with pytest.raises(ValueError, match="beta=0"):
-        of_ratios(dro_loss, [1.0], [1.0], beta=0.0)
 
 
 def test_sapo_by_hand() -> None:
@@ -336,26 +334,11 @@ def refused(facts: list[str], loss: Callable[..., TokenLoss], *more: Tensor, **l
         loss(one_N, one_N, one_N, one_N.bool(), *more, **limits)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.2), (1.5, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
-def test_clip_ranges_that_cannot_be_are_refused(low: float, high: float) -> None:
-    limits, lengths_B = {"clip_low": low, "clip_high": high}, torch.tensor([2])
-    facts = [f"clip_low={low}", f"clip_high={high}"]
-    for loss in (ppo_loss, cispo_loss):
-        refused(facts, loss, **limits)
-    refused(facts, gspo_loss, lengths_B, **limits)
-    if low != 1.5:
-        refused(facts, geo_mean_loss, lengths_B, **limits)
-        refused([*facts, "ratio_cap=20.0"], dppo_loss, divergence="tv", **limits)
-
-
 def test_settings_that_cannot_be_are_refused() -> None:
     clip = {"clip_low": 0.2, "clip_high": 0.2}
-    for dual_clip in (1.0, math.nan):
-        refused([f"dual_clip={dual_clip}"], ppo_loss, dual_clip=dual_clip, **clip)
     for tau in (0.0, -1.0, math.nan):
         refused([f"tau_positive={tau}", "tau_negative=1.05"], sapo_loss, tau_positive=tau)
         refused(["tau_positive=1.0", f"tau_negative={tau}"], sapo_loss, tau_negative=tau)
-    refused(["ratio_cap=0.5"], dppo_loss, divergence="tv", ratio_cap=0.5, **clip)
     refused(["divergence='js'", "tv", "kl"], dppo_loss, divergence="js", **clip)
     for loss in (gspo_loss, geo_mean_loss):
         refused(["lengths_B", "3 tokens", "2"], loss, torch.tensor([3]), **clip)

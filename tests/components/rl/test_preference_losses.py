@@ -246,11 +246,6 @@ ONE, TWO = torch.zeros(1), torch.zeros(2)
         (lambda: dpo_loss(TWO, TWO, ONE, TWO, 1, beta=0.1), ["reference_chosen_P", "[1]"]),
         (lambda: dpo_loss(TWO, TWO, TWO, ONE, 1, beta=0.1), ["reference_rejected_P", "[1]"]),
         (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), ["total_pairs=-1"]),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=0.0), ["beta=0.0"]),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=-1.0), ["beta=-1.0"]),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=math.nan), ["beta=nan"]),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=0.5), ["label_smoothing=0.5"]),
-        (lambda: dpo_loss(TWO, TWO, TWO, TWO, 1, beta=1, label_smoothing=-0.1), ["label_smoothing=-0.1"]),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[], LossOutput], facts: list[str]) -> None:
