@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from components.data.reward_workers import WorkerReward, allowed_failures
 from components.data.rewards import (
-    Closing,
     RewardError,
     RewardOutput,
     RewardSettings,
+    RewardSource,
     check_reward,
     in_threads,
     reward_parts,
@@ -28,10 +28,8 @@ from components.data.rewards import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from components.data.remote_reward import RemoteReward
 
-
-def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerReward | RemoteReward | RewardSum:
+def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSource:
     """Open a reward: the name of a scorer, a function of a .py file (`FILE.py` or `FILE.py:NAME`), or
     URLs with commas between them.
 
@@ -43,7 +41,7 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> WorkerRewa
     return _open_one(spec, settings) if parts == [(1.0, spec)] else RewardSum(parts, settings)
 
 
-def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> WorkerReward | RemoteReward:
+def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> RewardSource:
     if "://" in spec:
         from components.data.remote_reward import RemoteReward
 
@@ -51,7 +49,7 @@ def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> W
     return WorkerReward(spec, settings, in_sum=in_sum)
 
 
-class RewardSum(Closing):
+class RewardSum(RewardSource):
     """Rewards every sequence by each part, at the same time, and adds up.
 
     A response that failed in one part has failed. One for which a part has no reward, None, is rewarded by the others

@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from components.data.rewards import (
-    Closing,
     Columns,
     RewardError,
     RewardOutput,
     RewardSettings,
+    RewardSource,
     check_lengths,
     in_threads,
     join_columns,
@@ -54,7 +54,7 @@ class RefusedError(RewardError, ValueError):
     """A server answered what no new try would change; once somebody has mended it, a run can continue."""
 
 
-class RemoteReward(Closing):
+class RemoteReward(RewardSource):
     """Servers that all compute the same reward."""
 
     def __init__(self, urls: Sequence[str], settings: RewardSettings, *, pause_s: float = 0.5) -> None:

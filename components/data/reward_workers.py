@@ -23,11 +23,11 @@ from typing import Any
 from components.data.child_process import Child, described, run_child, serve_calls, short_line
 from components.data.reward_functions import RewardCode, code_of
 from components.data.rewards import (
-    Closing,
     Columns,
     RewardError,
     RewardOutput,
     RewardSettings,
+    RewardSource,
     check_lengths,
     join_columns,
 )
@@ -50,7 +50,7 @@ def allowed_failures(count: int, share: float) -> float:
     return max(allowed, FEW_FAILURES) if share > 0 and count > FEW_FAILURES else allowed
 
 
-class WorkerReward(Closing):
+class WorkerReward(RewardSource):
     """Reward code in child processes. One call at a time uses all of them."""
 
     def __init__(self, code: str | RewardCode, settings: RewardSettings, *, in_sum: bool = False) -> None:

@@ -11,12 +11,12 @@ import math
 import numbers
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from components.data.scorers import get_scorer
@@ -30,6 +30,7 @@ FUNCTION_NAME = "reward_func"
 FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
 """What a reward file calls its function, where its name does not follow the path, as in `style.py:brevity`."""
 
+FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -87,9 +88,10 @@ class RewardError(RuntimeError):
     """Too many responses have no reward; training would continue with made-up ones."""
 
 
-class RewardSource(Protocol):
-    """Whatever rewards a batch. It may hold processes or connections until it is closed."""
+class RewardSource(ABC):
+    """Whatever rewards a batch. It may hold processes or connections until it is closed, as at the end of a `with`."""
 
+    @abstractmethod
     def __call__(
         self,
         queries: Sequence[str],
@@ -109,25 +111,16 @@ class RewardSource(Protocol):
                 response is what follows the prompt in its query.
             rows: what else is known of each, see `by_names` of reward_functions.py; only functions of files read it.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End what was started."""
-        ...
-
-
-class Closing:
-    """Closed at the end of a `with`."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """End what was started."""
-        raise NotImplementedError
 
 
 def check_reward(spec: str) -> None:
@@ -158,17 +151,13 @@ def reward_function(part: str) -> tuple[Path, str]:
     path, name = found["path"], found["name"]
     usage = "reward_func(queries, prompts, labels, **kwargs), or give the name of a function: FILE.py:NAME"
     if name is not None:
-        check_defines(path, "reward file", [name], f"{name}, which {part!r} names", may_be_async=True)
+        check_defines(path, "reward file", [name], f"{name}, which {part!r} names")
         return Path(path).expanduser().resolve(), name
-    if Path(path).expanduser().is_file():
-        with suppress(SyntaxError, ValueError):
-            body = ast.parse(Path(path).expanduser().read_bytes()).body
-            named = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            public = [name for name in named if not name.startswith("_")]
-            if len(public) == 1 and not set(public).intersection(FUNCTION_NAMES):
-                return Path(path).expanduser().resolve(), public[0]
-    defined = names_in(check_defines(path, "reward file", FUNCTION_NAMES, usage, may_be_async=True))
-    return Path(path).expanduser().resolve(), next(name for name in FUNCTION_NAMES if name in defined)
+    tree = parse_file(path, "reward file")
+    public = [node.name for node in tree.body if isinstance(node, FUNCTION_NODES) and node.name[0] != "_"]
+    wanted = FUNCTION_NAMES if len(public) != 1 or names_in(tree).intersection(FUNCTION_NAMES) else public
+    defined = names_in(check_defines(path, "reward file", wanted, usage))
+    return Path(path).expanduser().resolve(), next(name for name in wanted if name in defined)
 
 
 def reward_parts(spec: str) -> list[tuple[float, str]]:
@@ -210,31 +199,29 @@ def reward_urls(spec: str) -> list[str]:
     return urls
 
 
-def check_defines(
-    spec: str, what: str, names: Collection[str], usage: str, *, may_be_async: bool = False
-) -> ast.Module:
-    """Parse a user's file without running it.
-
-    Args:
-        spec: its path.
-        what: what errors call it.
-        names: of which it has to define one, as far as can be seen: a function, a class, a variable, an import.
-        usage: what errors say that it is to define.
-        may_be_async: an async function counts too.
+def parse_file(spec: str, what: str) -> ast.Module:
+    """Parse a user's file, which errors call `what`, without running it.
 
     Raises:
-        ValueError: it is not there, no valid Python, or defines none of these.
+        ValueError: it is not there, or no valid Python.
     """
     path = Path(spec).expanduser()
     if not path.is_file():
         raise ValueError(f"{what} {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} {spec!r} is not valid Python: {error}") from error
+
+
+def check_defines(spec: str, what: str, names: Collection[str], usage: str) -> ast.Module:
+    """Parse a user's file, and see that it defines one of these names; `usage` says what errors ask for.
+
+    Raises:
+        ValueError: it is not there, no valid Python, or defines none of these.
+    """
+    tree = parse_file(spec, what)
     found = names_in(tree)
-    if not may_be_async:
-        found = {f"async {name}" if name in _async_names(tree) else name for name in found}
     if not found.intersection(names):
         raise ValueError(f"{what} {spec!r} does not define {usage}; found: {', '.join(sorted(found)) or 'nothing'}")
     return tree
@@ -242,19 +229,15 @@ def check_defines(
 
 def names_in(tree: ast.Module) -> set[str]:
     """What a file defines at its top level, as far as can be seen."""
-    found = _async_names(tree)
+    found = set[str]()
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (*FUNCTION_NODES, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Assign):
             found.update(target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found.update(alias.asname or alias.name for alias in node.names)
     return found
-
-
-def _async_names(tree: ast.Module) -> set[str]:
-    return {node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
 
 
 # What is below is shared by reward code and reward servers: the same columns go in, the same responses are accepted.

@@ -55,11 +55,6 @@ def percent(queries: list[str], prompts: list[str], labels: list[Any]) -> Reward
     return constant(queries, scores=[50.0] * len(queries))
 
 
-def some_logs(queries: list[str], prompts: list[str], labels: list[Any], responses: list[str]) -> Rewards:
-    # Other names for an empty response.
-    return constant(queries, extra_logs={"length" if all(responses) else "empty": 1.0})
-
-
 def text_logs(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
     return constant(queries, extra_logs={"verdict": ["good"] * len(queries)})
 

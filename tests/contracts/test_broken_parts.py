@@ -33,7 +33,7 @@ ORDER = "test_the_order_of_a_batch_does_not_matter"
 AGAIN = "test_the_same_answers_get_the_same_rewards_again_and_in_a_new_process"
 ARGUMENTS = "test_its_arguments_stay_as_they_were"
 SCORES = "test_scores_if_it_gives_them_are_from_0_to_1"
-LOGS = "test_extra_logs_have_the_same_names_for_every_answer"
+LOGS = "test_extra_logs_are_one_number_for_each_answer"
 LONG = "test_a_very_long_answer_is_rewarded_before_the_deadline"
 
 SCHEMA = "test_reset_and_step_return_what_they_have_to"
@@ -67,7 +67,6 @@ EXPECTED: dict[str, Facts] = {
         **{LABEL + f"[{what}]": ("AttributeError", "ValueError") for what in ("a list", "a number", "an object")},
     },
     "percent": {SCORES: (50, "'scores'")},
-    "some_logs": {LOGS: ("extra_logs['empty']", "response 0")},
     "dying": dict.fromkeys((TEXT + UNSEEN, LOGS), ("exit code 3",)),
     # Parts in the user's folder, in order.
     "mine.rules:score": {},

@@ -118,7 +118,7 @@ def test_scores_if_it_gives_them_are_from_0_to_1(reward_function: RewardTrial) -
             reward_function.fail(f"{line}. {advice}")
 
 
-def test_extra_logs_have_the_same_names_for_every_answer(reward_function: RewardTrial) -> None:
+def test_extra_logs_are_one_number_for_each_answer(reward_function: RewardTrial) -> None:
     first = reward_function.samples[0]
     samples = [*repeated(reward_function.samples, 9), *(first.answered(text) for text in UNUSUAL_TEXTS.values())]
     output = reward_function.ask(samples, "usual and unusual answers together")
