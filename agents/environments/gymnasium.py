@@ -57,14 +57,14 @@ class AgentInstance(TextEnvironment):
         reward, ended, cut = 0.0, False, False
         if named:
             seen, reward, ended, cut, _ = self._game.step(self._actions[named[-1]])
-            said = self._shown(seen)
+            feedback = self._shown(seen)
         else:
             self._invalid += 1
-            said = f"That names no action. Write one of: {self._choices}.\n"
+            feedback = f"That names no action. Write one of: {self._choices}.\n"
         return {
             "rewards": float(reward),
             "scores": float(ended and reward > 0),
-            "environment_feedback": self.says(said),
+            "environment_feedback": self.says(feedback),
             "done": bool(ended or cut),
             "extra_logs": {"invalid_actions": self._invalid},
         }

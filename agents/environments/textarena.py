@@ -39,8 +39,8 @@ class AgentInstance(TextEnvironment):
             self._game = _library.make(name)
             # The game seeds once more, for those that want it so.
             self._game.reset(num_players=1, seed=int(label.get("seed", 0)))
-            said = self._said()
-        return {"observation": self.says("\n\n".join(filter(None, [states["observation"], said])))}
+            text = self._new_text()
+        return {"observation": self.says("\n\n".join(filter(None, [states["observation"], text])))}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Make a move; one without brackets gets them, as games read moves such as [5]."""
@@ -48,17 +48,17 @@ class AgentInstance(TextEnvironment):
         with self._own_random():
             done, _ = self._game.step(move if "[" in move else f"[{move}]")
             rewards, about = self._game.close() if done else (None, None)
-            said = about[0].get("reason") or "" if about else self._said()
+            text = about[0].get("reason") or "" if about else self._new_text()
         reward = float(rewards[0]) if rewards else 0.0
         return {
             "rewards": reward,
             "scores": min(max(reward, 0.0), 1.0),
-            "environment_feedback": self.says(f"{said}\n"),
+            "environment_feedback": self.says(f"{text}\n"),
             "done": done,
             "extra_logs": {"invalid_move": float(bool(about and about[0]["invalid_move"]))},
         }
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         """What the game has said since it was last asked, without repeating the runner."""
         _, messages = self._game.get_observation()
         return "\n".join(text for _, text, kind in messages if kind != _library.ObservationType.PLAYER_ACTION)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -64,8 +65,6 @@ def load_rows(
             between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
     """
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows={max_rows} leaves no data; set it to at least 1, or leave it unset")
     names = source_names(source)
     probabilities = mixture_probabilities(probs, len(names))
     parts: list[list[dict[str, Any]]] = []
@@ -88,72 +87,56 @@ def load_rows(
     return mixed(parts, probabilities, seed)[:max_rows]
 
 
+@dataclass(eq=False)
 class PromptSource:
     """Hands out prompts without end: each epoch is every row that is short enough once, in an order of its own.
 
     The order follows from the seed and the epoch, so the state is two numbers.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        *,
-        shuffle: bool = True,
-        apply_chat_template: bool = False,
-        input_template: str | None = None,
-        max_prompt_tokens: int | None = None,
-        overlong: Overlong = "leave_out",
-    ) -> None:
-        """Read every prompt once, find those that are too long, and stand at the start of the first epoch.
+    rows: Sequence[Mapping[str, Any]]
+    """As `load_rows` gives them; they may have `extra_info` besides."""
+    tokenizer: PreTrainedTokenizerBase
+    """Turns text into ids."""
+    seed: int
+    """Of the order; unused without `shuffle`."""
+    _: KW_ONLY
+    shuffle: bool = True
+    """False keeps the order of the rows, as evaluation wants it."""
+    apply_chat_template: bool = False
+    """See `render_prompt`."""
+    input_template: str | None = None
+    """See `render_prompt`; holds `{}` once."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are left out and counted in `too_long`, or cut and counted in `cut`; None sets no limit."""
+    overlong: Overlong = "leave_out"
+    """Which of the two. What is cut away may be the beginning (left), the end (right), or what is between the first
+    and the last half of the tokens that stay (middle)."""
 
-        Args:
-            rows: as `load_rows` gives them; they may have `extra_info` besides.
-            tokenizer: turns text into ids.
-            seed: of the order; unused without `shuffle`.
-            shuffle: False keeps the order of the rows, as evaluation wants it.
-            apply_chat_template: see `render_prompt`.
-            input_template: see `render_prompt`; must hold `{}`.
-            max_prompt_tokens: longer prompts are left out and counted in `too_long`, or cut and counted in `cut`; None
-                sets no limit.
-            overlong: which of the two. What is cut away may be the beginning (left), the end (right), or what is
-                between the first and the last half of the tokens that stay (middle).
+    def __post_init__(self) -> None:
+        """Read every prompt once, find those that are too long, and stand at the start of the first epoch.
 
         Raises:
             ValueError: a prompt cannot be written out or encoded, with the number of its row; or all are too long.
         """
-        if not rows:
+        if not self.rows:
             raise ValueError("the prompt source has no rows; give it at least one")
-        if overlong != "leave_out" and max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise ValueError(
-                f"prompts cut to max_prompt_tokens={max_prompt_tokens} have no tokens; set it to 1 or more"
-            )
-        if input_template is not None and input_template.count("{}") != 1:
-            raise ValueError(f"input_template={input_template!r} must hold {{}} once, where the prompt goes")
-        self.rows = rows
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.shuffle = shuffle
-        self.apply_chat_template = apply_chat_template
-        self.input_template = input_template
-        self.max_prompt_tokens = max_prompt_tokens
-        self.overlong: Overlong = overlong
         self.taken = 0
         """Prompts handed out so far, over all epochs; the next one follows from it."""
-        self._encoder = TextEncoder(tokenizer)
-        lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(rows))
+        self._encoder = TextEncoder(self.tokenizer)
+        lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
         self.longest = int(lengths.argmax()), int(lengths.max())
         """The row of the longest prompt, and its tokens before any are cut away."""
         self._kept = self._find_kept(lengths)
         self.too_long = int((~self._kept).sum())
         """Rows left out because they exceed `max_prompt_tokens`."""
-        self.cut = int((lengths[self._kept] > max_prompt_tokens).sum()) if max_prompt_tokens is not None else 0
+        limit = self.max_prompt_tokens
+        self.cut = 0 if limit is None else int((lengths[self._kept] > limit).sum())
         """Rows that are cut because they exceed it."""
         longest = int(lengths[self._kept].max())
-        self.longest_kept = longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
+        self.longest_kept = longest if limit is None else min(longest, limit)
         """Tokens of the longest prompt that is handed out."""
-        self._has_extra = any("extra_info" in row for row in rows)
+        self._has_extra = any("extra_info" in row for row in self.rows)
         self._order = 0, self._shuffled(0)
 
     def __len__(self) -> int:
@@ -182,8 +165,6 @@ class PromptSource:
 
         from components.batch import Batch
 
-        if count < 1:
-            raise ValueError(f"take({count}) asks for no prompts; ask for at least 1")
         taken: list[int] = []
         prompt_ids: list[int] = []
         for place in range(self.taken, self.taken + count):
@@ -286,11 +267,9 @@ class PromptSource:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
-            prompt = self.rows[row]["input"]
-            check_prompt(prompt, f"row {row}")
             try:
                 text = render_prompt(
-                    prompt,
+                    self.rows[row]["input"],
                     self.tokenizer,
                     apply_chat_template=self.apply_chat_template,
                     input_template=self.input_template,

@@ -24,7 +24,7 @@ from components.data.tasks import GIVE_UP_AFTER, is_heldout
 
 DRAW_LIMIT_S = 600.0
 """Seconds after which a request is refused: a few tasks take a second and more for one question."""
-SAY_EVERY_S = 20.0
+REPORT_EVERY_S = 20.0
 FIRST_CHUNK, LAST_CHUNK = 64, 4096
 """Questions of the first data set of a task that is made, and of the largest: each is twice the one before it."""
 
@@ -99,7 +99,7 @@ def parse_task(name: str) -> tuple[str, dict[str, Any]]:
 
 def _draw(name: str, heldout: bool, count: int, seed: int, limit_s: float) -> list[dict[str, str]]:
     task, settings = parse_task(name)
-    start = said = time.monotonic()
+    start = reported = time.monotonic()
     labels: dict[str, str] = {}
     misses = 0
     for entry in _entries(task, settings, seed):
@@ -117,8 +117,8 @@ def _draw(name: str, heldout: bool, count: int, seed: int, limit_s: float) -> li
             raise ValueError(f"{found} found; ask for fewer")
         if now - start > limit_s:
             raise ValueError(f"{found} found in {limit_s:g} s; ask for fewer, or for a task that is drawn faster")
-        if now - said > SAY_EVERY_S:
-            said = now
+        if now - reported > REPORT_EVERY_S:
+            reported = now
             print(f"{REASONING_GYM_PREFIX}{name}: {found} drawn in {now - start:.0f} s", file=sys.stderr)
     return [{"input": question, "label": label, "datasource": task} for question, label in labels.items()]
 

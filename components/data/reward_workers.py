@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -193,27 +194,27 @@ class WorkerReward(RewardSource):
             child.kill()
 
 
+@dataclass
 class _Batch:
     """The responses of one call, and which of them have failed."""
 
-    def __init__(self, source: str, columns: Sequence[Sequence[Any]], max_failed_share: float) -> None:
-        self.columns = columns
-        self.failures: dict[int, tuple[str, str]] = {}
-        """Reason and traceback, by place."""
-        self.is_over = False
-        self._source = source
-        self._max_failed_share = max_failed_share
+    source: str
+    columns: Sequence[Sequence[Any]]
+    max_failed_share: float
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Reason and traceback, by place."""
+    is_over: bool = False
 
     def fail(self, place: int, reason: str, trace: str) -> None:
         """Note that a response has no reward; RewardError when it is one too many."""
         count, prompt = len(self.columns[0]), self.columns[1][place]
         self.failures[place] = f"{reason} (response {place}, prompt {short_line(repr(prompt), 80)})", trace
-        if len(self.failures) <= allowed_failures(count, self._max_failed_share):
+        if len(self.failures) <= allowed_failures(count, self.max_failed_share):
             return
         first, trace = next(iter(self.failures.values()))
         error = RewardError(
-            f"{self._source} failed for {len(self.failures)} of {count} responses, more than the allowed share of "
-            f"{self._max_failed_share:g}; the first: {first}"
+            f"{self.source} failed for {len(self.failures)} of {count} responses, more than the allowed share of "
+            f"{self.max_failed_share:g}; the first: {first}"
         )
         if trace:
             error.add_note(trace)

@@ -6,6 +6,7 @@ Nothing here needs torch: a recipe's `main.py` asks about tasks before it starts
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 import string
@@ -123,8 +124,9 @@ class Task(ABC):
             if isinstance(shown, str):
                 rows.append({"prompt": prompt, "response": shown})
             else:
-                said = enumerate([prompt, *shown])
-                rows.append({"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in said]})
+                roles = itertools.cycle(("user", "assistant"))
+                messages = [{"role": role, "content": text} for role, text in zip(roles, [prompt, *shown])]
+                rows.append({"messages": messages})
         return rows
 
     def pairs(self, count: int, seed: int) -> list[dict[str, str]]:
@@ -326,15 +328,15 @@ class GuessTask(Task):
     def demonstrate(self, prompt: str, label: str, rng: random.Random) -> list[str]:
         """Play the game, halving what is left in `halving_share` of the turns."""
         secret, limit = self.secret_of(label), self.limit_of(prompt)
-        low, high, said = 1, limit, list[str]()
+        low, high, turns = 1, limit, list[str]()
         for turn in range(1, self.turns + 1):
             guess = (low + high) // 2 if rng.random() < self.halving_share else rng.randint(1, limit)
-            said.append(str(guess))
+            turns.append(str(guess))
             if guess == secret or turn == self.turns:
                 break
-            said.append(self.feedback(guess, secret))
+            turns.append(self.feedback(guess, secret))
             low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
-        return said
+        return turns
 
     def score(self, response: str, label: str) -> float:
         """Give 1.0 for the game's number; of a game that is played, the last guess is the response."""
