@@ -267,9 +267,11 @@ class PromptSource:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
+            prompt = self.rows[row]["input"]
+            check_prompt(prompt, f"row {row}")
             try:
                 text = render_prompt(
-                    self.rows[row]["input"],
+                    prompt,
                     self.tokenizer,
                     apply_chat_template=self.apply_chat_template,
                     input_template=self.input_template,
