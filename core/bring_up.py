@@ -14,7 +14,7 @@ from typing import Any
 from core.control import ControlLink
 from core.errors import WorkerDied, with_note
 from core.host import HostSpec, Made, RunFacts
-from core.members import Directory
+from core.members import RoleEntry
 from core.plan import JobSpec
 from core.roles import Role
 from core.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
@@ -49,8 +49,6 @@ class BringUp:
         # How often instances of a role were lost, and when they last were.
         self._incidents: dict[str, tuple[int, float]] = {}
         self._coming: dict[WatchedHost, Stages] = {}
-        # What each process came to that was to repeat its calls; several replacements may wait at the same time.
-        self._replayed: dict[Any, Exception | None] = {}
         self._report_at = _FIRST_REPORT_S
         self._node_died_at = -math.inf
         self._dead_nodes: set[str] = backend.dead_nodes()
@@ -60,7 +58,7 @@ class BringUp:
         self._devices: dict[int, list[str]] = {}
         # A reference to the directory as it is now, stored once for all who ask; None if it has changed.
         self._stored: Any = None
-        self.roles: Directory = {}
+        self.roles: dict[Role, RoleEntry] = {}
         for plan in job.placement.hosts:
             drives = Role.TRAINER in plan.roles
             runs = all(job.roles[role].kind == "run" for role in plan.roles) and not drives
@@ -124,7 +122,7 @@ class BringUp:
         if not host.drives:
             yield self._ask(host, "connect", self._directory())
         if host.replaces:
-            yield from self._replays(host)
+            yield self._ask(host, "repeat", host.calls)
             self._announce(host)
 
     def _introduce(self) -> None:
@@ -147,29 +145,6 @@ class BringUp:
             self._stored = self._backend.transport.put(self.roles)
         return self._stored
 
-    def _replays(self, host: WatchedHost) -> Stages:
-        """Let everybody repeat in the new process what they had called in the lost one."""
-        for role, rank in host.plan.workers:
-            pickled = self._backend.pickled(member_of(host, Role(role), rank))
-            asked = self._emit_to_others(host, "replay", pickled)
-            expected = {(other.plan.name, role, rank, host.attempt): (other, other.attempt) for other in asked}
-            while expected:
-                self._replayed |= self._watch.take("replayed")
-                for answer in expected.keys() & self._replayed.keys():
-                    del expected[answer]
-                    error = self._replayed.pop(answer)
-                    if isinstance(error, WorkerDied):
-                        host.lose(str(error))
-                    elif error is not None:
-                        raise with_note(error, f"repeated in {host.plan.name} after {answer[0]} had called it before")
-                # Who died meanwhile has nothing to repeat, and neither has its replacement.
-                expected = {
-                    answer: (other, attempt)
-                    for answer, (other, attempt) in expected.items()
-                    if other.attempt == attempt and not other.lost
-                }
-                yield
-
     def _announce(self, host: WatchedHost) -> None:
         for role, rank in host.plan.workers:
             member = member_of(host, Role(role), rank)
@@ -178,11 +153,10 @@ class BringUp:
         self._stored = None
         self._watch.event("replaced", host.plan.name, f"attempt {host.attempt}")
 
-    def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> list[WatchedHost]:
-        others = [h for h in self._watch.hosts if h is not host and not h.lost and h.link is not None]
-        for other in others:
-            other.send(kind, *details)
-        return others
+    def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> None:
+        for other in self._watch.hosts:
+            if other is not host and not other.lost:
+                other.send(kind, *details)
 
     # --- going on
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from core.members import Directory, Transport
-from core.recovery import Recovery
 from core.roles import Role
 
 
@@ -61,7 +60,6 @@ class WorkloadContext:
     rendezvous: tuple[str, int] | None = None
     reserved: socket.socket | None = None
     """Keeps the port for the rendezvous."""
-    recovery: Recovery = field(default_factory=Recovery)
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Around every wait for an answer: other workloads of the process may work meanwhile."""
     stop_requested: threading.Event = field(default_factory=threading.Event)

@@ -47,11 +47,9 @@ class Pending:
         self._share = share if export.idempotent else None
         self._lost_results = 0
         self._again_at = 0.0
-        living = context.recovery.replacement(member)
+        living = context.directory.replacement(member)
         assert living is not None
         self.member = living
-        if export.replay:
-            self._before = context.recovery.remember(living, export, share)
         self.reference = context.transport.send(living, export, share)
 
     @property
@@ -64,26 +62,23 @@ class Pending:
         found = self._context.transport.outcome(self.reference)
         if isinstance(found.error, WorkerDied) and not found.raised and self._is_sent_again(found.error):
             return None
-        if found.error is not None and self._export.replay:
-            self._context.recovery.take_back(self.member, self.method, self._before)
         return found
 
     def _is_sent_again(self, error: WorkerDied) -> bool:
-        recovery = self._context.recovery
         if isinstance(error, ResultLost) and self._share is not None and self._lost_results < _ASKED_AGAIN:
             self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_results
             self._lost_results += 1
             self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
             return True
-        recovery.met_death(self.member)
+        self._context.directory.met_death(self.member)
         self._context.emit("death", (self.member.role, self.member.rank, self.member.attempt, str(error)))
         self._again_at = 0.0
-        return self._share is not None and recovery.may_return(self.member)
+        return self._share is not None and self._context.directory.may_return(self.member)
 
     def send_again(self, timeout: float) -> bool:
         """Send it to whoever stands in for the worker, if somebody does after `timeout` seconds."""
         assert self._share is not None
-        living = self._context.recovery.replacement(self.member, timeout)
+        living = self._context.directory.replacement(self.member, timeout)
         if living is None or time.monotonic() < self._again_at:
             return False
         if living == self.member and not self._again_at:

@@ -20,10 +20,9 @@ from core.context import Identity, WorkloadContext, entered
 from core.control import MemoryGauge, seconds_since_beat
 from core.errors import first_line
 from core.exports import Export, exports_of
-from core.members import Directory, Transport
+from core.members import Directory, RoleEntry, Transport
 from core.observers import CallEvent
 from core.plan import HostPlan, RoleSpec
-from core.recovery import Recovery
 from core.roles import Role
 from core.sharding import payload_bytes
 from core.shared_memory import machine_id
@@ -34,6 +33,10 @@ IDLE, STARTING = "idle", "starting"
 
 Address = tuple[str, int]
 WorkerKey = tuple[Role, int]
+CallKey = tuple[Role, int, str]
+"""The worker, and its method."""
+KeptCall = tuple[int, int, bytes]
+"""Attempt and number of a call, by which calls are in order, and its arguments; empty if no call has succeeded."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,7 @@ class Host:
         self._ip = ip
         self._transport = transport
         self._emit = emit
-        self._directory: Directory = {}
-        self._recovery = Recovery(self._directory if spec.run.recovers else None)
+        self._directory = Directory(spec.run.recovers)
         self._stop_requested = threading.Event()
         self._state = (STARTING, time.monotonic())
         self._calls: dict[int, tuple[str, float]] = {}
@@ -152,7 +154,6 @@ class Host:
                 emit,
                 run.shared_dir,
                 collocated_with=next((tuple(group) for group in run.collocations if role in group), ()),
-                recovery=self._recovery,
                 waits=self.waits,
                 stop_requested=self._stop_requested,
                 job_memory=self.job_memory,
@@ -209,9 +210,9 @@ class Host:
         self._state = (IDLE, time.monotonic())
         return made
 
-    def connect(self, directory: Directory) -> None:
+    def connect(self, directory: dict[Role, RoleEntry]) -> None:
         """Tell all workloads who the others are."""
-        self._recovery.meet(directory, self._directory)
+        self._directory.meet(directory)
 
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one exported method of one workload."""

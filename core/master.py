@@ -18,6 +18,7 @@ from core.bring_up import BringUp
 from core.context import Identity, WorkloadContext, entered
 from core.errors import WorkerDied, WorkerTimeout, first_line, with_note
 from core.host import RunFacts, python_path
+from core.members import Directory
 from core.observers import Observer
 from core.plan import JobResult, JobSpec
 from core.roles import Role
@@ -143,8 +144,10 @@ class Master:
         try:
             self._start()
             me = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
+            directory = Directory()
+            directory.meet(self._coming.roles)
             context = WorkloadContext(
-                me, self._job.config, self._coming.roles, self._backend.transport, self._watch.take_in, self._shared_dir
+                me, self._job.config, directory, self._backend.transport, self._watch.take_in, self._shared_dir
             )
             # A process that nobody hears stops as soon as it has said too much.
             hearing.start()

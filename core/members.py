@@ -1,6 +1,7 @@
 """Who is in a job and what they export, and how calls to them travel."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -43,7 +44,62 @@ class RoleEntry:
     """Whether its class has a `run()`."""
 
 
-Directory = dict[Role, RoleEntry]
+class Directory(dict[Role, RoleEntry]):
+    """Who is in the job, as one process knows it; its threads share it.
+
+    The master tells every process, through its control channel, who is lost, and who has taken the place.
+
+    Args:
+        recovers: whether who is lost is replaced.
+    """
+
+    def __init__(self, recovers: bool = False) -> None:
+        super().__init__()
+        self._recovers = recovers
+        self._changed = threading.Condition()
+        self._lost: set[tuple[str, int]] = set()
+
+    def may_return(self, member: Member) -> bool:
+        """Whether a worker that died comes back: instances of a `run` role do, within their budget."""
+        entry = self.get(member.role)
+        return self._recovers and entry is not None and entry.kind == "run"
+
+    def replacement(self, member: Member, timeout: float | None = None) -> Member | None:
+        """Who stands in for a member: itself while it lives; None if nobody does after `timeout` seconds."""
+        if not self._recovers:
+            return member
+        with self._changed:
+            is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
+            return self[member.role].members[member.rank] if is_back else None
+
+    def met_death(self, member: Member) -> None:
+        """A call found out that a member is gone, perhaps before the master did."""
+        with self._changed:
+            if self.may_return(member) and self[member.role].members[member.rank] == member:
+                self._lost.add((member.role, member.rank))
+
+    def lose(self, role: str, rank: int) -> None:
+        """From now on, calls to this worker wait for its replacement."""
+        with self._changed:
+            self._lost.add((role, rank))
+
+    def replace(self, member: Member) -> None:
+        """The worker is back as `member`."""
+        with self._changed:
+            # Before the process was told who is there, there is nothing to correct.
+            if member.role in self:
+                self[member.role].members[member.rank] = member
+            self._lost.discard((member.role, member.rank))
+            self._changed.notify_all()
+
+    def meet(self, found: Mapping[Role, RoleEntry]) -> None:
+        """Take in who was found, but for those whose replacements are there already."""
+        with self._changed:
+            for role, entry in found.items():
+                for now in self[role].members if role in self else ():
+                    if now.attempt > entry.members[now.rank].attempt:
+                        entry.members[now.rank] = now
+                self[role] = entry
 
 
 @dataclass(slots=True)

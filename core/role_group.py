@@ -169,7 +169,7 @@ class RoleGroup(Generic[W]):
             except WorkerTimeout as late:
                 # The master ends who is late, as if it had died; what is idempotent then goes to the replacement.
                 self._context.emit("hung", (late.missing, str(late)))
-                if not (export.idempotent and self._context.recovery.may_return(self._entry.members[0])):
+                if not (export.idempotent and self._context.directory.may_return(self._entry.members[0])):
                     raise
 
     def _dispatch(self, export: Export, spec: CallSpec, share: Share) -> Future[Any]:

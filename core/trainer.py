@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from core.members import Directory
+from core.members import RoleEntry
 from core.role_group import RoleGroup
 from core.roles import Role
 from core.workload import BaseWorkload
@@ -57,7 +57,7 @@ class BaseTrainer(BaseWorkload):
         entry = self._context.directory.get(role)
         return [member.handle for member in entry.members] if entry else []
 
-    def _others(self) -> Directory:
+    def _others(self) -> dict[Role, RoleEntry]:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
     if not TYPE_CHECKING:  # it would make every name right

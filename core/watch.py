@@ -8,13 +8,13 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from core.control import ControlLink, MemoryGauge
-from core.host import IDLE, STARTING, HostReport
-from core.members import Directory, Member, RoleEntry
+from core.host import IDLE, STARTING, CallKey, HostReport, KeptCall
+from core.members import Member, RoleEntry
 from core.observers import JobEvent, MemoryEvent, Observer
 from core.plan import HostPlan, RoleSpec
 from core.roles import Role
@@ -50,6 +50,8 @@ class WatchedHost:
     link: ControlLink | None = None
     fault: str = ""
     """Why it was ended, if it did not die by itself."""
+    calls: dict[CallKey, KeptCall] = field(default_factory=dict)
+    """The last of each method that is to be repeated in its replacement."""
     lost: str = ""
     """How its end became known; empty while it lives. Whoever finds out says it here, and nothing else counts."""
 
@@ -136,7 +138,10 @@ class Watch:
         linked = [(host, host.link) for host in self.hosts if host.link is not None]
         for host, link in linked:
             for kind, payload in link.poll():
-                self.take_in(kind, payload)
+                if kind == "kept":
+                    key, host.calls[key] = payload
+                else:
+                    self.take_in(kind, payload)
             if not link.alive:
                 host.lose("killed, out of memory, or crashed")
         if time.monotonic() >= self._next_status:
@@ -232,9 +237,9 @@ def member_of(host: WatchedHost, role: Role, rank: int) -> Member:
     return Member(role, rank, host.handle, host.attempt, role if len(host.plan.workers) > 1 else "")
 
 
-def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) -> Directory:
+def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) -> dict[Role, RoleEntry]:
     """The workers of each role, as they find each other; what they export is not known yet."""
-    directory: Directory = {}
+    directory: dict[Role, RoleEntry] = {}
     for name, spec in roles.items():
         role = Role(name)
         members = {rank: host for host in hosts for other, rank in host.plan.workers if other == name}

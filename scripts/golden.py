@@ -37,6 +37,7 @@ from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
 from core.context import entered
 from core.exports import exports_of
+from core.members import Directory
 from training.roles.reference import ReferenceWorker
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "recipes" / "golden"
@@ -66,7 +67,7 @@ class Stage(contextlib.ExitStack):
     def role(self, cls: type[Any], config: Any, name: str = "") -> Exports:
         """What can be called of a role; `name` is its role's, where that is not its class's."""
         identity = Identity("golden", "0", 0.0, Role(name or cls.__name__), 0, 1)
-        context = WorkloadContext(identity, config, {}, LocalTransport(), print, self.folder)
+        context = WorkloadContext(identity, config, Directory(), LocalTransport(), print, self.folder)
         self.enter_context(entered(context))
         role = cls(None, config)
         role.setup()

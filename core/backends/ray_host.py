@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import logging
+import operator
 import os
 import pickle
 import shutil
@@ -19,8 +20,8 @@ from ray.cloudpickle import cloudpickle
 
 from core.control import ControlServer, Status
 from core.errors import with_note
-from core.host import Host, HostReport, HostSpec, WarningsTo, threads_here
-from core.members import Member, Transport
+from core.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
+from core.members import Transport
 from core.roles import Role
 from core.shared_memory import claim_shared, leave_shared, sweep_shared
 
@@ -37,15 +38,15 @@ class RayHost(Host):
         config, ip = pickle.loads(spec.run.config), ray.util.get_node_ip_address()
         super().__init__(spec, config, ip, transport, self._to_master)
         self._turn = _Turn()
+        self._kept: dict[CallKey, KeptCall] = {}
         self._job_memory = 0
         answer: dict[str, Callable[..., Any]] = {
             "status": self._status,
             "stack": self._stack,
             "stop": self.request_stop,
             "tidy": self._tidy,
-            "lost": self._recovery.lose,
-            "replay": self._replay,
-            "replaced": lambda member: self._recovery.replace(pickle.loads(member)),
+            "lost": self._directory.lose,
+            "replaced": lambda member: self._directory.replace(pickle.loads(member)),
         }
         # Without a master nobody would end this process.
         self._control = ControlServer(self._ip, spec.run.key, answer, orphaned=self._end)
@@ -99,13 +100,37 @@ class RayHost(Host):
         name = ray.get_runtime_context().get_task_name()
         assert name is not None
         role, _, method = name.partition(".")
-        (_, rank), worker = next(found for found in self._workers.items() if found[0][0] == role)
-        beside = worker.exports[method][0].concurrent
+        key, worker = next(found for found in self._workers.items() if found[0][0] == role)
+        export = worker.exports[method][0]
         try:
-            with contextlib.nullcontext() if beside else self._turn.taken():
-                return self.call(Role(role), rank, method, *args, **kwargs)
+            with contextlib.nullcontext() if export.concurrent else self._turn.taken():
+                if export.replay and self._spec.run.recovers:
+                    return self._call_and_keep((*key, method), *args, **kwargs)
+                return self.call(*key, method, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - it is raised, in a form that arrives
             raise _that_can_be_sent(error) from error.__cause__
+
+    def _call_and_keep(self, key: CallKey, /, *args: Any, **kwargs: Any) -> Any:
+        """As `call`; the master keeps the last call that did not fail, to have it repeated in a replacement."""
+        before = self._kept.get(key, (0, 0, b""))
+        self._keep(key, (self._spec.attempt, next(self._count), cloudpickle.dumps((args, kwargs))))
+        try:
+            return self.call(*key, *args, **kwargs)
+        except Exception:
+            self._keep(key, before)
+            raise
+
+    def _keep(self, key: CallKey, call: KeptCall) -> None:
+        self._kept[key] = call
+        self._control.send("kept", (key, call))
+
+    def repeat(self, calls: dict[CallKey, KeptCall]) -> None:
+        """Call again here, in the same order, what was called in the process that this one replaces."""
+        self._kept |= calls
+        for key, (_, _, pickled) in sorted(calls.items(), key=operator.itemgetter(1)):
+            if pickled:
+                args, kwargs = pickle.loads(pickled)
+                self.call(*key, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
         """As `Host.run`; siblings work while it waits for them."""
@@ -121,21 +146,6 @@ class RayHost(Host):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         return "".join(traceback.format_stack(frame))
-
-    def _replay(self, pickled: bytes) -> None:
-        """Repeat on a replacement what this process had called on the lost worker, while the main thread continues."""
-        member: Member = pickle.loads(pickled)
-        asked = (self._spec.plan.name, member.role, member.rank, member.attempt)
-
-        def repeat() -> None:
-            error = None
-            try:
-                self._recovery.replay(member, self._transport)
-            except Exception as failure:  # noqa: BLE001 - the master raises it
-                error = failure
-            self._control.send("replayed", (asked, error))
-
-        threading.Thread(target=repeat, name="troupe-replay", daemon=True).start()
 
 
 class _Turn:

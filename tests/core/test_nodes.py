@@ -67,7 +67,7 @@ def lose_an_engine(trainer):
     places = {role: RoleGroup(role).call("place").result() for role in ("actor", "rollout", "reference")}
     lost = trainer.RG_ROLLOUT[1]
     os.kill(places["rollout"][1]["pid"], signal.SIGKILL)
-    while current().recovery.replacement(lost, 0.0) == lost:
+    while current().directory.replacement(lost, 0.0) == lost:
         time.sleep(0.01)
     return places | {"replaced": RoleGroup("rollout").call("place").result()}
 

@@ -140,7 +140,7 @@ def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) 
         second = trainer.RG_TOOL[1]
         os.kill(trainer.RG_TOOL.pid()[1], signal.SIGKILL)
         # Once the death is known, a call that is not idempotent waits for the replacement.
-        while current().recovery.replacement(second, 0.0) == second:
+        while current().directory.replacement(second, 0.0) == second:
             time.sleep(0.01)
         return trainer.RG_TOOL.once([5, 6]), trainer.RG_TOOL.story()[1]
 

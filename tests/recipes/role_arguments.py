@@ -18,6 +18,7 @@ from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import entered
 from core.exports import exports_of
+from core.members import Directory
 
 Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
 """The methods of each role, with their arguments, in the order of a step; "handle" stands for published weights."""
@@ -235,7 +236,7 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             package, name = "training.roles", f"{name}Worker"
         cls = getattr(import_module(f"{package}.{module}"), name)
         identity = Identity("test", "0", 0.0, Role(role_name), 0, 1)
-        context = WorkloadContext(identity, config, {}, RayTransport(), print, folder)
+        context = WorkloadContext(identity, config, Directory(), RayTransport(), print, folder)
         inside.enter_context(entered(context))
         role = cls(None, config)
         role.setup()
