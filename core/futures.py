@@ -97,8 +97,7 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
     """Values of all calls, in their order.
 
     Raises:
-        WorkerTimeout: after `timeout` seconds some had not returned; it names role, method and ranks. Not where calls
-            run in this process: whoever stops in a debugger is not late.
+        WorkerTimeout: after `timeout` seconds some had not returned; it names role, method and ranks.
         BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
             others that failed.
     """
@@ -116,7 +115,7 @@ class _Wait:
     def __init__(self, calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> None:
         self._calls = calls
         self._context = context
-        self._limit = None if context.transport.is_inline else timeout
+        self._limit = timeout
         self._waiting = {call.reference: call for call in calls}
         self._lost: list[Pending] = []
         self._outcomes: dict[int, Outcome] = {}
@@ -209,8 +208,6 @@ class Future(Generic[T_co]):
 
     def __await__(self) -> Generator[Any, None, T_co]:
         yield from self._context.transport.ready(self.open_references()).__await__()
-        if self._context.transport.is_inline:
-            return self.result()
         # It waits no longer, but for an answer that was lost.
         return (yield from asyncio.to_thread(self.result).__await__())
 

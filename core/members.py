@@ -102,7 +102,7 @@ class Directory(dict[Role, RoleEntry]):
                 self[role] = entry
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Outcome:
     """What one call to one worker came to: a value, or an error.
 
@@ -116,9 +116,6 @@ class Outcome:
 
 class Transport(Protocol):
     """How calls travel. One implementation per backend; references are the backend's own."""
-
-    is_inline: bool
-    """Whether calls run in this process, on the thread of who waits for them."""
 
     def send(self, member: Member, export: Export, share: Share) -> Any:
         """Submit one call and return a reference to its outcome."""

@@ -325,8 +325,6 @@ class Answer:
 class SimulatedTransport:
     """As core/members.py has it. Answers are there at once, or one by one, `apart_s` seconds from each other."""
 
-    is_inline = False
-
     def __init__(self, apart_s: float) -> None:
         self._apart_s = apart_s
         self._last = 0.0

@@ -9,7 +9,6 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,115 +18,72 @@ from core.members import Member, Outcome, Share
 from core.plan import Placement
 
 
-@dataclass(eq=False)
-class LocalCall:
-    """One call, waiting or done. It is the reference to its own outcome.
-
-    `worker`: its role and rank; a worker does one thing at a time.
-    """
-
-    worker: tuple[str, int]
-    run: Callable[[], Any]
-    outcome: Outcome | None = None
-
-
 class LocalTransport:
-    """Calls inside one process: who waits for an answer carries out the calls that are waiting, oldest first.
+    """Calls inside one process: each is carried out when it is made, and its outcome is the reference to it.
 
-    Nothing here starts a thread: a call runs on the thread of who waits for it, so `breakpoint()` works wherever it
-    stands. What is passed is copied, as between processes.
+    Nothing here starts a thread: a call runs on the thread of who makes it, so `breakpoint()` works wherever it stands.
+    What is passed is copied, as between processes.
     """
-
-    is_inline = True
 
     def __init__(self) -> None:
-        self._waiting: list[LocalCall] = []
-        self._busy: dict[tuple[str, int], int] = {}
+        # A worker does one thing at a time; who is at work, and on which thread.
+        self._busy: dict[str, int] = {}
         self._changed = threading.Condition()
 
-    def send(self, member: Member, export: Export, share: Share) -> LocalCall:
-        """Take one call in: who carries it out gets copies, and so does its caller."""
-        role, rank, host = member.role, member.rank, member.handle
+    def send(self, member: Member, export: Export, share: Share) -> Outcome:
+        """Carry out one call: the worker gets copies, and so does its caller."""
         args, kwargs = copied(share)
 
         def run() -> Any:
-            return copied(host.do("call", role, rank, export.name, *args, **kwargs))
+            return copied(member.handle.do("call", member.role, member.rank, export.name, *args, **kwargs))
 
-        return self.take_in(LocalCall((role, rank), run))
+        return self.carry_out(member.name, run)
 
-    def take_in(self, call: LocalCall) -> LocalCall:
-        """Put a call behind those that are waiting."""
+    def carry_out(self, worker: str, run: Callable[[], Any]) -> Outcome:
+        """Wait until the worker is free, and let it do this.
+
+        Raises:
+            RuntimeError: its own call waits for this one.
+        """
+        me = threading.get_ident()
         with self._changed:
-            self._waiting.append(call)
-        return call
-
-    def forget(self) -> None:
-        """Drop the calls that nobody has waited for."""
-        self._waiting.clear()
+            if self._busy.get(worker) == me:
+                raise RuntimeError(
+                    f"{worker} is asked by somebody for whom it is waiting (at work: {', '.join(self._busy)}), "
+                    "so the result can never come; let the call return first"
+                )
+            self._changed.wait_for(lambda: worker not in self._busy)
+            self._busy[worker] = me
+        try:
+            return Outcome(run())
+        except Exception as failure:  # noqa: BLE001 - it is the answer
+            return Outcome(error=failure, raised=True)
+        finally:
+            with self._changed:
+                del self._busy[worker]
+                self._changed.notify_all()
 
     def put(self, value: Any) -> Any:
         """Nothing to store: everything is in this process."""
         return value
 
-    def wait(self, references: Sequence[LocalCall], timeout: float | None, count: int = 1) -> list[LocalCall]:
-        """Those that are done; carries calls out until one is.
+    def wait(self, references: Sequence[Outcome], timeout: float | None, count: int = 1) -> list[Outcome]:
+        """All of them are there."""
+        del timeout, count
+        return list(references)
 
-        With a timeout of 0 it tells what was done already, and then gives way to one call, so that asking again and
-        again comes to an end.
-
-        Raises:
-            RuntimeError: all that is left waits for itself.
-        """
-        del count
-        ready = [call for call in references if call.outcome is not None]
-        if timeout == 0:
-            self._step()
-        while references and not ready and timeout != 0:
-            if not self._step():
-                role, rank = references[0].worker
-                names = ", ".join(f"{role}-{rank}" for role, rank in self._busy)
-                raise RuntimeError(
-                    f"{role}-{rank} is asked by somebody whose own call it is waiting for (at work: {names}), so the "
-                    "result can never come; let the call return first"
-                )
-            ready = [call for call in references if call.outcome is not None]
-        return ready
-
-    def _step(self) -> bool:
-        """Carry out the oldest call whose worker is free, or wait for another thread that does; False if neither."""
-        me = threading.get_ident()
-        with self._changed:
-            call = next((call for call in self._waiting if call.worker not in self._busy), None)
-            if call is None:
-                others = any(owner != me for owner in self._busy.values())
-                if others:
-                    self._changed.wait(1.0)
-                return others
-            self._waiting.remove(call)
-            self._busy[call.worker] = me
-        try:
-            call.outcome = Outcome(call.run())
-        except Exception as failure:  # noqa: BLE001 - it is the answer
-            call.outcome = Outcome(error=failure, raised=True)
-        finally:
-            with self._changed:
-                del self._busy[call.worker]
-                self._changed.notify_all()
-        return True
-
-    async def ready(self, references: Sequence[LocalCall]) -> None:
-        """Let other coroutines work first; who asks for the result carries the calls out."""
+    async def ready(self, references: Sequence[Outcome]) -> None:
+        """Let other coroutines work."""
         del references
         await asyncio.sleep(0)
 
-    def values(self, references: Sequence[LocalCall]) -> list[Any] | None:
+    def values(self, references: Sequence[Outcome]) -> list[Any] | None:
         """None: there is no quicker way here."""
         del references
 
-    def outcome(self, reference: LocalCall) -> Outcome:
-        """What came of a call that is done."""
-        assert reference.outcome is not None
-        return reference.outcome
+    def outcome(self, reference: Outcome) -> Outcome:
+        """It is itself the reference."""
+        return reference
 
 
 class LocalHost(Host):
@@ -178,17 +134,16 @@ class LocalBackend:
         """Make one host."""
         return LocalHost(spec, self.transport, self._emit)
 
-    def invoke(self, handle: LocalHost, method: str, *args: Any) -> LocalCall:
+    def invoke(self, handle: LocalHost, method: str, *args: Any) -> Outcome:
         """Call a method of the host itself; returns a reference."""
-        worker = (args[0], args[1]) if method == "run" else (method, id(handle))
-        return self.transport.take_in(LocalCall(worker, lambda: handle.do(method, *args)))
+        worker = f"{args[0]}-{args[1]}" if method == "run" else f"{method} {id(handle)}"
+        return self.transport.carry_out(worker, lambda: handle.do(method, *args))
 
     def kill(self, _handle: LocalHost) -> None:
         """Nothing to end: it goes when nobody knows it any more."""
 
     def release(self) -> None:
-        """Forget the calls that nobody has waited for, and leave the process as it was."""
-        self.transport.forget()
+        """Leave the process as it was."""
         if self._before is not None:
             self._before.enter()
         logging.getLogger().removeHandler(self._warnings)

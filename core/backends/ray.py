@@ -72,8 +72,6 @@ OBJECT_STORE_BYTES = 2 * 2**30
 class RayTransport:
     """Calls as actor tasks, outcomes as object references."""
 
-    is_inline = False
-
     def send(self, member: Member, export: Export, share: Share) -> Any:
         """Submit one call. The task's name says which: Ray's tools show it, and it need not be an argument."""
         group = _CONCURRENTLY if export.concurrent else member.thread or None
