@@ -20,7 +20,6 @@ from core.roles import Role
 from core.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
 
 _FIRST_REPORT_S = 10.0
-_POLL_S = 0.05
 _TOGETHER_S = 5.0
 """Processes that are lost within so many seconds are one incident: a node takes all of its processes along."""
 _NODE_S = 60.0
@@ -84,8 +83,8 @@ class BringUp:
         spec = HostSpec(self._facts, host.plan, roles, self._job.global_env | host.plan.env, host.attempt)
         host.log_file = spec.log_file
         host.handle = self._backend.create(spec)
-        self._coming[host] = self._stages(host)
-        host.reference = self._ask(host, "report")
+        self._coming[host] = stages = self._stages(host)
+        host.reference = next(stages)
 
     def _ask(self, host: WatchedHost, method: str, *args: Any) -> Any:
         return self._backend.invoke(host.handle, method, *args)
@@ -93,8 +92,8 @@ class BringUp:
     # --- the stages of one
 
     def _stages(self, host: WatchedHost) -> Stages:
-        """From a process that has been asked where it is to one that can be called."""
-        host.report = yield
+        """From a process that is asked where it is to one that can be called."""
+        host.report = yield self._ask(host, "report")
         assert host.report is not None
         if host.report.control is not None:
             try:
@@ -160,24 +159,15 @@ class BringUp:
 
     # --- going on
 
-    def wait(self, timeout: float) -> None:
-        """Wait until those on the way may have come further."""
-        references = [host.reference for host in self._coming if host.reference is not None]
-        # To be woken by each of many that answer one by one would take as long as all of them together.
-        pause = min(timeout, max(_POLL_S, 0.002 * len(references)))
-        if references:
-            self._backend.transport.wait(references, pause, len(references))
-        else:
-            time.sleep(pause)
-
-    def advance(self) -> None:
-        """Take everybody on the way as far as what they wait for is there.
+    def advance(self, timeout: float) -> None:
+        """Take everybody on the way as far as what they wait for is there within so many seconds.
 
         Raises:
             BaseException: what a workload's class raised while it was imported, made or set up.
         """
         references = [host.reference for host in self._coming if host.reference is not None]
-        ready = {None, *self._backend.transport.wait(references, 0)}
+        # To be woken by each of many that answer one by one would take as long as all of them together.
+        ready = {None, *self._backend.transport.wait(references, timeout, len(references))}
         for host in list(self._coming):
             if not host.lost and host.reference in ready:
                 self._advance(host, self._coming[host])
@@ -193,8 +183,6 @@ class BringUp:
             if outcome.error is not None:
                 raise with_note(outcome.error, f"in {host.plan.name}")
             value = outcome.value
-            if host.report is None:
-                next(stages)  # up to its first yield, which is for this value
         try:
             host.reference = stages.send(value)
         except StopIteration:

@@ -26,6 +26,7 @@ from core.shared_memory import claim_shared, shared_folder, sweep_shared
 from core.watch import Watch, WatchedHost
 
 _POLL_S = 0.2
+_START_POLL_S = 0.05
 _BLAME_WITHIN_S = 1.0
 _GONE_WITHIN_S = 10.0
 _TIDY_WITHIN_S = 5.0
@@ -173,8 +174,7 @@ class Master:
             self._catch_signals()  # after Ray, which sets a handler of its own
         self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.all_up:
-            self._coming.wait(_POLL_S)
-            self._tend()
+            self._tend(pause=_START_POLL_S)
         self._watch.event("start", text=f"attempt {self._attempt}")
 
     def _drive(self) -> None:
@@ -211,12 +211,21 @@ class Master:
 
     # --- tending
 
-    def _tend(self, within: float = 0.0) -> None:
-        """See to everything that happens beside the calls: who died, who hangs, who asked for the end."""
+    def _tend(self, within: float = 0.0, pause: float = 0.0) -> None:
+        """See to everything that happens beside the calls: who died, who hangs, who asked for the end.
+
+        Args:
+            within: seconds to wait for a death.
+            pause: seconds to wait for those on their way up.
+        """
         deadline = time.monotonic() + within
         while True:
             self._watch.poll()
-            self._hear_of_deaths()
+            for host, how in self._heard("death"):
+                host.lose(how)
+            if self._watch.silent() and time.monotonic() >= self._look_at_nodes_at:
+                self._look_at_nodes_at = time.monotonic() + _NODES_EVERY_S
+                self._coming.look_at_nodes()
             self._end_hung()
             self._pass_on_stop()
             lost = [host for host in self._watch.hosts if host.lost]
@@ -235,24 +244,19 @@ class Master:
         for host in lost:
             self._output = host.last_lines()
             self._coming.start_again(host, self._end)
-        self._coming.advance()
+        self._coming.advance(pause)
 
-    def _hear_of_deaths(self) -> None:
-        for role, rank, attempt, how in self._watch.take("death"):
-            for host in self._who(role, rank, attempt):
-                host.lose(how)
-        if self._watch.silent() and time.monotonic() >= self._look_at_nodes_at:
-            self._look_at_nodes_at = time.monotonic() + _NODES_EVERY_S
-            self._coming.look_at_nodes()
-
-    def _who(self, role: str, rank: int, attempt: int) -> list[WatchedHost]:
-        """The process of this attempt of a worker, if it has not been replaced yet."""
-        hosts = self._watch.hosts
-        return [host for host in hosts if host.attempt == attempt and (role, rank) in host.plan.workers]
+    def _heard(self, kind: str) -> list[tuple[WatchedHost, str]]:
+        """Processes of which others say something, if they have not been replaced yet."""
+        return [
+            (host, text)
+            for role, rank, attempt, text in self._watch.take(kind)
+            for host in self._watch.hosts
+            if host.attempt == attempt and (role, rank) in host.plan.workers
+        ]
 
     def _end_hung(self) -> None:
-        late = [(missing, text) for several, text in self._watch.take("hung") for missing in several]
-        hung = [(host, text) for missing, text in late for host in self._who(*missing)]
+        hung = self._heard("hung")
         if limit := self._job.stall_timeout:
             hung += self._watch.stalled(limit, self._driving, self._coming.all_up)
             hung += self._coming.late(max(limit, self._job.placement_timeout))

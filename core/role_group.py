@@ -168,7 +168,8 @@ class RoleGroup(Generic[W]):
                 return future.result(spec.timeout if spec.is_async else None)
             except WorkerTimeout as late:
                 # The master ends who is late, as if it had died; what is idempotent then goes to the replacement.
-                self._context.emit("hung", (late.missing, str(late)))
+                for missing in late.missing:
+                    self._context.emit("hung", (*missing, str(late)))
                 if not (export.idempotent and self._context.directory.may_return(self._entry.members[0])):
                     raise
 
