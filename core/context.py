@@ -5,7 +5,6 @@ its context when they are run through `contextvars.copy_context().run`.
 """
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -58,8 +57,6 @@ class WorkloadContext:
     shared_dir: Path
     collocated_with: tuple[str, ...] = ()
     rendezvous: tuple[str, int] | None = None
-    reserved: socket.socket | None = None
-    """Keeps the port for the rendezvous."""
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Around every wait for an answer: other workloads of the process may work meanwhile."""
     stop_requested: threading.Event = field(default_factory=threading.Event)

@@ -125,16 +125,13 @@ class Host:
     Args:
         spec: what to hold.
         config: what the job was built with.
-        ip: where the others find it.
         transport: how its workloads reach others.
         emit: passes a message to the master: its kind, and what it says.
     """
 
-    def __init__(
-        self, spec: HostSpec, config: Any, ip: str, transport: Transport, emit: Callable[[str, Any], None]
-    ) -> None:
+    def __init__(self, spec: HostSpec, config: Any, transport: Transport, emit: Callable[[str, Any], None]) -> None:
         self._spec = spec
-        self._ip = ip
+        self._config = config
         self._transport = transport
         self._emit = emit
         self._directory = Directory(spec.run.recovers)
@@ -144,21 +141,6 @@ class Host:
         self._count = itertools.count()
         self._workers: dict[WorkerKey, _Worker] = {}
         self._memory = MemoryGauge()
-        for name, rank in spec.plan.workers:
-            role, run = Role(name), spec.run
-            context = WorkloadContext(
-                Identity(run.job, run.run_id, run.began, role, rank, spec.roles[name].total, attempt=spec.attempt),
-                config,
-                self._directory,
-                transport,
-                emit,
-                run.shared_dir,
-                collocated_with=next((tuple(group) for group in run.collocations if role in group), ()),
-                waits=self.waits,
-                stop_requested=self._stop_requested,
-                job_memory=self.job_memory,
-            )
-            self._workers[role, rank] = _Worker(context)
 
     def waits(self) -> AbstractContextManager[None]:
         """What is around every wait of its workloads for others."""
@@ -174,7 +156,7 @@ class Host:
 
     def report(self) -> HostReport:
         """Say where it is."""
-        return HostReport(self._ip, machine_id(), os.getpid())
+        return HostReport("127.0.0.1", machine_id(), os.getpid())
 
     def construct(
         self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], shown: list[str]
@@ -189,16 +171,28 @@ class Host:
         if shown:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
         made: dict[Role, Made] = {}
-        for (role, rank), worker in self._workers.items():
-            spec, (local_rank, local_world_size) = self._spec.roles[role], local[role, rank]
-            identity = worker.context.identity
-            worker.context.identity = replace(identity, local_rank=local_rank, local_world_size=local_world_size)
-            worker.context.rendezvous = rendezvous.get(role)
+        for (role, rank), local_ranks in local.items():
+            spec, run = self._spec.roles[role], self._spec.run
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
-            os.environ.update(rendezvous_environment(worker.context))
-            with entered(worker.context):
-                worker.instance = _instantiate(cls, worker.context)
+            who = (run.job, run.run_id, run.began, role, rank, spec.total)
+            context = WorkloadContext(
+                Identity(*who, *local_ranks, self._spec.attempt),
+                self._config,
+                self._directory,
+                self._transport,
+                self._emit,
+                run.shared_dir,
+                collocated_with=next((tuple(group) for group in run.collocations if role in group), ()),
+                rendezvous=rendezvous.get(role),
+                waits=self.waits,
+                stop_requested=self._stop_requested,
+                job_memory=self.job_memory,
+            )
+            os.environ.update(rendezvous_environment(context))
+            worker = self._workers[role, rank] = _Worker(context)
+            with entered(context):
+                worker.instance = _instantiate(cls, context)
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
             for name, (entry, function) in exports_of(worker.instance).items():

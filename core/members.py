@@ -1,9 +1,11 @@
 """Who is in a job and what they export, and how calls to them travel."""
 
+import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from core.exports import Export
 from core.roles import Role
@@ -114,32 +116,35 @@ class Outcome:
     raised: bool = False
 
 
-class Transport(Protocol):
-    """How calls travel. One implementation per backend; references are the backend's own."""
+class Transport(ABC):
+    """How calls travel; references are the backend's own.
 
+    What is here is for calls inside this process, which are over when they have been sent: a reference is its outcome.
+    """
+
+    @abstractmethod
     def send(self, member: Member, export: Export, share: Share) -> Any:
         """Submit one call and return a reference to its outcome."""
-        ...
 
     def put(self, value: Any) -> Any:
         """Store a value once for many receivers; the reference may be passed as an argument."""
-        ...
+        return value
 
-    def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:
+    def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:  # noqa: ARG002
         """Those of the references that are ready, once `count` are, or after `timeout` seconds (0: at once).
 
         It may leave out what is ready beyond `count`, but with a timeout of 0.
         """
-        ...
+        return list(references)
 
-    async def ready(self, references: Sequence[Any]) -> None:
+    async def ready(self, references: Sequence[Any]) -> None:  # noqa: ARG002
         """Wait until all are ready, without a thread of one's own."""
-        ...
+        await asyncio.sleep(0)  # others may work
 
     def outcome(self, reference: Any) -> Outcome:
         """The outcome of a reference that is ready."""
-        ...
+        return reference
 
-    def values(self, references: Sequence[Any]) -> list[Any] | None:
+    def values(self, references: Sequence[Any]) -> list[Any] | None:  # noqa: ARG002
         """All values, if within a moment all are there and none is an error; else None, and `wait` finds out more."""
-        ...
+        return None

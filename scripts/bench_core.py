@@ -40,7 +40,7 @@ from core import BaseWorkload, Job, JobBuilder, RoleGroup, master, rpc, trainer_
 from core.control import Status  # noqa: E402
 from core.exports import Export, export_of  # noqa: E402
 from core.host import IDLE, HostReport, HostSpec, Made  # noqa: E402
-from core.members import Member, Outcome, Share  # noqa: E402
+from core.members import Member, Outcome, Share, Transport  # noqa: E402
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED = (64, 1000, 4000)
@@ -322,7 +322,7 @@ class Answer:
         self.at = at
 
 
-class SimulatedTransport:
+class SimulatedTransport(Transport):
     """As core/members.py has it. Answers are there at once, or one by one, `apart_s` seconds from each other."""
 
     def __init__(self, apart_s: float) -> None:

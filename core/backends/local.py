@@ -1,6 +1,5 @@
 """Local mode: the whole job in this process, one workload at a time, for breakpoints and quick tests. No Ray."""
 
-import asyncio
 import io
 import logging
 import os
@@ -8,17 +7,17 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 from core.exports import Export
 from core.host import Host, HostSpec, WarningsTo, threads_here
-from core.members import Member, Outcome, Share
+from core.members import Member, Outcome, Share, Transport
 from core.plan import Placement
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Calls inside one process: each is carried out when it is made, and its outcome is the reference to it.
 
     Nothing here starts a thread: a call runs on the thread of who makes it, so `breakpoint()` works wherever it stands.
@@ -63,34 +62,12 @@ class LocalTransport:
                 del self._busy[worker]
                 self._changed.notify_all()
 
-    def put(self, value: Any) -> Any:
-        """Nothing to store: everything is in this process."""
-        return value
-
-    def wait(self, references: Sequence[Outcome], timeout: float | None, count: int = 1) -> list[Outcome]:
-        """All of them are there."""
-        del timeout, count
-        return list(references)
-
-    async def ready(self, references: Sequence[Outcome]) -> None:
-        """Let other coroutines work."""
-        del references
-        await asyncio.sleep(0)
-
-    def values(self, references: Sequence[Outcome]) -> list[Any] | None:
-        """None: there is no quicker way here."""
-        del references
-
-    def outcome(self, reference: Outcome) -> Outcome:
-        """It is itself the reference."""
-        return reference
-
 
 class LocalHost(Host):
     """A host beside others in one process: while it works, the process looks as if it were its own."""
 
     def __init__(self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None]) -> None:
-        super().__init__(spec, spec.run.config, "127.0.0.1", transport, emit)
+        super().__init__(spec, spec.run.config, transport, emit)
         self._own = _State()
         self._own.environment.update(spec.env)
 

@@ -46,7 +46,7 @@ from core.backends.ray_token import own_token
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
 from core.exports import Export
 from core.host import HostSpec
-from core.members import Member, Outcome, Share
+from core.members import Member, Outcome, Share, Transport
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
 from core.shared_memory import BESIDE, shared_folder
@@ -69,7 +69,7 @@ OBJECT_STORE_BYTES = 2 * 2**30
 """Upper bound of a local cluster's object store; its memory is taken only as it is used."""
 
 
-class RayTransport:
+class RayTransport(Transport):
     """Calls as actor tasks, outcomes as object references."""
 
     def send(self, member: Member, export: Export, share: Share) -> Any:

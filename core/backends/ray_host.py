@@ -23,7 +23,7 @@ from core.errors import with_note
 from core.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
 from core.members import Transport
 from core.roles import Role
-from core.shared_memory import claim_shared, leave_shared, sweep_shared
+from core.shared_memory import claim_shared, leave_shared, machine_id, sweep_shared
 
 
 class RayHost(Host):
@@ -35,9 +35,11 @@ class RayHost(Host):
 
     def __init__(self, spec: HostSpec, transport: Transport) -> None:
         _prepare(spec)
-        config, ip = pickle.loads(spec.run.config), ray.util.get_node_ip_address()
-        super().__init__(spec, config, ip, transport, self._to_master)
-        self._turn = _Turn()
+        super().__init__(spec, pickle.loads(spec.run.config), transport, self._to_master)
+        self._ip = ray.util.get_node_ip_address()
+        # Of the roles whose ranks meet here.
+        self._ports: dict[Role, socket.socket] = {}
+        self._turn = threading.RLock()
         self._kept: dict[CallKey, KeptCall] = {}
         self._job_memory = 0
         answer: dict[str, Callable[..., Any]] = {
@@ -77,7 +79,7 @@ class RayHost(Host):
         return self._job_memory
 
     def report(self) -> HostReport:
-        """As `Host.report`, with the address of the side thread, and Ray's node: several may have one address.
+        """Say where it is, and which node Ray takes it for: several may have one address.
 
         A port is kept for each role whose ranks will meet here, so that no other job on this machine is given it.
         """
@@ -85,15 +87,18 @@ class RayHost(Host):
         claim_shared(self._spec.run.shared_dir)
         run = f"process {os.getpid()} on {self._ip} in run {self._spec.run.run_id}"
         print(f"{self._spec.plan.name}: {run}", flush=True)
-        report = super().report()
-        report.control = self._control.address
-        report.node = ray.get_runtime_context().get_node_id()
-        report.devices = sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
-        for (role, rank), worker in self._workers.items():
+        for role, rank in self._spec.plan.workers:
             if rank == 0 and self._spec.roles[role].kind == "train":
-                worker.context.reserved = kept = kept_port()
-                report.ports[role] = kept.getsockname()[1]
-        return report
+                self._ports[Role(role)] = kept_port()
+        return HostReport(
+            self._ip,
+            machine_id(),
+            os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
+            control=self._control.address,
+            ports={role: kept.getsockname()[1] for role, kept in self._ports.items()},
+            devices=sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])),
+        )
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method that the task is named after, `ACTOR.update`: so it is called in Ray's own tools too."""
@@ -103,7 +108,7 @@ class RayHost(Host):
         key, worker = next(found for found in self._workers.items() if found[0][0] == role)
         export = worker.exports[method][0]
         try:
-            with contextlib.nullcontext() if export.concurrent else self._turn.taken():
+            with contextlib.nullcontext() if export.concurrent else self._turn:
                 if export.replay and self._spec.run.recovers:
                     return self._call_and_keep((*key, method), *args, **kwargs)
                 return self.call(*key, method, *args, **kwargs)
@@ -134,50 +139,28 @@ class RayHost(Host):
 
     def run(self, role: Role, rank: int) -> None:
         """As `Host.run`; siblings work while it waits for them."""
-        with self._turn.taken():
+        with self._turn:
             super().run(role, rank)
 
-    def waits(self) -> contextlib.AbstractContextManager[None]:
-        """The turn is given away meanwhile."""
-        return self._turn.given_away()
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """The turn is given away meanwhile, if this thread has it."""
+        has_turn = True
+        try:
+            self._turn.release()
+        except RuntimeError:
+            has_turn = False
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._turn.acquire()
 
     def _stack(self) -> str:
         """Where the main thread is; all threads are written to the log."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         return "".join(traceback.format_stack(frame))
-
-
-class _Turn:
-    """Workloads that share a process work one at a time; who waits for an answer gives its turn away meanwhile."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the turn, and have it inside the block."""
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
-
-    @contextlib.contextmanager
-    def given_away(self) -> Iterator[None]:
-        """Let others have it inside the block; nothing happens on a thread that does not have it."""
-        if self._owner != threading.get_ident():
-            yield
-            return
-        self._owner = None
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-            self._owner = threading.get_ident()
 
 
 def kept_port() -> socket.socket:
