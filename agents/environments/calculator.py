@@ -10,7 +10,7 @@ import operator
 from typing import Any, ClassVar
 
 from agents.tools import ToolAgentInstance
-from components.data.scorers import get_scorer
+from components.data.scorers import gsm8k
 
 LONGEST, LARGEST, LARGEST_POWER = 200, 1e100, 64
 """Characters of an expression, and what its numbers and exponents may be: enough for word problems, soon done."""
@@ -69,4 +69,4 @@ class AgentInstance(ToolAgentInstance):
 
     async def score(self, answer: str, label: Any) -> float:
         """1.0 or 0.0."""
-        return get_scorer("gsm8k")(answer, str(label))
+        return gsm8k(answer, str(label))

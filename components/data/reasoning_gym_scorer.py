@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 FULL_SCORE = 1.0 - 1e-9
@@ -38,22 +38,6 @@ _TUPLE, _ITEMS = "(tuple)", "(items)"
 _WARNED: set[tuple[str, str]] = set()
 
 
-def reasoning_gym_score(response: str, label: str) -> float:
-    """Give 1.0 when the task's own verifier gives the answer in the response its full score, and 0.0 otherwise.
-
-    Args:
-        response: any text. The last `<answer>...</answer>` in it is the answer; without one, the last line that is
-            not empty is, or the whole response where the right answer has several lines or is not known.
-        label: what `make_label` made. An answer that its verifier cannot take gets 0.0, and an empty one as well.
-    """
-    return _graded(response, label)[0]
-
-
-def reasoning_gym_style(response: str, label: str) -> dict[str, float]:
-    """Say, under `ERROR_LOG`, whether the verifier could not take the answer."""
-    return {ERROR_LOG: _graded(response, label)[1]}
-
-
 def make_label(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
     """Write a question down as JSON, with all that its verifier may ask for.
 
@@ -68,24 +52,31 @@ def make_label(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any])
     return json.dumps({"task": task, "settings": _tagged(dict(settings)), "entry": _tagged(dict(entry))})
 
 
-# A batch asks twice, for the score and for the log.
-@lru_cache(maxsize=1024)
-def _graded(response: str, label: str) -> tuple[float, float]:
-    """The score, and whether there was an error."""
+def reasoning_gym_score(response: str, label: str) -> dict[str, float]:
+    """Give 1.0 when the task's own verifier gives the answer in the response its full score, and 0.0 otherwise.
+
+    Args:
+        response: any text. The last `<answer>...</answer>` in it is the answer; without one, the last line that is
+            not empty is, or the whole response where the right answer has several lines or is not known.
+        label: what `make_label` made. An answer that its verifier cannot take gets 0.0, and an empty one as well.
+
+    Returns:
+        `score`, and under `ERROR_LOG` whether the verifier could not take the answer.
+    """
     task, settings, entry = _read_label(label)
     right = entry["answer"]
     answer = _answer_in(response, many_lines=right is None or "\n" in right)
     # Before the verifier is made: a plan checks a label this way, and need not load the library for it.
     if not answer:
-        return 0.0, 0.0
+        return {"score": 0.0, ERROR_LOG: 0.0}
     if task in RUNS_ANSWERS and _is_code(answer):
-        return 0.0, 1.0
+        return {"score": 0.0, ERROR_LOG: 1.0}
     verifier = _verifier(task, settings)
     try:
-        return float(float(verifier.score_answer(answer, entry)) >= FULL_SCORE), 0.0
+        return {"score": float(float(verifier.score_answer(answer, entry)) >= FULL_SCORE), ERROR_LOG: 0.0}
     except Exception as error:  # noqa: BLE001 - a verifier may raise anything at what a policy wrote
         _warn(task, error)
-        return 0.0, 1.0
+        return {"score": 0.0, ERROR_LOG: 1.0}
 
 
 def _answer_in(response: str, *, many_lines: bool) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from components.data.child_process import load_file
 from components.data.rewards import Columns, is_reward_file, read_columns, reward_function
-from components.data.scorers import Scorer, Style, get_scorer, get_style, module_of
+from components.data.scorers import Scorer, get_scorer, module_of
 from components.data.text import are_messages
 
 RewardFunction = Callable[..., Any]
@@ -74,14 +74,13 @@ def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool 
         path, name = reward_function(spec)
         load = partial(_load_function, path, name, arguments, of_one)
         return RewardCode(source=f"{name} in {str(path)!r}", load=load, of_one=of_one is True, of_batch=of_one is False)
-    load = partial(_load_scorer, get_scorer(spec), get_style(spec), module_of(spec))
+    load = partial(_load_scorer, get_scorer(spec), module_of(spec))
     return RewardCode(source=f"scorer {spec!r}", load=load, reads_rows=False)
 
 
-def scored(scorer: Scorer, style: Style, solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """A scorer in verl's signature, with what it has to say of how the response is written."""
-    pair = (solution_str, str(ground_truth))
-    return {**style(*pair), "score": scorer(*pair)}
+def scored(scorer: Scorer, solution_str: str, ground_truth: Any) -> float | dict[str, float]:
+    """A scorer in verl's signature."""
+    return scorer(solution_str, str(ground_truth))
 
 
 # What follows runs in a child.
@@ -96,11 +95,11 @@ def _load_function(
     return by_names(function, arguments, of_one)
 
 
-def _load_scorer(scorer: Scorer, style: Style, module: str | None) -> Callable[..., Columns]:
+def _load_scorer(scorer: Scorer, module: str | None) -> Callable[..., Columns]:
     if module is not None:
         # Now, and not within the time that the first responses have.
         importlib.import_module(module)
-    return by_names(partial(scored, scorer, style))
+    return by_names(partial(scored, scorer))
 
 
 def by_names(

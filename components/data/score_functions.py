@@ -2,7 +2,7 @@
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> number | {"score": number, ...}
 
-B answers. Nothing here imports torch.
+B responses. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from components.data.reward_functions import RewardCode, by_names, code_of, scored
 from components.data.rewards import check_reward
-from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, get_style, scorer_names
+from components.data.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, scorer_names
 
 ScoreFunction = Callable[..., Any]
 
@@ -39,9 +39,9 @@ def by_scorer(
     solution_str: str,
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001 - as above
-) -> dict[str, float]:
+) -> float | dict[str, float]:
     """A scorer by its name, in verl's signature."""
-    return scored(get_scorer(scorer), get_style(scorer), solution_str, ground_truth)
+    return scored(get_scorer(scorer), solution_str, ground_truth)
 
 
 def find_function(functions: Mapping[str, ScoreFunction], source: str) -> ScoreFunction | None:
@@ -54,7 +54,7 @@ def find_function(functions: Mapping[str, ScoreFunction], source: str) -> ScoreF
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreCode:
-    """What scores answers: a function of a file, or one for each data source."""
+    """What scores responses: a function of a file, or one for each data source."""
 
     path: str | None = None
     """A Python file; None: `functions` are asked."""
@@ -63,12 +63,12 @@ class ScoreCode:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of it."""
     lists: bool = False
-    """The file's function takes all answers of a batch at once, as lists: data_sources, solution_strs, ground_truths,
+    """The file's function takes all responses of a batch at once, as lists: data_sources, solution_strs, ground_truths,
     extra_infos; it returns one number or dict for each."""
     functions: Mapping[str, ScoreFunction] = field(default_factory=default_functions)
     """By data source; from the top level of modules, as they run in other processes."""
     optional: bool = False
-    """An answer to a prompt of a data source without a function scores 0; otherwise it has no score, and has failed."""
+    """A response to a prompt of a data source without a function scores 0; otherwise it has failed, without a score."""
 
     @property
     def spec(self) -> str:
@@ -88,7 +88,7 @@ class ScoreCode:
             check_reward(self.spec)
 
     def knows(self, source: str) -> bool:
-        """Whether there is a function for answers to prompts of this data source."""
+        """Whether there is a function for responses to prompts of this data source."""
         return self.path is not None or find_function(self.functions, source) is not None
 
     def unknown(self, sources: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scorers by name: each gives one response a number, from its text and its label's."""
+"""Scorers by name: each gives one response a number, from its text and its label's, and maybe others to log."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-from components.data.reasoning_gym_scorer import reasoning_gym_score, reasoning_gym_style
+from components.data.reasoning_gym_scorer import reasoning_gym_score
 from components.data.tasks import TASKS, get_task
 
 TASK_PREFIX = "task:"
 REASONING_GYM = "reasoning_gym"
 REASONING_GYM_PREFIX = f"{REASONING_GYM}:"
 
-Scorer = Callable[[str, str], float]
-"""Scores one response against its label; both without special tokens."""
-Style = Callable[[str, str], dict[str, float]]
-"""How one response to a label is written, in numbers to log."""
+Scorer = Callable[[str, str], float | dict[str, float]]
+"""Scores one response against its label, both without special tokens; beside `score` a dict has numbers to log."""
 
 # A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -81,7 +79,6 @@ _SCORERS: dict[str, Scorer] = {
     "math": math_answer,
     REASONING_GYM: reasoning_gym_score,
 }
-_STYLES: dict[str, Style] = {REASONING_GYM: reasoning_gym_style}
 _PACKAGES = {"math": ("math_verify", "math-verify", "math"), REASONING_GYM: ("reasoning_gym", "reasoning-gym", "tasks")}
 """The module, the package and the extra that a scorer needs."""
 
@@ -101,7 +98,7 @@ def scorer_names() -> list[str]:
 def get_scorer(name: str) -> Scorer:
     """Look up the scorer of a task, or a registered one."""
     if name in TASKS:
-        return get_task(name).score
+        return get_task(name).graded
     if name not in _SCORERS:
         raise ValueError(f"there is no scorer {name!r}; set it to one of: {', '.join(scorer_names())}, or a .py file")
     if name in _PACKAGES:
@@ -126,15 +123,6 @@ def default_scorer(source: str) -> str | None:
         of_task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else None
         found.add(REASONING_GYM if name.startswith(REASONING_GYM_PREFIX) else of_task)
     return found.pop() if len(found) == 1 else None
-
-
-def get_style(name: str) -> Style:
-    """Look up how a task describes responses; the registered scorers do not know them."""
-    return get_task(name).style if name in TASKS else _STYLES.get(name, _no_style)
-
-
-def _no_style(*_pair: str) -> dict[str, float]:
-    return {}
 
 
 def _value(found: re.Match[str]) -> Decimal:

@@ -86,6 +86,10 @@ class Task(ABC):
         """Say how a response is written, in numbers to log; every response has the same names."""
         return {}
 
+    def graded(self, response: str, label: str) -> dict[str, float]:
+        """The score, and how the response is written."""
+        return {**self.style(response, label), "score": self.score(response, label)}
+
     def rows(self, split: Split, count: int, seed: int) -> list[dict[str, str]]:
         """Draw `count` different prompts of one split, as `{"input", "label"}`."""
         if split not in ("train", "heldout"):

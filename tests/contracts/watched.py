@@ -53,7 +53,7 @@ class Watched:
         return result
 
 
-def watched_scorer(scorer: Scorer) -> Callable[..., dict[str, Any]]:
+def watched_scorer(scorer: Scorer) -> Callable[..., list[Any]]:
     """Make a reward function of a scorer, which sees every label as text."""
     watched = Watched(scorer)
 
@@ -62,7 +62,7 @@ def watched_scorer(scorer: Scorer) -> Callable[..., dict[str, Any]]:
         prompts: Sequence[str],
         labels: Sequence[Any],
         responses: Sequence[str],
-    ) -> dict[str, Any]:
-        return {"rewards": [watched(response, str(label)) for response, label in zip(responses, labels)]}
+    ) -> list[Any]:
+        return [watched(response, str(label)) for response, label in zip(responses, labels)]
 
     return reward_func

@@ -17,7 +17,7 @@ import pytest
 from components.data.open_reward import open_reward
 from components.data.prompts import load_rows
 from components.data.reasoning_gym_rows import REFUSED, draw_rows, parse_task
-from components.data.reasoning_gym_scorer import make_label, reasoning_gym_score, reasoning_gym_style
+from components.data.reasoning_gym_scorer import make_label, reasoning_gym_score
 from components.data.rewards import RewardSettings
 from tests.messages import says
 
@@ -49,13 +49,13 @@ def check_task(task: str) -> None:
     settings = EASIER.get(task, {})
     entry = reasoning_gym.create_dataset(task, seed=5, size=1, **settings)[0]
     label = make_label(task, settings, entry)
-    assert reasoning_gym_score("I would say <answer>zzz</answer>", label) == 0.0, task
+    assert reasoning_gym_score("I would say <answer>zzz</answer>", label)["score"] == 0.0, task
     assert (entry["answer"] is None) == (task in NO_STORED_ANSWER), task
     if entry["answer"] is not None:
         tagged = f"<answer>no</answer> or <answer>\n{entry['answer']}\n</answer>."
-        assert reasoning_gym_score(tagged, label) == 1.0, task
-        assert reasoning_gym_score(f"{entry['answer']}\n", label) == 1.0, task
-        assert reasoning_gym_style(entry["answer"], label) == {"reasoning_gym_error": 0.0}, task
+        assert reasoning_gym_score(tagged, label)["score"] == 1.0, task
+        assert reasoning_gym_score(f"{entry['answer']}\n", label)["score"] == 1.0, task
+        assert reasoning_gym_score(entry["answer"], label)["reasoning_gym_error"] == 0.0, task
 
 
 @pytest.mark.full
@@ -83,10 +83,10 @@ def test_tasks_without_a_stored_answer_can_be_solved() -> None:
         return entry["metadata"][key], make_label(task, {}, entry)
 
     colours, label = stored("graph_color", "possible_answer")
-    assert reasoning_gym_score(json.dumps(colours, indent=1), label) == 1.0
-    assert reasoning_gym_score(json.dumps(dict.fromkeys(colours, 1)), label) == 0.0
+    assert reasoning_gym_score(json.dumps(colours, indent=1), label)["score"] == 1.0
+    assert reasoning_gym_score(json.dumps(dict.fromkeys(colours, 1)), label)["score"] == 0.0
     for task, key in (("propositional_logic", "example_answer"), ("rubiks_cube", "example_correct_answer")):
-        assert reasoning_gym_score(*stored(task, key)) == 1.0
+        assert reasoning_gym_score(*stored(task, key))["score"] == 1.0
 
 
 @pytest.mark.full
@@ -110,16 +110,16 @@ def test_tasks_without_a_stored_answer_can_be_solved() -> None:
     ],
 )
 def test_the_answer_stands_in_its_tags_or_on_the_last_line(response: str, score: float) -> None:
-    assert reasoning_gym_score(response, label_of("12")) == score
+    assert reasoning_gym_score(response, label_of("12"))["score"] == score
 
 
 @pytest.mark.full
 def test_an_answer_of_several_lines_is_the_whole_response() -> None:
     label = label_of("1 0\n0 1", "rotate_matrix")
-    assert reasoning_gym_score("1 0\n0 1\n", label) == 1.0
-    assert reasoning_gym_score("0 1", label) == 0.0
-    assert reasoning_gym_score("so:\n1 0\n0 1", label) == 0.0
-    assert reasoning_gym_score("so: <answer>\n1 0\n0 1</answer>", label) == 1.0
+    assert reasoning_gym_score("1 0\n0 1\n", label)["score"] == 1.0
+    assert reasoning_gym_score("0 1", label)["score"] == 0.0
+    assert reasoning_gym_score("so:\n1 0\n0 1", label)["score"] == 0.0
+    assert reasoning_gym_score("so: <answer>\n1 0\n0 1</answer>", label)["score"] == 1.0
 
 
 @pytest.mark.full
@@ -128,10 +128,10 @@ def test_an_answer_that_its_verifier_cannot_take_scores_0_and_is_logged_and_said
 ) -> None:
     label = label_of(None, "boxnet", initial_state={"0.5_0.5": ["box_red", "target_red"]})
     for response in ("0", "<answer>7</answer>", "[[]]"):
-        assert reasoning_gym_score(response, label) == 0.0
-        assert reasoning_gym_style(response, label) == {"reasoning_gym_error": 1.0}
+        assert reasoning_gym_score(response, label)["score"] == 0.0
+        assert reasoning_gym_score(response, label)["reasoning_gym_error"] == 1.0
     right = '[{"Agent[0.5, 0.5]": "move(box_red, target_red)"}]'
-    assert (reasoning_gym_score(right, label), reasoning_gym_style(right, label)) == (1.0, {"reasoning_gym_error": 0.0})
+    assert reasoning_gym_score(right, label) == {"score": 1.0, "reasoning_gym_error": 0.0}
     assert len(caplog.records) == 2
     for record, error in zip(
         caplog.records,
@@ -155,16 +155,16 @@ def test_an_answer_that_its_verifier_cannot_take_scores_0_and_is_logged_and_said
 )
 def test_code_does_not_reach_a_verifier_that_would_run_it(answer: str) -> None:
     label = label_of("2*3", "countdown", numbers=[2, 3], target=6)
-    assert reasoning_gym_score(answer, label) == 0.0
-    assert reasoning_gym_style(answer, label) == {"reasoning_gym_error": 1.0}
+    assert reasoning_gym_score(answer, label)["score"] == 0.0
+    assert reasoning_gym_score(answer, label)["reasoning_gym_error"] == 1.0
 
 
 @pytest.mark.full
 def test_a_formula_reaches_the_verifier_that_runs_it() -> None:
     label = label_of("2*3", "countdown", numbers=[2, 3], target=6)
-    assert reasoning_gym_score("max(2,3)*min(2,3)*(2-2)", label) == 0.0
-    assert reasoning_gym_score("3*2", label) == 1.0
-    assert reasoning_gym_style("3*2", label) == {"reasoning_gym_error": 0.0}
+    assert reasoning_gym_score("max(2,3)*min(2,3)*(2-2)", label)["score"] == 0.0
+    assert reasoning_gym_score("3*2", label)["score"] == 1.0
+    assert reasoning_gym_score("3*2", label)["reasoning_gym_error"] == 0.0
 
 
 def test_a_label_marks_tuples_and_keys_that_are_no_text() -> None:
@@ -177,7 +177,7 @@ def test_a_label_marks_tuples_and_keys_that_are_no_text() -> None:
 def test_a_verifier_is_given_the_tuples_of_its_question() -> None:
     # It compares grids of tuples; lists would be another grid to it.
     entry = {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}}
-    assert reasoning_gym_score("0 1", make_label("arc_agi", {}, entry)) == 1.0
+    assert reasoning_gym_score("0 1", make_label("arc_agi", {}, entry))["score"] == 1.0
 
 
 @pytest.mark.parametrize("label", ["", "12", "[]", '{"task": "chain_sum"}', "None"])
@@ -195,7 +195,7 @@ def test_the_splits_share_no_question_whatever_the_seed() -> None:
     for row in train:
         first, sign, second = re.findall(r"(?<=: )\d|[-+]|\d(?= =)", row["input"])
         right = int(first) + int(second) if sign == "+" else int(first) - int(second)
-        assert reasoning_gym_score(str(right), row["label"]) == 1.0
+        assert reasoning_gym_score(str(right), row["label"])["score"] == 1.0
         assert row["datasource"] == "chain_sum"
 
 
