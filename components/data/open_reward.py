@@ -6,15 +6,16 @@ B sequences, P parts of the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from components.data.reward_workers import WorkerReward, allowed_failures
 from components.data.rewards import (
+    Responses,
     RewardError,
     RewardOutput,
     RewardSettings,
@@ -62,19 +63,12 @@ class RewardSum(RewardSource):
         self._settings = settings
         self._weights = [weight for weight, _ in parts]
         self._names = _names([spec for _, spec in parts])
+        self.source = f"the sum of {', '.join(self._names)}"
         with ExitStack() as opened:
             self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        *,
-        responses: Sequence[str] | None = None,
-        rows: Sequence[Mapping[str, Any]] | None = None,
-    ) -> RewardOutput:
+    def reward(self, given: Responses) -> RewardOutput:
         """Reward B sequences: the weighted sum of the rewards, and the weighted mean of the scores.
 
         What a part raises is raised; RewardError when more responses fail, in any part, than `max_failed_share` allows.
@@ -82,7 +76,7 @@ class RewardSum(RewardSource):
 
         def ask(index: int) -> tuple[int, RewardOutput]:
             try:
-                return index, self._sources[index](queries, prompts, labels, responses=responses, rows=rows)
+                return index, self._sources[index].reward(given)
             except Exception as error:
                 error.add_note(f"in the part {self._names[index]!r} of a sum of rewards")
                 raise

@@ -18,7 +18,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,11 +27,11 @@ import httpx
 
 from components.data.rewards import (
     Columns,
+    Responses,
     RewardError,
     RewardOutput,
     RewardSettings,
     RewardSource,
-    check_lengths,
     in_threads,
     join_columns,
     read_columns,
@@ -70,22 +70,13 @@ class RemoteReward(RewardSource):
         self._random = random.Random()
         self._client = httpx.Client(timeout=settings.url_timeout_s, headers=_authorization())
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        *,
-        responses: Sequence[str] | None = None,  # noqa: ARG002 - servers find them in the queries
-        rows: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - for functions of files
-    ) -> RewardOutput:
-        """Reward B sequences.
+    def reward(self, given: Responses) -> RewardOutput:
+        """Reward B sequences; servers find the responses in the queries.
 
         Raises RefusedError for an answer that a new try would not mend, RewardError when all tries are used up.
         """
-        count = len(queries)
-        check_lengths(self.source, count, prompts=prompts, labels=labels)
-        size = self._settings.url_batch_size
+        count, size = len(given.queries), self._settings.url_batch_size
+        queries, prompts, labels, _, _ = given
         todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()
         for start in range(0, count, size):
             end = min(start + size, count)

@@ -15,7 +15,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -25,11 +25,11 @@ from components.data.child_process import Child, described, run_child, serve_cal
 from components.data.reward_functions import RewardCode, code_of
 from components.data.rewards import (
     Columns,
+    Responses,
     RewardError,
     RewardOutput,
     RewardSettings,
     RewardSource,
-    check_lengths,
     join_columns,
 )
 from components.heartbeat import beat
@@ -91,29 +91,21 @@ class WorkerReward(RewardSource):
             self.close()
             raise
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        *,
-        responses: Sequence[str] | None = None,
-        rows: Sequence[Mapping[str, Any]] | None = None,
-    ) -> RewardOutput:
+    def reward(self, given: Responses) -> RewardOutput:
         """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
         if self._closed:
             raise RuntimeError(f"{self.source} is closed; open it again")
-        count = len(queries)
-        check_lengths(self.source, count, prompts=prompts, labels=labels)
-        if responses is None:
-            responses = [_response_of(query, prompt) for query, prompt in zip(queries, prompts)]
-        rows = rows if rows is not None and self._code.reads_rows else [{}] * count
-        check_lengths(self.source, count, responses=responses, rows=rows)
-        batch = _Batch(self.source, [queries, prompts, labels, responses, rows], self._settings.max_failed_share)
+        count = len(given.queries)
+        if given.responses is None:
+            texts = [_response_of(query, prompt) for query, prompt in zip(given.queries, given.prompts)]
+            given = given._replace(responses=texts)
+        if not self._code.reads_rows:
+            given = given._replace(rows=[{}] * count)
+        batch = _Batch(self.source, given, self._settings.max_failed_share)
         size = self._chunk_size(count)
         chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
         began = time.monotonic()
-        tasks = [self._threads.submit(self._reward, batch, chunk) for chunk in chunks]
+        tasks = [self._threads.submit(self._reward_chunk, batch, chunk) for chunk in chunks]
         try:
             parts = [part for task in as_completed(tasks) for part in task.result()]
         finally:
@@ -143,7 +135,7 @@ class WorkerReward(RewardSource):
             return self._size
         return max(1, min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * self._settings.workers))))
 
-    def _reward(self, batch: _Batch, places: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
+    def _reward_chunk(self, batch: _Batch, places: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
         """Reward some responses of a batch, in a thread; those whose chunk fails once more, each alone."""
         timeout_s = self._settings.timeout_s * (len(places) if self._code.of_batch else 1)
         verdict, *found = self._ask(batch, [[column[place] for place in places] for column in batch.columns], timeout_s)
@@ -157,7 +149,7 @@ class WorkerReward(RewardSource):
             return []
         again = f"asking again for each of its {len(places)} responses alone"
         _log.warning("%s: %s; %s", self.source, found[0], again)
-        return [part for place in places for part in self._reward(batch, [place])]
+        return [part for place in places for part in self._reward_chunk(batch, [place])]
 
     def _ask(self, batch: _Batch, message: object, timeout_s: float) -> Any:
         """What `Child.verdict` gives, of a child that is idle; one that is gone is replaced before."""
@@ -199,7 +191,8 @@ class _Batch:
     """The responses of one call, and which of them have failed."""
 
     source: str
-    columns: Sequence[Sequence[Any]]
+    columns: Sequence[Any]
+    """Of `Responses`."""
     max_failed_share: float
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Reason and traceback, by place."""

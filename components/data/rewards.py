@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from components.data.scorers import get_scorer
@@ -88,10 +88,22 @@ class RewardError(RuntimeError):
     """Too many responses have no reward; training would continue with made-up ones."""
 
 
+class Responses(NamedTuple):
+    """What is known of B responses; see `RewardSource`."""
+
+    queries: Sequence[str]
+    prompts: Sequence[str]
+    labels: Sequence[Any]
+    responses: Sequence[str] | None
+    rows: Sequence[Mapping[str, Any]]
+
+
 class RewardSource(ABC):
     """Whatever rewards a batch. It may hold processes or connections until it is closed, as at the end of a `with`."""
 
-    @abstractmethod
+    source: str
+    """What errors call it."""
+
     def __call__(
         self,
         queries: Sequence[str],
@@ -110,7 +122,20 @@ class RewardSource(ABC):
             responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
                 response is what follows the prompt in its query.
             rows: what else is known of each, see `by_names` of reward_functions.py; only functions of files read it.
+
+        Raises:
+            ValueError: there are more or fewer of some than queries.
         """
+        count = len(queries)
+        given = Responses(queries, prompts, labels, responses, [{}] * count if rows is None else rows)
+        for name, column in given._asdict().items():
+            if column is not None and len(column) != count:
+                raise ValueError(f"{self.source}: {count} queries came with {len(column)} {name}; give one for each")
+        return self.reward(given)
+
+    @abstractmethod
+    def reward(self, given: Responses) -> RewardOutput:
+        """Reward all of them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -253,13 +278,6 @@ class Columns:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
     """For which of them there is no reward, without anything having failed; it stands as 0 above."""
-
-
-def check_lengths(source: str, count: int, **columns: Sequence[Any]) -> None:
-    """Refuse columns of another length than the queries'."""
-    for name, column in columns.items():
-        if len(column) != count:
-            raise ValueError(f"{source}: {count} queries came with {len(column)} {name}; give one for each")
 
 
 def read_columns(result: Any, count: int) -> Columns:
