@@ -27,15 +27,22 @@ class WeightReceiver:
         """Load the version of a pickled handle in place; with digests: those of what has arrived, by published name."""
         handle: WeightHandle = pickle.loads(pickled)
         digests: dict[str, str] = {}
+        broken: list[Exception] = []
 
         def arriving() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in read_weights(handle):
-                if with_digests:
-                    digests[name] = digest(tensor)
-                yield name, tensor
+            try:
+                for name, tensor in read_weights(handle):
+                    if with_digests:
+                        digests[name] = digest(tensor)
+                    yield name, tensor
+            except Exception as error:  # noqa: BLE001 (of whichever way the weights come)
+                # From between two loads vLLM finds no way to a later version: it has to come to its end.
+                broken.append(error)
 
         self.reload_weights(weights_iterator=arriving(), is_checkpoint_format=True)
         self._repack_head()
+        if broken:
+            raise broken[0]
         return digests
 
     def _repack_head(self) -> None:

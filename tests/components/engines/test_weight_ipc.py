@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.engines.config import SamplingConfig
+from components.engines.config import SamplingConfig, VLLMRolloutConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.weight_digest import digest
 from components.engines.weight_ipc import BucketSender, read_sent
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from tests.components.engines.ranks import FORKS
 from tests.components.engines.test_hf_engine import completions, named_weights, some_prompts
+from tests.components.engines.vllm_models import answers_of, uneven_prompts, write_vllm_model
 from tests.messages import says
 
 CPU = torch.device("cpu")
@@ -140,3 +142,48 @@ def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its
         engine.receive(other, verify=True)
     sender.close()
     publisher.close()
+
+
+@pytest.mark.full
+@pytest.mark.vllm
+def test_vllm_takes_what_it_is_sent_and_the_folder_where_that_breaks_off(tmp_path: Path, folder: Path) -> None:
+    from components.engines.vllm_engine import VLLMRolloutEngine
+
+    models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]
+    engine = VLLMRolloutEngine(models[0], VLLMRolloutConfig(cpu_cache_gb=0.25))
+    sender = BucketSender(folder, CPU, readers=1, bucket_bytes=2**16)
+    publisher = WeightPublisher(tmp_path / "versions")
+
+    def gathered(model: Path, breaks: bool) -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(named_weights(model).items()):
+            if breaks and number == 4:
+                raise OSError("a rank is gone")
+            yield item
+
+    def send(version: int, model: Path, breaks: bool) -> None:
+        with suppress(OSError):
+            list(sender.sent(version, gathered(model, breaks)))
+
+    def responses_after(version: int, model: Path, breaks: bool) -> list[list[int]]:
+        sending = threading.Thread(target=send, args=(version, model, breaks))
+        sending.start()
+        announced = WeightHandle(version, str(folder), 0, is_sent=True)
+        with suppress(EOFError):
+            engine.receive(announced, verify=True)
+        sending.join()
+        handle = publisher.publish(version, named_weights(model).items(), with_digests=True)
+        assert (engine.sent_digests(handle) is None) is breaks
+        engine.receive(handle, verify=True)
+        return answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8)))
+
+    try:
+        first = answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8)))
+        second = responses_after(1, models[1], breaks=False)
+        assert second != first
+        assert responses_after(2, models[0], breaks=False) == first
+        assert responses_after(3, models[1], breaks=True) == second
+        assert responses_after(4, models[0], breaks=False) == first
+    finally:
+        engine.close()
+        sender.close()
+        publisher.close()
