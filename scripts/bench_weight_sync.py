@@ -1,26 +1,37 @@
 """How fast weights get from one process into the tensors of another, beside a plain copy of the same bytes.
 
     OMP_NUM_THREADS=1 python scripts/bench_weight_sync.py
+    OMP_NUM_THREADS=1 python scripts/bench_weight_sync.py --ranks 2 4 --engines 1 2 --parts 1 2 --sizes 100M 1B
 
 One process publishes, the other reads into tensors that it has. All transports and the copy work one after the other,
 so that a busy machine is busy for all of them. The first versions are not counted: later ones use their memory again.
+Shares are of wall time, and of the time that the processes had on a core, which other work on the machine changes less.
+
+With --ranks the weights are bfloat16 and lie by rows on so many processes, which gather them over gloo while rank 0
+publishes; then every part of every engine reads at the same time, and keeps its rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from bench_gather import SIZES, in_buckets, shapes
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,6 +46,10 @@ MODELS = {"0.8M": (128, 4, 512), "100M": (768, 11, 32_000)}
 TRANSPORTS = ("shm", "disk", "tcp")
 # Two versions' files are made, and then mapped, before all is as it stays.
 WARM_UP = 4
+COPIED_BYTES = 2**28
+"""Of the plain copy beside a sync of ranks, whose speed is that of any size above the caches."""
+Cost = tuple[float, float]
+"""Seconds that passed, and those on a core."""
 
 
 def model_weights(size: str) -> dict[str, Tensor]:
@@ -58,19 +73,31 @@ def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
     version = 0
     while (transport := orders.recv()) is not None:
         version += 1
-        began = time.perf_counter()
-        handle = publishers[transport].publish(version, weights.items())
+        handles: list[WeightHandle] = []
+        took = cost(lambda: handles.append(publishers[transport].publish(version, weights.items())))  # noqa: B023
         if transport == "tcp":
-            handle = replace(handle, path="/on/another/machine")
-        orders.send((handle, time.perf_counter() - began))
+            handles = [replace(handles[0], path="/on/another/machine")]
+        orders.send((handles[0], took))
     for publisher in publishers.values():
         publisher.close()
 
 
-def seconds(what: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def cost(what: Callable[[], object]) -> Cost:
+    """Of this process."""
+    began, worked = time.perf_counter(), time.process_time()
     what()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - worked
+
+
+def together(costs: Iterable[Cost]) -> Cost:
+    """One after the other."""
+    walls, cores = zip(*costs, strict=True)
+    return sum(walls), sum(cores)
+
+
+def median(costs: list[Cost]) -> Cost:
+    walls, cores = zip(*costs, strict=True)
+    return statistics.median(walls), statistics.median(cores)
 
 
 def read_into(targets: dict[str, Tensor], handle: WeightHandle) -> None:
@@ -80,11 +107,11 @@ def read_into(targets: dict[str, Tensor], handle: WeightHandle) -> None:
 
 @dataclass
 class Times:
-    """Seconds of each repeat."""
+    """Of each repeat."""
 
-    copy: list[float] = field(default_factory=list)
-    publish: dict[str, list[float]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
-    read: dict[str, list[float]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
+    copy: list[Cost] = field(default_factory=list)
+    publish: dict[str, list[Cost]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
+    read: dict[str, list[Cost]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
     first: dict[str, float] = field(default_factory=dict)
     """The first version's, publish and read."""
 
@@ -99,15 +126,15 @@ def measure(size: str, repeats: int, directories: dict[str, str]) -> Times:
     flat, flat_target = (torch.cat([tensor.view(-1) for tensor in each.values()]) for each in (source, targets))
     times = Times()
     for repeat in range(WARM_UP + repeats):
-        copy = seconds(lambda: flat_target.copy_(flat))
+        copy = cost(lambda: flat_target.copy_(flat))
         if repeat >= WARM_UP:
             times.copy.append(copy)
         for transport in TRANSPORTS:
             here.send(transport)
             handle, published = here.recv()
-            read = seconds(lambda: read_into(targets, handle))  # noqa: B023 (called at once)
+            read = cost(lambda: read_into(targets, handle))  # noqa: B023 (called at once)
             if repeat == 0:
-                times.first[transport] = published + read
+                times.first[transport] = published[0] + read[0]
             if repeat >= WARM_UP:
                 times.publish[transport].append(published)
                 times.read[transport].append(read)
@@ -117,33 +144,147 @@ def measure(size: str, repeats: int, directories: dict[str, str]) -> Times:
 
 
 def table(size: str, times: Times) -> str:
-    """Medians, and GB/s of publish and read together."""
+    """Medians, and GB/s and shares of publish and read together."""
     nbytes = sum(tensor.nbytes for tensor in model_weights(size).values())
-    copy = statistics.median(times.copy)
+    copy, copy_core = median(times.copy)
     lines = [
         f"{size}: {nbytes / 1e6:.1f} MB; {len(times.copy)} repeats, medians\n",
-        "| | publish, ms | read, ms | both, GB/s | of the copy | first version, ms |",
-        "|---|---|---|---|---|---|",
-        f"| plain copy | | {copy * 1e3:.2f} | {nbytes / copy / 1e9:.2f} | 1 | |",
+        "| | publish, ms | read, ms | both, GB/s | of the copy | on a core | first version, ms |",
+        "|---|---|---|---|---|---|---|",
+        f"| plain copy | | {copy * 1e3:.2f} | {nbytes / copy / 1e9:.2f} | 1 | 1 | |",
     ]
     for transport in TRANSPORTS:
-        publish_s, read_s = (statistics.median(each[transport]) for each in (times.publish, times.read))
-        both = statistics.median(map(sum, zip(times.publish[transport], times.read[transport], strict=True)))
+        publish_s, read_s = (median(each[transport])[0] for each in (times.publish, times.read))
+        both, both_core = median(
+            [together(pair) for pair in zip(times.publish[transport], times.read[transport], strict=True)]
+        )
         lines.append(
             f"| {transport} | {publish_s * 1e3:.2f} | {read_s * 1e3:.2f} | {nbytes / both / 1e9:.2f} "
-            f"| {copy / both:.2f} | {times.first[transport] * 1e3:.1f} |"
+            f"| {copy / both:.2f} | {copy_core / both_core:.2f} | {times.first[transport] * 1e3:.1f} |"
         )
     return "\n".join(lines)
 
 
+def own_memory() -> int:
+    """Bytes of this process that no other shares."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def watched(tensors: Iterable[tuple[str, Tensor]], grown: list[int]) -> Iterable[tuple[str, Tensor]]:
+    """Note by how much the memory grows while they come."""
+    before = own_memory()
+    for item in tensors:
+        grown.append(own_memory() - before)
+        yield item
+
+
+def rank(number: int, ranks: int, port: int, size: str, repeats: int, place: str, orders: Connection | None) -> None:
+    """A process that has its rows of every weight; rank 0 publishes when it is told to."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    weights = [distribute_tensor(torch.ones(shape).bfloat16(), mesh, [Shard(0)]) for shape in shapes(size)]
+    publisher = WeightPublisher(place) if orders is not None else None
+    source, target = torch.ones(2, COPIED_BYTES, dtype=torch.uint8)
+    for version in range(1, 1 + WARM_UP + repeats):
+        copy = cost(lambda: target.copy_(source))
+        if orders is not None:
+            orders.recv()
+        dist.barrier()
+        grown: list[int] = []
+        tensors = watched(in_buckets(weights, torch.bfloat16), grown)
+        handles: list[WeightHandle] = []
+        if orders is None or publisher is None:
+            assert list(tensors) == []
+            continue
+        took = cost(lambda: handles.append(publisher.publish(version, tensors)))  # noqa: B023 (called at once)
+        orders.send((handles[0], took, max(grown), copy))
+    if orders is not None and publisher is not None:
+        orders.recv()
+        publisher.close()
+
+
+def engine_part(part: int, parts: int, size: str, orders: Connection) -> None:
+    """A process of an engine, which keeps its rows of every weight."""
+    torch.set_num_threads(1)
+    targets = {str(i): torch.ones(shape).bfloat16().chunk(parts)[part].clone() for i, shape in enumerate(shapes(size))}
+    nbytes = sum(target.nbytes for target in targets.values())
+    while (handle := orders.recv()) is not None:
+        grown: list[int] = []
+
+        def keep() -> None:
+            for name, tensor in watched(read_weights(handle, writable=False), grown):  # noqa: B023 (called at once)
+                targets[name].copy_(tensor.chunk(parts)[part])
+
+        orders.send((cost(keep), max(grown), nbytes))
+
+
+def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, place: str) -> str:
+    """A line of the table of whole syncs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = multiprocessing.get_context("spawn")
+    to_rank_0, at_rank_0 = processes.Pipe()
+    own = [(number, ranks, port, size, repeats, place, None if number else at_rank_0) for number in range(ranks)]
+    running: list[Any] = [processes.Process(target=rank, args=each) for each in own]
+    readers = []
+    for number in range(engines * parts):
+        reader, at_reader = processes.Pipe()
+        readers.append(reader)
+        running.append(processes.Process(target=engine_part, args=(number % parts, parts, size, at_reader)))
+    for process in running:
+        process.start()
+    found, nbytes, kept = [], 0, 0
+    for _ in range(WARM_UP + repeats):
+        to_rank_0.send("go")
+        handle, publish, grown, copy = to_rank_0.recv()
+        for reader in readers:
+            reader.send(handle)
+        read = [reader.recv() for reader in readers]
+        nbytes, kept = handle.nbytes, read[0][2]
+        found.append((publish, max(took for took, _, _ in read), grown, max(each for _, each, _ in read), copy))
+    for connection in (to_rank_0, *readers):
+        connection.send(None)
+    for process in running:
+        process.join()
+    found = found[WARM_UP:]
+    (publish, _), (read_s, _), (copy, _) = (median([each[i] for each in found]) for i in (0, 1, 4))
+    grown = [max(each[i] for each in found) / 1e6 for i in (2, 3)]
+    moved = [nbytes * (ranks - 1) / ranks / 1e6, nbytes / 1e6, kept / 1e6]
+    copied = copy * nbytes / COPIED_BYTES
+    return (
+        f"| {size} | {ranks} | {engines} x {parts} | {publish:.2f} | {read_s:.2f} | {copied:.2f} "
+        f"| {moved[0]:,.0f} | {moved[1]:,.0f} | {moved[2]:,.0f} | {grown[0]:,.0f} | {grown[1]:,.0f} |"
+    )
+
+
+def sync_table(options: argparse.Namespace, place: str) -> None:
+    heads = "parameters | ranks | engines x parts | gather and publish, s | read, s | plain copy, s | to rank 0, MB"
+    heads += " | to shared memory | each part keeps | rank 0 grew by, MB | a part grew by, MB"
+    print(f"| {heads} |\n|{'---|' * 11}")
+    for size in options.sizes:
+        for ranks in options.ranks:
+            for engines in options.engines:
+                for parts in options.parts:
+                    print(sync_row(size, ranks, engines, parts, options.repeats, f"{place}/sync"), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=MODELS, default=list(MODELS), help="parameters, float32")
+    parser.add_argument("--sizes", nargs="+", choices={*MODELS, *SIZES}, default=list(MODELS), help="parameters")
+    parser.add_argument("--ranks", type=int, nargs="+", help="processes that the weights lie on")
+    parser.add_argument("--engines", type=int, nargs="+", default=[1], help="that read, with --ranks")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1], help="processes of an engine, with --ranks")
     parser.add_argument("--repeats", type=int, default=11, help="counted repeats")
     parser.add_argument("--shm", default="/dev/shm", help="a folder in shared memory")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on a disk")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.shm) as memory, tempfile.TemporaryDirectory(dir=options.disk) as disk:
+        if options.ranks:
+            sync_table(options, memory)
+            return
         directories = {"shm": memory, "disk": disk, "tcp": memory}
         for size in options.sizes:
             print(table(size, measure(size, options.repeats, directories)), flush=True)
