@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.checkpoint_digests import PROMISE, STATE_FILE, Digests, damage
+from training.checkpoint_digests import STATE_FILE, Digests, damage
 from training.tracking.plain import flat
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Checkpoints:
         """
         _check_json(state, "state")
         # With NaN and Infinity where there are any, which Python reads again.
-        text = json.dumps({**state, PROMISE: True}) + "\n"
+        text = json.dumps(dict(state)) + "\n"
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
@@ -280,13 +280,11 @@ def read_state(step_folder: Path) -> dict[str, Any]:
     file = step_folder / STATE_FILE
     advice = "resume from another checkpoint, or set resume to none"
     try:
-        state = dict(json.loads(file.read_bytes()))
+        return dict(json.loads(file.read_bytes()))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}; {advice}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON object: {error}; {advice}") from error
-    state.pop(PROMISE, None)
-    return state
 
 
 def step_of(folder: Path) -> int:

@@ -12,8 +12,6 @@ from xxhash import xxh3_128
 
 STATE_FILE = Path("state", "trainer.json")
 DIGESTS_FILE = Path("state", "digests.json")
-PROMISE = "has_digests"
-"""In the trainer's state: there is a file of digests, unless it was lost. Older versions wrote none."""
 _THREADS = 4
 _BLOCK_BYTES = 2**20 * 4
 
@@ -47,14 +45,12 @@ def damage(folder: Path) -> str | None:
     """Compare the files of a checkpoint with what was written.
 
     Returns:
-        What is wrong, in words; None where all is as it was written. A checkpoint of an older version, which wrote no
-        digests, cannot be checked and counts as whole. Files that were added are passed over.
+        What is wrong, in words; None where all is as it was written. Files that were added are passed over.
     """
     files = [*_files(folder), str(DIGESTS_FILE)]
     if not (folder / DIGESTS_FILE).is_file():
         # Without a state nothing is resumed from it, whatever else it holds.
-        state = _json_in(folder / STATE_FILE) or {PROMISE: (folder / STATE_FILE).exists()}
-        return f"{DIGESTS_FILE} is missing" if state.get(PROMISE) else None
+        return f"{DIGESTS_FILE} is missing" if (folder / STATE_FILE).exists() else None
     facts = []
     for name in files:
         fact = (folder / name).stat()

@@ -327,7 +327,6 @@ def test_without_a_queue_a_checkpoint_is_as_it_always_was(tmp_path: Path) -> Non
         "progress": {"version": 0, "tokens": 20, "seconds": 0.0},
         "run_id": "a",
         "config": {"rate": 0.1},
-        "has_digests": True,
     }
     assert [path.name for path in (tmp_path / "step_2" / "state").glob("t*")] == ["trainer.json"]
 
