@@ -111,7 +111,7 @@ class SampleStream(Generic[Item]):
         was_left = True
         try:
             while self.step < self.steps and not self._stopped():
-                queued = self._wait() if self.queue_size else self._make()
+                queued = self._next()
                 if queued is None:
                     break
                 self._at_hand, self.metrics, self.most_stale = queued, queued.metrics, queued.most_stale
@@ -162,44 +162,51 @@ class SampleStream(Generic[Item]):
     def _source_states(self) -> dict[str, dict[str, Any]]:
         return {name: source.state_dict() for name, source in self.sources.items()}
 
-    # --- in the loop
-
-    def _make(self) -> Queued[Item] | None:
-        """The next batch, made now; None where there is none."""
-        if self._queue:  # of a checkpoint
-            queued = self._queue.popleft()
-        else:
-            # A step counts only once its samples are there: after a failure the same step is tried again, from where
-            # the sources were, as a state that is asked for then says too.
+    def _generate_next(self) -> bool:
+        """Generate the batch after those that are there; False: there is none, or none is wanted any more."""
+        with self._changed:
+            step = self.step + len(self._queue) + 1
+            if step > self.steps or self.ending:
+                return False
+            # A state that is taken now, or after a failure, asks for the same samples again.
             self._under_way = self._source_states()
-            batch = self._generate(self.step + 1)
+        batch = self._generate(step)
+        seconds = self._clock.hand_over() if self.queue_size else {}
+        with self._changed:
+            if batch is None and self.ending:
+                return False
             self._under_way = None
             if batch is None:
-                if not self._stopped():
-                    self.steps = self.step
-                return None
-            queued = Queued(batch, dict(self._metrics()), {}, self._most_stale)
-        self.step += 1
-        return queued
+                self.steps = step - 1
+                return False
+            self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale))
+            self._changed.notify_all()
+        return True
 
-    def _wait(self) -> Queued[Item] | None:
-        """The next batch, once it is there; None where there is none, or the run is to stop."""
+    # --- in the loop
+
+    def _next(self) -> Queued[Item] | None:
+        """The next batch, once it is there, or made now; None where there is none, or the run is to stop."""
         with self._changed:
             self._trained = self.step
             self._changed.notify_all()
             ready = len(self._queue)
-            with self._clock.phase("wait"):
-                self._changed.wait_for(lambda: self._queue or self._done)
-            if self._stopped():
-                return None
+            if self.queue_size:
+                with self._clock.phase("wait"):
+                    self._changed.wait_for(lambda: self._queue or self._done)
+                if self._stopped():
+                    return None
+            elif not ready:
+                self._generate_next()
             if not self._queue:
                 if self._error is not None:
                     raise self._error
                 return None
             queued = self._queue.popleft()
             self.step += 1
+        if self.queue_size:
             queued.metrics["rollout/queued_batches"] = float(ready)
-        self._clock.add(queued.seconds)
+            self._clock.add(queued.seconds)
         return queued
 
     def _open(self) -> None:
@@ -229,19 +236,12 @@ class SampleStream(Generic[Item]):
     # --- in the thread
 
     def _produce(self) -> None:
+        is_wanted = True
         try:
-            while (step := self._next_step()) is not None:
-                batch = self._generate(step)
-                seconds = self._clock.hand_over()
+            while is_wanted:
                 with self._changed:
-                    if batch is None and self.ending:
-                        return
-                    self._under_way = None
-                    if batch is None:
-                        self.steps = step - 1
-                        return
-                    self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale))
-                    self._changed.notify_all()
+                    self._changed.wait_for(self._is_near)
+                is_wanted = self._generate_next()
         except BaseException as error:  # noqa: BLE001 - the loop raises it
             self._error = error
         finally:
@@ -249,14 +249,6 @@ class SampleStream(Generic[Item]):
                 self._done = True
                 self._changed.notify_all()
 
-    def _next_step(self) -> int | None:
-        """The step to generate, once the training is near enough; None after the last, and where the loop is left."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._left or self.step + len(self._queue) - self.queue_size <= self._trained
-            )
-            step = self.step + len(self._queue) + 1
-            if step > self.steps or self.ending:
-                return None
-            self._under_way = self._source_states()
-            return step
+    def _is_near(self) -> bool:
+        """Whether the training is near enough to the step that comes next, or the loop was left."""
+        return self._left or self.step + len(self._queue) - self.queue_size <= self._trained
