@@ -62,7 +62,7 @@ class PolicyCalls:
     @property
     def learners(self) -> Sequence[RoleGroup[Any]]:
         """The workers that train: actor, and critic where there is one."""
-        return [RoleGroup(role, optional=True) for role in (Role.ACTOR, Role.CRITIC)]
+        return [group for role in (Role.ACTOR, Role.CRITIC) if (group := RoleGroup(role, optional=True))]
 
     @property
     def engines(self) -> int:
@@ -85,8 +85,7 @@ class PolicyCalls:
             return
         self._let_engines_sleep()
         if self.config.placement.learners_sleep:
-            for waking in [group.call("wake_learner") for group in self.learners]:
-                waking.result()
+            remote_call.wait_all([group.call("wake_learner") for group in self.learners])
         self._generates = False
 
     def _let_engines_sleep(self) -> None:
@@ -115,16 +114,15 @@ class PolicyCalls:
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
         if self.config.has_reference_role:
             loading.append(self.trainer.RG_REFERENCE.load(path))
-        for future in loading:
-            future.result()
+        remote_call.wait_all(loading)
 
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
         """Begin responses that `collect` brings; the list has an item for every engine."""
-        self.trainer.RG_ROLLOUT.begin(prompts, sampling)
+        self.samplers.call_batch("begin", len(prompts), prompts, sampling).result()
 
     def collect(self, seconds: float) -> Sequence[Collected]:
         """From every engine what has finished, in whole groups, after at most so many seconds."""
-        return self.trainer.RG_ROLLOUT.collect(seconds)
+        return self.samplers.call("collect", seconds).result()
 
     def old_and_reference_logprobs(self, tokens: Batch) -> dict[str, Tensor]:
         """`logprob` and `reference_logprob` [N], in nats, where needed."""
@@ -166,7 +164,7 @@ class PolicyCalls:
 
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from into the folder of a step's checkpoint."""
-        self.trainer.RG_ACTOR.save_state(str(folder / "state"))
+        remote_call.wait_all([group.call("save_state", str(folder / "state")) for group in self.learners])
         if self.reference_folder is not None:
             shutil.copytree(self.reference_folder, folder / "state" / "reference")
 
@@ -178,11 +176,12 @@ class PolicyCalls:
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(reference, target)
             self._load_reference(target)
-        return self.trainer.RG_ACTOR.load_state(str(folder / "state"))
+        loading = [group.call("load_state", str(folder / "state")) for group in self.learners]
+        return [line for future in loading for line in future.result()[0]]
 
     def save(self, folder: Path) -> None:
         """Write the policy as a folder that `from_pretrained` loads."""
-        self.trainer.RG_ACTOR.save(str(folder))
+        self.learners[0].call("save", str(folder)).result()
 
     def end(self) -> None:
         """Let the roles know that no call will follow."""

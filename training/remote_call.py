@@ -1,6 +1,7 @@
 """Calls that involve several roles, or the whole job. A single role is called through the trainer's role groups."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from core import Future, Role, RoleGroup
 
@@ -33,5 +34,16 @@ def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
 
 def end_job() -> None:
     """Tell ranks and engines of the policy that no call will follow."""
-    for ending in [RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.ACTOR)]:
-        ending.result()
+    wait_all([RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.ACTOR)])
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> None:
+    """Wait for calls that were sent in parallel; where files could not be read or written, for all of them first."""
+    failed: list[OSError] = []
+    for future in futures:
+        try:
+            future.result()
+        except OSError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]

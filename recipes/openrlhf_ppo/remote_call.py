@@ -1,5 +1,5 @@
-"""Every call that crosses processes in this recipe, typed. What a call does is in the role that binds it; those of the
-weights, and of their sync, are in training/remote_call.py.
+"""Every call of this recipe that crosses processes, typed. What a call does is in the role that binds it. Those of
+weights and their sync are in training/remote_call.py, those of checkpoints and sleep in training/policy_calls.py.
 
 `B` sequences, `N` all their tokens end to end. A call that returns a Future or a FutureSequence has only been sent:
 the trainer sends several, then waits.
@@ -7,13 +7,12 @@ the trainer sends several, then waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from core import Future, FutureSequence, Role, RoleGroup
+from training.remote_call import wait_all
 
 if TYPE_CHECKING:
-    from agents.runner import Collected
     from components.batch import Batch
     from components.engines.config import SamplingConfig
 
@@ -54,16 +53,6 @@ def generate_samples(prompts: list[Batch], sampling: SamplingConfig) -> FutureSe
     and so has the result.
     """
     return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling)
-
-
-def begin_samples(prompts: list[Batch | None], sampling: SamplingConfig) -> FutureSequence[None]:
-    """Begin responses that `collect_samples` brings; the list has an item for every engine."""
-    return RoleGroup(Role.ROLLOUT).call_batch(begin_samples, len(prompts), prompts, sampling)
-
-
-def collect_samples(seconds: float) -> Future[list[Collected]]:
-    """From every engine what has finished, in whole groups, after at most so many seconds."""
-    return RoleGroup(Role.ROLLOUT).call(collect_samples, seconds)
 
 
 def reward_forward(samples: Batch, heldout: bool = False) -> FutureSequence[Batch]:
@@ -116,37 +105,6 @@ def critic_update(step: int) -> Future[list[dict[str, float]]]:
 def learners() -> list[Role]:
     """The roles of this job that are trained."""
     return [role for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)]
-
-
-def save_state(path: str) -> None:
-    """Write what actor and critic train on from (weights, optimizer, random state) to path/actor and path/critic.
-
-    Raises:
-        OSError: one of them could not.
-    """
-    wait_all([RoleGroup(role).call(save_state, path) for role in learners()])
-
-
-def load_state(path: str) -> list[Future[list[list[str]]]]:
-    """Resume exactly where `save_state` was called; what cannot be exact is returned in words."""
-    return [RoleGroup(role).call(load_state, path) for role in learners()]
-
-
-def save_model(role: Role, path: str) -> None:
-    """Write actor or critic as a folder that transformers loads, the critic as a classifier. All ranks take part."""
-    RoleGroup(role).call("save", path).result()
-
-
-def wait_all(futures: Iterable[Future[list[None]]]) -> None:
-    """Wait for calls that were sent in parallel; where files could not be read or written, for all of them first."""
-    failed: list[OSError] = []
-    for future in futures:
-        try:
-            future.result()
-        except OSError as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
 
 
 def end_job() -> None:

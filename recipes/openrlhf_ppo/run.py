@@ -1,15 +1,14 @@
 """How this recipe's run differs from others: a role rewards, and roles are reached by stubs."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from agents.runner import Collected
 from components.batch import Batch
 from components.data.samples import with_status
 from components.engines.config import SamplingConfig
-from core import Role
+from core import Role, RoleGroup
 from training.policy_calls import PolicyCalls
 from training.policy_run import PolicyRun
+from training.remote_call import wait_all
 
 from . import remote_call
 from .config import PPOConfig
@@ -55,34 +54,18 @@ class PPOCalls(PolicyCalls):
             loading.append(remote_call.critic_init(options.critic_start, steps))
         if options.has_reference_role:
             loading.append(remote_call.reference_init(path))
-        remote_call.wait_all(loading)
+        wait_all(loading)
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """One response to each prompt, or one episode."""
         parts = prompts.split(min(self.engines, len(prompts)))
         return Batch.concat(remote_call.generate_samples(parts, sampling).result())
 
-    def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
-        """See `PolicyCalls.begin`."""
-        remote_call.begin_samples(prompts, sampling).result()
-
-    def collect(self, seconds: float) -> Sequence[Collected]:
-        """See `PolicyCalls.collect`."""
-        return remote_call.collect_samples(seconds).result()
-
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from, and the critic where that is asked for."""
-        remote_call.save_state(str(folder / "state"))
+        super().save_state(folder)
         if self.config.critic.save:
-            remote_call.save_model(Role.CRITIC, str(folder / "critic"))
-
-    def load_state(self, folder: Path) -> list[str]:
-        """See `PolicyCalls.load_state`."""
-        return [line for future in remote_call.load_state(str(folder / "state")) for line in future.result()[0]]
-
-    def save(self, folder: Path) -> None:
-        """See `PolicyCalls.save`."""
-        remote_call.save_model(Role.ACTOR, str(folder))
+            RoleGroup(Role.CRITIC).call("save", str(folder / "critic")).result()
 
     def end(self) -> None:
         """See `PolicyCalls.end`."""

@@ -1,15 +1,12 @@
 """What involves several worker groups, or the whole job. A single group is called through its own methods."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training import remote_call
 from training.policy_calls import PolicyCalls
 
 if TYPE_CHECKING:
-    from agents.runner import Collected
-    from components.batch import Batch
-    from components.engines.config import SamplingConfig
     from core import WorkerGroup
     from training.rl_options import RLOptions
 
@@ -57,38 +54,14 @@ class VerlCalls(PolicyCalls):
             loading.append(self.reward_model.init_model(self.trainer.config.reward.model_path))
         if self.reference is not None and self.reference is not self.actor:
             loading.append(self.reference.init_model(path, steps))
-        for future in loading:
-            future.result()
-
-    def begin(self, prompts: "list[Batch | None]", sampling: "SamplingConfig") -> None:
-        """Begin responses that `collect` brings; the list has an item for every engine."""
-        self.rollout.begin(prompts, [sampling] * self.engines)
-
-    def collect(self, seconds: float) -> "Sequence[Collected]":
-        """From every engine what has finished, in whole groups, after at most so many seconds."""
-        return self.rollout.collect(seconds)
+        remote_call.wait_all(loading)
 
     def sync_weights(self, version: int) -> None:
         """Bring the policy as it is now to every engine; their responses carry `version` from here on."""
-        handle = next(handle for handle in self.actor.publish_weights(version) if handle is not None)
-        self.rollout.receive_weights(handle)
-
-    def save_state(self, folder: Path) -> None:
-        """Write what training resumes from into the folder of a step's checkpoint."""
-        for group in self.learners:
-            group.call("save_state", str(folder / "state")).result()
-
-    def load_state(self, folder: Path) -> list[str]:
-        """Resume from it; what cannot be exact is returned in words."""
-        loading = [group.call("load_state", str(folder / "state")) for group in self.learners]
-        return [line for future in loading for line in future.result()[0]]
-
-    def save(self, folder: Path) -> None:
-        """Write the policy as a folder that `from_pretrained` loads."""
-        self.actor.call("save", str(folder)).result()
+        published = self.actor.call(remote_call.publish_weights, version).result()
+        handle = next(handle for handle in published if handle is not None)
+        self.rollout.call(remote_call.receive_weights, handle).result()
 
     def end(self) -> None:
-        """Tell all workers that no call will follow."""
-        groups = dict.fromkeys([*self.learners, self.rollout, self.reference, self.reward_model])
-        for ending in [group.call("end_job") for group in groups if group is not None]:
-            ending.result()
+        """Tell the workers of the policy that no call will follow."""
+        remote_call.wait_all([group.call(remote_call.end_job) for group in dict.fromkeys([self.actor, self.rollout])])

@@ -82,12 +82,6 @@ class VerlRun(PolicyRun):
         failed_B = rollouts["reward_failed"].maximum(has_none_B.float())
         return rollouts.with_sequences(greedy_reward=baseline_B, reward_failed=failed_B)
 
-    def _restore(self, folder: Path) -> None:
-        if self.config.asynchronous.ahead:
-            # Each step has a version of its own; the run before may have trained the critic alone, with none.
-            self.progress.version = self.step
-        super()._restore(folder)
-
     # --- validation
 
     def validate(self, generate: Generate, score: Score) -> None:

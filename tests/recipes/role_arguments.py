@@ -56,9 +56,9 @@ def prompts() -> Batch:
     return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids, objects={"prompt": ["ab", "cd"]})
 
 
-def in_flight(begin: str, collect: str) -> list[tuple[str, tuple[Any, ...]]]:
+def in_flight() -> list[tuple[str, tuple[Any, ...]]]:
     """Responses that are begun, and those of them that are there after a while."""
-    return [(begin, ([prompts()], SamplingConfig(max_new_tokens=4))), (collect, (5.0,))]
+    return [("begin", ([prompts()], SamplingConfig(max_new_tokens=4))), ("collect", (5.0,))]
 
 
 def ppo_calls(model: str, folder: Path) -> Calls:
@@ -91,7 +91,7 @@ def ppo_calls(model: str, folder: Path) -> Calls:
         "Rollout": [
             ("rollout_init", (model,)),
             ("generate_samples", ([prompts()], SamplingConfig(max_new_tokens=4))),
-            *in_flight("begin_samples", "collect_samples"),
+            *in_flight(),
             ("sleep_engine", ()),
             ("wake_engine", ()),
             ("receive_weights", ("handle",)),
@@ -116,7 +116,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
         "Rollout": [
             ("load", (model,)),
             ("generate", (prompts(), SamplingConfig(max_new_tokens=4))),
-            *in_flight("begin", "collect"),
+            *in_flight(),
             ("sleep_engine", ()),
             ("wake_engine", ()),
             ("receive_weights", ("handle",)),
@@ -158,8 +158,7 @@ def verl_calls(model: str, folder: Path) -> Calls:
             ("init_rollout", (model,)),
             ("init_model", (model, 1)),
             ("generate_sequences", (prompts(), sampling)),
-            ("begin", (prompts(), sampling)),
-            ("collect", (5.0,)),
+            *in_flight(),
             ("compute_log_prob", (tokens, 1.0)),
             ("compute_sharp_log_prob", (tokens,)),
             ("compute_ref_log_prob", (tokens,)),

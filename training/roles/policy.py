@@ -3,10 +3,13 @@
 from functools import partial
 from typing import Generic, TypeVar
 
+import torch
+
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
 from components.engines.opening import open_engine
-from components.engines.weight_sync import WeightHandle
+from components.engines.weight_ipc import BucketSender
+from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
@@ -15,7 +18,62 @@ from training.roles.trained_model import TrainedModel, of_rank0, policy_to_train
 C = TypeVar("C", bound=RLOptions)
 
 
-class PolicyWorker(TrainedModel, Generic[C]):
+class TrainedPolicy(TrainedModel):
+    """One rank of the policy, whose weights go to rollout engines."""
+
+    publisher: WeightPublisher | None = None
+    """Of rank 0."""
+    sender: BucketSender | None = None
+    """Of a rank that shares its device with engines, which are sent the weights."""
+
+    def open_policy(self, model_path: str, steps: int) -> None:
+        """Load the model and put it under the training engine; `steps` set the length of its schedule. Rank 0 hands
+        weights to rollout engines, which may be on other machines; with `rollout.weight_sync=ipc` each rank to the
+        engine on its GPU, on a CPU rank 0 to all.
+        """
+        own = self.config
+        self.engine = open_engine(policy_to_train(model_path, own), own.train_engine(steps))
+        on_gpu = self.engine.device.type == "cuda"
+        if own.rollout.weight_sync == "ipc" and (on_gpu or self.rank == 0):
+            readers = 1 if on_gpu else own.placement.rollout_engines * own.rollout.tensor_parallel
+            self.sender = BucketSender(self.shared_dir, self.engine.device, readers)
+        if self.rank == 0:
+            on_disk, serve = f"{own.run_dir}/weights", own.placement.nodes > 1
+            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=serve)
+
+    @rpc(remote_call.publish_weights)
+    def publish_weights(self, version: int) -> WeightHandle | None:
+        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where. Of a model with
+        adapters these alone, where the engines hold them.
+        """
+        own = self.config
+        sampling = own.rollout_engine()
+        dtype: torch.dtype = getattr(torch, sampling.dtype)
+        scale = 0.0
+        everywhere = self.sender is not None and self.engine.device.type == "cuda"
+        gathered = partial(self.engine.gathered_parameters, everywhere)
+        if self.engine.adapters is not None and sampling.lora_rank:
+            scale = self.engine.adapters.scale
+            gathered = self.engine.gathered_adapters
+        parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
+        if self.sender is not None:
+            parameters = self.sender.sent(version, parameters)
+        if self.publisher is not None:
+            verify = own.rollout.verify_weight_sync
+            return self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+        for _ in parameters:
+            assert everywhere, "only rank 0 is given parameters"
+        return None
+
+    @rpc(remote_call.end_job)
+    def end(self) -> None:
+        """Unlink the published weights."""
+        for held in (self.sender, self.publisher):
+            if held is not None:
+                held.close()
+
+
+class PolicyWorker(TrainedPolicy, Generic[C]):
     """One rank of the policy. A recipe's subclass declares its options, and its `loss`."""
 
     config: C
@@ -23,8 +81,7 @@ class PolicyWorker(TrainedModel, Generic[C]):
     @trainer_invocation(blocking=False)
     def load(self, model_path: str, steps: int) -> None:
         """Load the model and put it under the training engine; `steps` set the length of its schedule."""
-        self.engine = open_engine(policy_to_train(model_path, self.config), self.config.train_engine(steps))
-        self.open_publisher(self.config.placement.nodes)
+        self.open_policy(model_path, steps)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch, temperature: float) -> Batch:
@@ -44,13 +101,3 @@ class PolicyWorker(TrainedModel, Generic[C]):
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Train on all of a step's responses; send them with `replicate`. Returns metrics, the same on every rank."""
         return self.train_epochs(experience, step, self.loss)
-
-    @rpc(remote_call.publish_weights)
-    def publish_weights(self, version: int) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather."""
-        return self.publish_parameters(version)
-
-    @rpc(remote_call.end_job)
-    def end(self) -> None:
-        """Unlink the published weights."""
-        self.close_publisher()

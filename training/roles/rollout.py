@@ -31,22 +31,8 @@ class SamplingWorker(BaseWorkload):
             in_flight=self.config.asynchronous.partial_rollout,
         )
 
-    def take_sent(self, version: int) -> None:
-        """Take the weights that the ranks send while they gather them, where they do. What fails here is made good by
-        `take_weights`, which follows.
-        """
-        if self.config.rollout.weight_sync != "ipc":
-            return
-        self.runner.wake(for_weights=True)
-        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True)
-        try:
-            self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
-        except Exception as error:  # vLLM gives what its processes raise no type of their own
-            if is_engine_dead(error):
-                raise
-            _log.warning("the engine reads version %d of the weights from shared memory: %r", version, error)
-
-    def take_weights(self, handle: WeightHandle) -> None:
+    @rpc(remote_call.receive_weights, idempotent=True, replay="last")
+    def receive_weights(self, handle: WeightHandle) -> None:
         """Sample from newer weights from here on. An engine that sleeps wakes as far as they need."""
         self.runner.wake(for_weights=True)
         is_here = self.runner.engine.weight_version == handle.version and self.runner.engine.has_weights
@@ -69,8 +55,23 @@ class SamplingWorker(BaseWorkload):
     def wake_engine(self) -> None:
         """Be ready to generate."""
         if self.received is not None and not self.runner.engine.has_weights:
-            self.take_weights(self.received)
+            self.receive_weights(self.received)
         self.runner.wake()
+
+    @rpc(idempotent=True)
+    def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
+        """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
+        return [None if mine is None else self.runner.begin(mine, sampling) for mine in prompts]
+
+    @rpc(idempotent=True)
+    def collect(self, seconds: float) -> Collected:
+        """Continue what has begun, until a group has finished or the time is over."""
+        return self.runner.collect(seconds)
+
+    @rpc(remote_call.end_job, idempotent=True)
+    def end(self) -> None:
+        """End the processes that the engine may have."""
+        self.runner.close()
 
 
 class RolloutWorker(SamplingWorker):
@@ -92,33 +93,22 @@ class RolloutWorker(SamplingWorker):
         """
         return self.runner.run_episodes(prompts, sampling)
 
-    @trainer_invocation(idempotent=True)
-    def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
-        """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
-        for mine in prompts:
-            if mine is not None:
-                self.runner.begin(mine, sampling)
-
-    @trainer_invocation(idempotent=True)
-    def collect(self, seconds: float) -> Collected:
-        """Continue what has begun, until a group has finished or the time is over."""
-        return self.runner.collect(seconds)
-
     @rpc(remote_call.receive_sent, idempotent=True)
     def receive_sent(self, version: int) -> None:
-        """See `take_sent`."""
-        self.take_sent(version)
-
-    @rpc(remote_call.receive_weights, idempotent=True, replay="last")
-    def receive_weights(self, handle: WeightHandle) -> None:
-        """Sample from newer weights from here on."""
-        self.take_weights(handle)
+        """Take the weights that the ranks send while they gather them, where they do. What fails here is made good by
+        `receive_weights`, which follows.
+        """
+        if self.config.rollout.weight_sync != "ipc":
+            return
+        self.runner.wake(for_weights=True)
+        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True)
+        try:
+            self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+        except Exception as error:  # vLLM gives what its processes raise no type of their own
+            if is_engine_dead(error):
+                raise
+            _log.warning("the engine reads version %d of the weights from shared memory: %r", version, error)
 
     def is_fatal(self, error: Exception) -> bool:
         """See `BaseWorkload.is_fatal`: a new engine takes the place of one that is dead or out of memory."""
         return is_engine_dead(error)
-
-    @rpc(remote_call.end_job, idempotent=True)
-    def end(self) -> None:
-        """End the processes that the engine may have."""
-        self.runner.close()

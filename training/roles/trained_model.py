@@ -1,18 +1,14 @@
 """What every role that trains a model does."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import shuffled_minibatches
 from components.engines.causal import load_policy
 from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
-from components.engines.weight_ipc import BucketSender
-from components.engines.weight_sync import WeightHandle, WeightPublisher
 from components.rl.aggregation import LossOutput, Totals
 from core import BaseWorkload, rpc, trainer_invocation
 from training.rollouts import keep_failed, over_updates
@@ -40,10 +36,6 @@ class TrainedModel(BaseWorkload):
     """One rank of a model that is trained. A subclass opens `self.engine` around its model, and declares its `loss`."""
 
     engine: TrainEngine
-    publisher: WeightPublisher | None = None
-    """Of rank 0, once `open_publisher` was called."""
-    sender: BucketSender | None = None
-    """Of a rank that shares its device with engines, which are sent the weights."""
 
     def setup(self) -> None:
         """Meet the other ranks before any library can make a process group of its own."""
@@ -108,48 +100,6 @@ class TrainedModel(BaseWorkload):
         parts = config.optimizer_steps(count)
         minibatches = shuffled_minibatches(count, parts, config.train.epochs, seed=config.seed, step=step)
         return self.train(experience, step, minibatches, loss, prepare)
-
-    def open_publisher(self, nodes: int) -> None:
-        """Let rank 0 hand weights to rollout engines, which may be on other machines, and with
-        `rollout.weight_sync=ipc` each rank to the engine on its GPU; on a CPU rank 0 to all.
-        """
-        own, on_gpu = self.config, self.engine.device.type == "cuda"
-        if own.rollout.weight_sync == "ipc" and (on_gpu or self.rank == 0):
-            readers = 1 if on_gpu else own.placement.rollout_engines * own.rollout.tensor_parallel
-            self.sender = BucketSender(self.shared_dir, self.engine.device, readers)
-        if self.rank == 0:
-            on_disk = f"{self.config.run_dir}/weights"
-            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=nodes > 1)
-
-    def publish_parameters(self, version: int) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where. Of a model with
-        adapters these alone, where the engines hold them.
-        """
-        own = self.config
-        sampling = own.rollout_engine()
-        dtype: torch.dtype = getattr(torch, sampling.dtype)
-        scale = 0.0
-        everywhere = self.sender is not None and self.engine.device.type == "cuda"
-        gathered = partial(self.engine.gathered_parameters, everywhere)
-        if self.engine.adapters is not None and sampling.lora_rank:
-            scale = self.engine.adapters.scale
-            gathered = self.engine.gathered_adapters
-        parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
-        if self.sender is not None:
-            parameters = self.sender.sent(version, parameters)
-        if self.publisher is not None:
-            verify = own.rollout.verify_weight_sync
-            return self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
-        for _ in parameters:
-            assert everywhere, "only rank 0 is given parameters"
-        return None
-
-    def close_publisher(self) -> None:
-        """Unlink the published weights."""
-        if self.sender is not None:
-            self.sender.close()
-        if self.publisher is not None:
-            self.publisher.close()
 
     @rpc()
     def sleep_learner(self) -> int:

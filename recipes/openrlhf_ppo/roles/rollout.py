@@ -1,6 +1,5 @@
 """The engine that samples from the policy."""
 
-from agents.runner import Collected
 from components.batch import Batch
 from components.engines.config import SamplingConfig
 from core import rpc
@@ -21,13 +20,3 @@ class Rollout(RolloutWorker):
     def generate_parts(self, prompts: list[Batch], sampling: SamplingConfig) -> list[Batch]:
         """One response or episode per prompt; the list has an item for every engine."""
         return [self.generate(mine, sampling) for mine in prompts]
-
-    @rpc(remote_call.begin_samples, idempotent=True)
-    def begin_parts(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
-        """Begin responses that `collect_finished` brings; the list has an item for every engine."""
-        return [self.begin([mine], sampling) for mine in prompts]
-
-    @rpc(remote_call.collect_samples, idempotent=True)
-    def collect_finished(self, seconds: float) -> Collected:
-        """Continue what has begun, until a group has finished or the time is over."""
-        return self.collect(seconds)

@@ -2,27 +2,27 @@
 
 from functools import partial
 
-from agents.runner import Collected
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
 from components.engines.config import SamplingConfig
 from components.engines.device import is_engine_dead
 from components.engines.frozen_engine import open_frozen_policy
-from components.engines.opening import open_engine
-from components.engines.weight_sync import WeightHandle
-from core import Dispatch, register
+from core import Dispatch, register, rpc
+from training import remote_call
 from training.ppo_loss import mark_tokens
+from training.roles.policy import TrainedPolicy
 from training.roles.rollout import SamplingWorker
-from training.roles.trained_model import policy_to_train
 
 from ..algorithm import minibatches, policy_loss
-from .learner import Learner
+from ..config import VerlPPOConfig
 
 
-class ActorRolloutRefWorker(Learner, SamplingWorker):
+class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
     """One worker. The name of its role says what it is: `actor`, `rollout`, `ref`, `actor_rollout` (the hybrid engine)
     or `actor_rollout_ref`.
     """
+
+    config: VerlPPOConfig
 
     @property
     def state_name(self) -> str:
@@ -45,8 +45,7 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
         """Load what else the role has, a model that is trained or frozen; `steps` set the length of the schedule."""
         config = self.config
         if "actor" in self.parts:
-            self.engine = open_engine(policy_to_train(model_path, config), config.train_engine(steps))
-            self.open_publisher(config.placement.nodes)
+            self.open_policy(model_path, steps)
         if "ref" in self.parts and config.has_reference_role:
             self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
 
@@ -65,17 +64,6 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
         return self.runner.run_episodes(prompts, sampling)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, idempotent=True)
-    def begin(self, prompts: Batch | None, sampling: SamplingConfig) -> None:
-        """Begin responses that `collect` brings once they are whole groups."""
-        if prompts is not None:
-            self.runner.begin(prompts, sampling)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
-    def collect(self, seconds: float) -> Collected:
-        """Continue what has begun, until a group has finished or the time is over."""
-        return self.runner.collect(seconds)
 
     # --- log-probabilities
 
@@ -113,22 +101,12 @@ class ActorRolloutRefWorker(Learner, SamplingWorker):
         metrics = self.train(experience, step, updates, partial(policy_loss, config=config), prepare)
         return metrics | {"updates": float(len(updates))}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, version: int) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather."""
-        return self.publish_parameters(version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True, replay="last")
-    def receive_weights(self, handle: WeightHandle) -> None:
-        """Sample from newer weights from here on."""
-        self.take_weights(handle)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
-    def end_job(self) -> None:
+    @rpc(remote_call.end_job, idempotent=True)
+    def end(self) -> None:
         """Unlink the published weights, and end the processes that the engine may have."""
-        self.close_publisher()
+        TrainedPolicy.end(self)
         if "rollout" in self.parts:
-            self.runner.close()
+            SamplingWorker.end(self)
 
 
 class ActorRolloutRefRank(ActorRolloutRefWorker):

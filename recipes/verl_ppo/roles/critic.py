@@ -6,13 +6,16 @@ from components.batch import Batch
 from components.engines.causal import load_value_model, token_values
 from components.engines.opening import open_engine
 from core import Dispatch, register
+from training.roles.trained_model import TrainedModel
 
 from ..algorithm import minibatches, value_loss
-from .learner import Learner
+from ..config import VerlPPOConfig
 
 
-class CriticWorker(Learner):
+class CriticWorker(TrainedModel):
     """One rank of the critic."""
+
+    config: VerlPPOConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self, model_path: str, steps: int) -> None:

@@ -26,10 +26,6 @@ class RewardModelWorker(FrozenWorker):
         """`rm_score` per response, of prompt and response as one sequence; split over the instances."""
         return Batch(tokens.lengths, {}, {"rm_score": self.model.score(tokens).to(torch.float32)})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
-    def end_job(self) -> None:
-        """Nothing is held outside the process."""
-
 
 class RewardModelRank(FrozenRank, RewardModelWorker):
     """One rank of a reward model that is sharded over them; they compute together."""
