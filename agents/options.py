@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
+
+from components.ranges import Count, Seconds, Share, out_of_range
 
 _OF_ANY = ("func_path", "concurrency", "max_tokens")
 """Options that have an effect without an agent too, or say whether there is one."""
@@ -19,33 +20,27 @@ class AgentOptions:
     func_path: str | None = None
     """A Python file that defines `AgentExecutor` or `AgentInstance`, or the name of a shipped environment, as
     `env:guess`. Default: a response is one turn, and a reward scores it."""
-    max_turns: int = 16
+    max_turns: Count = 16
     """Turns of an episode, at most; one that is not done by then is truncated."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Tokens of an episode, at most: prompt, responses and feedback; without an agent prompt and response. Default: as
     many as the model has positions. The limit of one turn is that of a response."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a turn; they stay part of it."""
-    concurrency: int = 256
+    concurrency: Count = 256
     """Episodes that one engine runs at the same time."""
     runs_in: Literal["loop", "thread", "process"] = "loop"
     """Where `reset` and `step` run: in the engine's event loop, for those that await what they wait for; in threads,
     for those that block; or each episode in a process of its own, for those that may hang, crash or use a core."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: Seconds = 60.0
     """Seconds that one `reset` or `step` may take before its episode ends as an error."""
-    max_failed_share: float = 0.1
+    max_failed_share: Share = 0.1
     """Share of a batch's episodes that may end as errors (or two, if that is more and not all); above it the run
     stops."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"agent.{name}={value}; set it to at least 1")
-        if not 0 < self.step_timeout_s < math.inf:
-            raise ValueError(f"agent.step_timeout_s={self.step_timeout_s}; set a number of seconds above 0")
-        if not 0 <= self.max_failed_share <= 1:
-            raise ValueError(f"agent.max_failed_share={self.max_failed_share}; set it to a number from 0 to 1")
+        for fault in out_of_range(self, "agent."):
+            raise ValueError(fault)
         if not all(self.stop):
             raise ValueError("agent.stop holds an empty text; leave it out")
         if self.func_path and self.func_path.endswith(".py"):

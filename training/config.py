@@ -9,7 +9,6 @@ once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -25,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from components.hub import first_line
 from training.adapter import Adapter, Given, Translation
-from training.schema import ConfigError, fields_of, options_of, recipe_of, without_none
+from training.schema import ConfigError, collecting, fields_of, options_of, recipe_of, without_none
 from training.synonyms import answer
 
 T = TypeVar("T")
@@ -91,10 +90,9 @@ class CommandLine(Generic[T]):
         odd = [f"{name}={value}; set a finite number" for name, value in numbers if not math.isfinite(value)]
         faults = [*self._found.faults, *faults, *odd]
         config: Any = None
-        try:
-            config = None if odd else OmegaConf.to_object(merged)
-        except (OmegaConfBaseException, ValueError) as error:
-            faults += _faults_of(merged) or [first_line(error)]
+        if not odd:
+            config, told = _made(merged)
+            faults += told
         if faults:
             raise ConfigError(_listed([self._adapter.renamed(fault, self._found.written) for fault in faults]))
         return typing.cast(T, config)
@@ -117,16 +115,15 @@ class CommandLine(Generic[T]):
     @functools.cached_property
     def _merged(self) -> tuple[Any, list[str]]:
         """The schema with all values put in, and what is wrong with those that cannot be."""
-        merged = OmegaConf.structured(self.schema)
-        faults = [f"{option}=??? is no value; set one" for option in self._found.options if option.value == "???"]
-        options = [option for option in self._found.options if option.value != "???"]
-        try:
-            return _with_values(self.schema, merged, options), faults
-        except (yaml.YAMLError, OmegaConfBaseException):
-            pass  # one by one, to see which
-        for option in options:
+        merged, fields = OmegaConf.structured(self.schema), fields_of(self.schema)
+        faults: list[str] = []
+        for option in self._found.options:
+            if option.value == "???":
+                faults.append(f"{option}=??? is no value; set one")
+                continue
             try:
-                merged = _with_values(self.schema, merged, [option])
+                value = _typed(option.value, without_none(fields.get(option.name)))
+                OmegaConf.update(merged, option.name, value)
             except yaml.YAMLError as error:
                 faults.append(f"{option}={option.value} is no YAML: {first_line(error)}")
             except OmegaConfBaseException as error:
@@ -243,41 +240,29 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
     """With each `${name}` replaced by what is said of that name, here or by the schema; and what cannot be."""
     if not any("${" in str(option.value) for option in given):
         return list(given), []
-    tree = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(schema)))
+    whole: Any = OmegaConf.create(typing.cast(Any, OmegaConf.to_container(OmegaConf.structured(schema))))
     found: list[Given] = []
     faults: list[str] = []
-    readable: list[Given] = []
     for option in given:
         try:
-            OmegaConf.create({"value": option.value})
+            OmegaConf.update(whole, option.name, option.value, force_add=True)
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
         else:
-            readable.append(option)
-            _put(tree, option.name, option.value)
-    whole = OmegaConf.create(tree)
-    for option in readable:
-        if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
             found.append(option)
+    for i, option in enumerate(found):
+        if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
             continue
         try:
             value = OmegaConf.select(whole, option.name)
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found.append(Given(option.name, plain, option.source))
+            found[i] = Given(option.name, plain, option.source)
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
     return found, faults
 
 
 # --- values, and what the schema makes of them
-
-
-def _with_values(schema: type, merged: Any, options: Iterable[Given]) -> Any:
-    fields = fields_of(schema)
-    given: dict[str, Any] = {}
-    for option in options:
-        _put(given, option.name, _typed(option.value, without_none(fields.get(option.name))))
-    return OmegaConf.merge(merged, OmegaConf.create(given))
 
 
 def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -289,43 +274,16 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
         yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _faults_of(merged: Any) -> list[str]:
-    """All that the schema has against a configuration, of its groups and of the whole."""
-    faults: list[str] = []
-    values: dict[str, Any] = {}
-    for key in merged:
+def _made(merged: Any) -> tuple[Any, list[str]]:
+    """The configuration, and all that its groups and the whole have against it."""
+    with collecting() as told:
         try:
-            node = merged[key]
-            is_group = OmegaConf.is_config(node) and dataclasses.is_dataclass(OmegaConf.get_type(node))
-            values[key] = OmegaConf.to_object(node) if is_group else _plain(node)
-        except OmegaConfBaseException as error:
-            faults.append(f"{key}: {first_line(error)}")
-        except ValueError as error:
-            node = merged[key]
-            faults += [_with_group(key, node, text) for text in getattr(error, "faults", (str(error),))]
-            values[key] = _unchecked(node)
-    if len(values) < len(merged):
-        return faults
-    whole: Any = _unchecked(merged, values)
-    try:
-        own = list(whole.faults()) if hasattr(whole, "faults") else []
-    except (TypeError, ValueError, ArithmeticError):  # a check that rests on a group which is at fault itself
-        own = []
-    return [*faults, *own]
-
-
-def _with_group(key: str, node: Any, text: str) -> str:
-    """A fault of a group, which may name its options without the group."""
-    names = {field.name for field in dataclasses.fields(typing.cast(Any, OmegaConf.get_type(node)))}
-    return f"{key}.{text}" if re.split(r"[^a-z_]", text)[0] in names else text
-
-
-def _unchecked(node: Any, values: Mapping[str, Any] | None = None) -> Any:
-    """The dataclass of a node without its checks."""
-    made: Any = object.__new__(typing.cast(type, OmegaConf.get_type(node)))
-    for key in node:
-        object.__setattr__(made, key, _plain(node[key]) if values is None else values[key])
-    return made
+            return OmegaConf.to_object(merged), told
+        except Exception as error:
+            if not told and not isinstance(error, OmegaConfBaseException | ValueError):
+                raise
+            # A check may rest on what is at fault.
+            return None, told or [first_line(error)]
 
 
 def _plain(value: Any) -> Any:
@@ -337,16 +295,6 @@ def _typed(value: Any, kind: Any) -> Any:
     if isinstance(value, str) and value and (kind is not str or value == "null"):
         return OmegaConf.from_dotlist([f"value={value}"])["value"]
     return value
-
-
-def _put(target: dict[str, Any], key: str, value: Any) -> None:
-    *groups, last = key.split(".")
-    for group in groups:
-        if not isinstance(target.get(group), dict):
-            target[group] = {}
-        target = target[group]
-    old = target.get(last)
-    target[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
 
 
 # --- messages

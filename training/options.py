@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from components.data.rewards import RewardSettings
 from components.engines.choice import ROLLOUT_ENGINES, adapters_fault, choose_rollout_engine
@@ -19,23 +19,32 @@ from components.engines.config import (
     HFRolloutConfig,
     RolloutConfig,
     SamplingConfig,
+    TrainOptions,
     VLLMRolloutConfig,
     product_type,
 )
 from components.heartbeat import listen
+from components.ranges import (
+    Count,
+    CountFromZero,
+    NotNegative,
+    Positive,
+    Range,
+    Seconds,
+    Share,
+    ShareAboveZero,
+    out_of_range,
+)
 from core import beat
 from training.checkpoint import Checkpoints
 from training.machines import Machines
-from training.schema import Options, at_home, at_least, every_so_many, recipe_of, where
+from training.schema import Options, at_home, recipe_of, refuse, tried, where
 from training.tracking import WandbConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.data.prompts import PromptSource
-
-LORAS_OWN = ("lora_alpha", "lora_dropout", "lora_target_modules")
-"""Options of TrainOptions that only mean something with a lora_rank."""
 
 # In each process of a run core's watch for hangs hears what components do.
 listen(beat)
@@ -46,8 +55,10 @@ def new_run_dir(recipe: str) -> str:
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-MOST_SEEDS = 2**63
+Seed = Annotated[int, Range(least=0, most=2**63 - 1)]
 """Generators of random numbers take no larger ones."""
+Steps = Annotated[int, Range(least=1, also=-1)]
+"""Between two of something; -1 has a meaning of its own."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +67,7 @@ class RunOptions(Options):
 
     run_dir: str = ""
     """Folder of everything that the run writes. Default: runs/<recipe>-<time>."""
-    seed: int = 42
+    seed: Seed = 42
     """Fixes the order of the prompts and the samples."""
     dry_run: bool = False
     """Print what would run where, as JSON, and start nothing."""
@@ -70,7 +81,7 @@ class RunOptions(Options):
     checkpoints; `none` begins anew, in a folder without a run."""
     backend: Literal["ray", "local"] = "ray"
     """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
-    max_restarts: int = 3
+    max_restarts: CountFromZero = 3
     """How often all starts again from the latest checkpoint when a rank dies, and how often dead engines of a role are
     replaced before that; those that die together, as with their node, count once."""
     stall_timeout: float = 1800.0
@@ -87,20 +98,14 @@ class RunOptions(Options):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        yield from at_least(self, "", 0, "seed", "max_restarts")
-        if self.seed >= MOST_SEEDS:
-            yield f"seed={self.seed}; set a number below 2**63"
         if self.assume_devices is not None:
-            try:
-                Machines.parse(self.assume_devices)
-            except ValueError as error:
-                yield str(error)
+            yield from tried("", Machines.parse, self.assume_devices)
             if not (self.dry_run or self.print_config):
                 yield f"assume_devices={self.assume_devices} is for a plan alone; set dry_run as well, or leave it out"
 
 
 @dataclass(kw_only=True)
-class ModelOptions(Options):
+class ModelOptions(Options, group="model"):
     """The policy that the run starts from."""
 
     path: str = ""
@@ -142,7 +147,7 @@ class ModelOptions(Options):
 
 
 @dataclass(kw_only=True)
-class DataOptions(Options):
+class DataOptions(Options, group="data"):
     """The prompts to train on."""
 
     path: str = ""
@@ -160,21 +165,20 @@ class DataOptions(Options):
     """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
     input_template: str | None = None
     """Text around each prompt, with `{}` in its place."""
-    max_samples: int | None = None
+    max_samples: Count | None = None
     """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Count = 1024
     """Tokens of a prompt, at most."""
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "leave_out"
     """What becomes of longer prompts: they are left out and counted, are an error, or the part is named that is cut
     out."""
     shuffle: bool = True
     """Go through the prompts in another order in each epoch."""
-    epochs: int = 1
+    epochs: Count = 1
     """How often the prompts are gone through, each time in another order."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "data.", 1, "max_samples", "max_prompt_tokens", "epochs")
         template = self.input_template
         if template is not None and template.count("{}") != 1:
             yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
@@ -222,7 +226,7 @@ class DataOptions(Options):
 
 
 @dataclass(kw_only=True)
-class RewardOptions(Options):
+class RewardOptions(Options, group="reward"):
     """What a response is worth."""
 
     source: str | None = None
@@ -230,23 +234,16 @@ class RewardOptions(Options):
     URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
     `reasoning_gym`, or a task's own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and
     logged by itself. Default: that of the task which data.path names."""
-    workers: int = 1
+    workers: Count = 1
     """Processes that run the Python file or the scorer."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds that reward code may take over one response, before it is counted as failed."""
-    max_failed_share: float = 0.1
+    max_failed_share: Share = 0.1
     """Share of a batch's responses that may fail (or two, if that is more and not all); above it the run stops."""
-    url_timeout_s: float = 180.0
+    url_timeout_s: Seconds = 180.0
     """Seconds that a reward server may take over one request; a request is tried five times."""
-    url_batch_size: int = 64
+    url_batch_size: Count = 64
     """Responses per request to a reward server."""
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        try:
-            self.settings()
-        except ValueError as error:
-            yield f"reward.{error}"
 
     def settings(self) -> RewardSettings:
         """How reward code and reward servers are used."""
@@ -255,30 +252,30 @@ class RewardOptions(Options):
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(Options):
+class RolloutOptions(Options, group="rollout"):
     """How responses are sampled."""
 
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of the training samples. Log-probabilities are taken at the same temperature."""
-    top_p: float = 1.0
+    top_p: ShareAboveZero = 1.0
     """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
     one that is trained."""
-    top_k: int = 0
+    top_k: CountFromZero = 0
     """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     """Tokens of a response, at most, the end token included."""
-    max_num_seqs: int = 512
+    max_num_seqs: Count = 512
     """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
-    tensor_parallel: int = where(1, engine=("auto", "vllm"))
+    tensor_parallel: Count = where(1, engine=("auto", "vllm"))
     """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
     are the devices of as many ranks, on one node."""
-    gpu_memory: float | None = where(None, engine=("auto", "vllm"))
+    gpu_memory: ShareAboveZero | None = where(None, engine=("auto", "vllm"))
     """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
     placement.learners_sleep 0.7."""
-    cpu_cache_gb: float = where(1.0, engine=("auto", "vllm"))
+    cpu_cache_gb: Positive = where(1.0, engine=("auto", "vllm"))
     """vllm: GiB of an engine's key-value cache on a CPU."""
     enforce_eager: bool = where(False, engine=("auto", "vllm"))
     """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
@@ -296,21 +293,10 @@ class RolloutOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if not self.temperature > 0:
-            yield f"rollout.temperature={self.temperature} would give one response only; set it above 0"
-        yield from at_least(self, "rollout.", 1, "max_new_tokens", "max_num_seqs", "tensor_parallel")
         if self.engine not in ROLLOUT_ENGINES:
             yield f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}"
         if self.engine == "hf" and self.tensor_parallel > 1:
             yield f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out"
-        if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
-            yield f"rollout.gpu_memory={self.gpu_memory}; set a share above 0, at most 1"
-        if not self.cpu_cache_gb > 0:
-            yield f"rollout.cpu_cache_gb={self.cpu_cache_gb}; set it above 0"
-        try:
-            SamplingConfig(top_p=self.top_p, top_k=self.top_k)
-        except ValueError as error:
-            yield f"rollout.{error}"
 
     def chosen(
         self, gpus: int, model_path: str, *temperatures: float, lora_rank: int = 0
@@ -394,25 +380,36 @@ class RolloutOptions(Options):
         return [note]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LearnerOptions(TrainOptions):
+    """How a model is trained; what its engine has against it is told with the faults of all other options."""
+
+    GROUP: ClassVar[str] = "train"
+
+    def __post_init__(self) -> None:
+        refuse(out_of_range(self, f"{self.GROUP}."))
+        refuse(self.faults(f"{self.GROUP}."))
+
+
 @dataclass(kw_only=True)
-class PlacementOptions(Options):
+class PlacementOptions(Options, group="placement"):
     """What runs where. Without a GPU every worker is a process on the CPU."""
 
-    nodes: int = 1
+    nodes: Count = 1
     """Machines that the run uses."""
-    devices_per_node: int | None = None
+    devices_per_node: Count | None = None
     """Devices of each machine that the run uses; without GPUs processes. Default: all of its GPUs."""
     colocate: bool = True
     """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
     same time does."""
-    actor_nodes: int | None = None
+    actor_nodes: Count | None = None
     """Machines over which the ranks of the policy are spread, where the other roles are on the rest. Default: all."""
-    actor_ranks: int | None = None
+    actor_ranks: Count | None = None
     """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
-    rollout_engines: int | None = None
+    rollout_engines: Count | None = None
     """Engines that sample. Default: one for each rollout.tensor_parallel GPUs that are theirs, which are those of the
     actor where they share GPUs."""
-    references: int | None = None
+    references: Count | None = None
     """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
     frozen_models: Literal["whole", "sharded", "offloaded"] = "whole"
     """Reference and reward models: `whole` in each of their processes, which are replaced when they are lost; `sharded`
@@ -422,11 +419,6 @@ class PlacementOptions(Options):
     """The engines give a GPU's memory back while the policy trains. Default: where vllm shares GPUs with it."""
     learners_sleep: bool = False
     """What trains, actor and critic, waits in host memory while responses are generated."""
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        counts = ("nodes", "devices_per_node", "actor_nodes", "actor_ranks", "rollout_engines", "references")
-        yield from at_least(self, "placement.", 1, *counts)
 
     @property
     def shares_devices(self) -> bool:
@@ -488,12 +480,12 @@ class PlacementOptions(Options):
 
 
 @dataclass(kw_only=True)
-class AsyncOptions(Options):
+class AsyncOptions(Options, group="asynchronous"):
     """Whether responses are generated while the policy trains on earlier ones, with weights that are a little older."""
 
     enabled: bool = False
     """Generate ahead of training. Needs devices of their own for both."""
-    queue_size: int = where(1, enabled=True)
+    queue_size: CountFromZero = where(1, enabled=True)
     """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
     partial_rollout: bool = False
     """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
@@ -503,7 +495,6 @@ class AsyncOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "asynchronous.", 0, "queue_size")
         for name in ("partial_rollout", "in_flight_prompts"):
             if getattr(self, name) and not self.enabled:
                 yield f"asynchronous.{name} without asynchronous.enabled; set that to true as well"
@@ -562,28 +553,28 @@ class AsyncOptions(Options):
 
 
 @dataclass(kw_only=True)
-class EvaluationOptions(Options):
+class EvaluationOptions(Options, group="evaluation"):
     """How good the policy is on prompts that it is not trained on."""
 
     path: str | None = None
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
     split: str | None = where(None, path=True)
     """Which split of it. Default: train; of a task: heldout."""
-    max_samples: int | None = where(2048, path=True)
+    max_samples: Count | None = where(2048, path=True)
     """How many of them. null: all, of a generated task 2,048."""
-    every: int = where(-1, path=True)
+    every: Steps = where(-1, path=True)
     """Evaluate every so many steps; -1 only at the start and at the end."""
     greedy: bool = where(False, path=True)
     """Score the likeliest response to each prompt too, as eval/score_greedy."""
     at_start: bool = where(True, path=True)
     """Evaluate before the first step."""
-    temperature: float = where(1.0, path=True)
+    temperature: NotNegative = where(1.0, path=True)
     """Of the responses behind eval/score."""
-    top_p: float = where(1.0, path=True)
+    top_p: ShareAboveZero = where(1.0, path=True)
     """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
-    top_k: int = where(0, path=True)
+    top_k: CountFromZero = where(0, path=True)
     """Of the same: from so many likeliest tokens; 0: from all."""
-    samples_per_prompt: int = where(4, path=True)
+    samples_per_prompt: Count = where(4, path=True)
     """N: responses per held-out prompt."""
     best_metric: str = where("", path=True)
     """The policy with the best of this metric is kept, and named in checkpoints/best. Default: eval/score; `none` keeps
@@ -591,14 +582,6 @@ class EvaluationOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "evaluation.", 1, "max_samples", "samples_per_prompt")
-        yield from every_so_many(self, "evaluation.", "the start and the end")
-        if self.temperature < 0:
-            yield f"evaluation.temperature={self.temperature}; set it to 0 or more"
-        try:
-            SamplingConfig(top_p=self.top_p, top_k=self.top_k)
-        except ValueError as error:
-            yield f"evaluation.{error}"
         if self.temperature == 0 and self.samples_per_prompt > 1:
             yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
 
@@ -618,26 +601,19 @@ class EvaluationOptions(Options):
 
 
 @dataclass(kw_only=True)
-class CheckpointOptions(Options):
+class CheckpointOptions(Options, group="checkpoint"):
     """When the state of the training is written, and how much of it is kept."""
 
-    every: int = -1
+    every: Steps = -1
     """A checkpoint every so many steps; -1 only for the best policy, when the training ends, or when it is stopped."""
-    keep: int = 3
+    keep: Count = 3
     """How many checkpoints are kept, the newest ones; the best stays beside them."""
-    max_gb: float | None = None
+    max_gb: Positive | None = None
     """What all of them may take together. Default: any."""
     path: str | None = None
     """Folder of the checkpoints. Default: run_dir/checkpoints."""
     export_path: str | None = None
     """A second place for the trained policy; it is always in the checkpoints."""
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        yield from at_least(self, "checkpoint.", 1, "keep")
-        yield from every_so_many(self, "checkpoint.", "the best and the last step")
-        if self.max_gb is not None and not self.max_gb > 0:
-            yield f"checkpoint.max_gb={self.max_gb}; set a number of GB above 0, or leave it out"
 
     def store(self, run_dir: str) -> Checkpoints:
         """The step folders of a run."""
@@ -646,7 +622,7 @@ class CheckpointOptions(Options):
 
 
 @dataclass(kw_only=True)
-class LogOptions(Options):
+class LogOptions(Options, group="log"):
     """Who reads along. The files of the run folder are always written."""
 
     wandb: bool = False

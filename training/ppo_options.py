@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from components.ranges import NotNegative, Positive, Range
 from training.rl_options import PolicyOptions, RLOptions
 from training.schema import where
 
@@ -31,7 +32,7 @@ class PPOOptions(PolicyOptions):
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
     with dppo_tv and dppo_kl it bounds the divergence."""
-    dual_clip: float | None = where(None, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
+    dual_clip: Annotated[float, Range(above=1)] | None = where(None, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     """A token with a negative advantage costs at most this many times it, above 1. Null: any. With dppo_tv and dppo_kl
     the most that a ratio weighs; null: 20."""
     tau_positive: float = where(1.0, policy_loss=("sapo",))
@@ -46,11 +47,11 @@ class PPOOptions(PolicyOptions):
     """clip_cov: largest covariance of these."""
     kl_cov_coef: float = where(1.0, policy_loss=("kl_cov",))
     """kl_cov: loss per nat that these move."""
-    dro_beta: float = where(1.0, policy_loss=("dro",))
+    dro_beta: Positive = where(1.0, policy_loss=("dro",))
     """dro: what half the squared log-ratio of a token costs."""
     entropy_coef: float = 0.0
     """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
-    kl_estimator: KLEstimator = where("k3", kl_coef=True)  # noqa: RUF009
+    kl_estimator: KLEstimator = where("k3", kl_coef=True)
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
     kl_in_reward: bool = where(False, kl_coef=True)
     """The KL is taken off the reward of each token. Otherwise it is a part of the loss."""
@@ -60,23 +61,13 @@ class PPOOptions(PolicyOptions):
     """Responses over which kl_coef may change by a fifth."""
     overlong_buffer: int | None = None
     """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
-    overlong_penalty: float = where(1.0, overlong_buffer=True)
+    overlong_penalty: NotNegative = where(1.0, overlong_buffer=True)
     """How much a response of full length loses."""
 
     @property
     def most_clip_low(self) -> float:
         """See `PolicyOptions.most_clip_low`."""
         return math.inf if self.policy_loss in NOT_OF_RATIOS else super().most_clip_low
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        yield from super().faults()
-        if not self.dro_beta > 0:
-            yield f"algorithm.dro_beta={self.dro_beta}; set it above 0"
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            yield f"algorithm.dual_clip={self.dual_clip}; set it above 1"
-        if not self.overlong_penalty >= 0:
-            yield f"algorithm.overlong_penalty={self.overlong_penalty}; set it to 0 or more"
 
 
 @dataclass(kw_only=True)

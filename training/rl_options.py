@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -18,15 +17,15 @@ from components.engines.config import (
     RolloutConfig,
     SamplingConfig,
     TrainConfig,
-    TrainOptions,
 )
+from components.ranges import Count, NotNegative
 from training.adapter import Adapter
 from training.options import (
-    LORAS_OWN,
     AsyncOptions,
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
+    LearnerOptions,
     LogOptions,
     ModelOptions,
     PlacementOptions,
@@ -35,18 +34,18 @@ from training.options import (
     RunOptions,
 )
 from training.parallel_options import ParallelOptions
-from training.schema import ConfigError, Options, at_least, idle_options, refuse, without_effect
+from training.schema import ConfigError, Options, idle_options, refuse, tried, without_effect
 
 
 @dataclass(kw_only=True)
-class PolicyOptions(Options):
+class PolicyOptions(Options, group="algorithm"):
     """How far one step may move the policy; a recipe adds what makes its algorithm."""
 
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this."""
-    clip_high: float = 0.2
+    clip_high: NotNegative = 0.2
     """And at 1 plus this; more than clip_low is DAPO's clip-higher."""
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     correction: Literal["none", "tis", "icepop"] = "none"
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
@@ -62,38 +61,29 @@ class PolicyOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if not 0 <= self.clip_low <= self.most_clip_low or not 0 <= self.clip_high < math.inf:
-            yield (
-                f"the ratio cannot be clipped to 1 - {self.clip_low} and 1 + {self.clip_high}; set algorithm.clip_low "
-                f"from 0 to {self.most_clip_low:g}, and algorithm.clip_high to 0 or more"
-            )
-        if not 0 <= self.kl_coef < math.inf:
-            yield f"algorithm.kl_coef={self.kl_coef}; set it to 0 or more"
+        if not 0 <= self.clip_low <= self.most_clip_low:
+            yield f"algorithm.clip_low={self.clip_low}; set it to at least 0, at most {self.most_clip_low:g}"
         low, high = self.correction_range
         if not 0 <= low < high:
             yield f"algorithm.correction_range={low} {high}; set two ratios, the lower first"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyTrainOptions(TrainOptions):
+class PolicyTrainOptions(LearnerOptions):
     """How the responses of a step are trained on."""
 
     precision: str = "auto"
     """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
     products in bfloat16; or "auto": bf16 where there is a GPU."""
-    mini_batch_size: int | None = None
+    mini_batch_size: Count | None = None
     """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
-    epochs: int = 1
+    epochs: Count = 1
     """How often a step's responses are gone through."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
     memory and speed, not results."""
-    forward_micro_batch_size: int | None = None
+    forward_micro_batch_size: Count | None = None
     """`micro_batch_size` of passes without gradients. Default: as in training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(at_least(self, "", 1, "mini_batch_size", "epochs", "micro_batch_size", "forward_micro_batch_size"))
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """See `TrainOptions.for_run`."""
@@ -102,6 +92,14 @@ class PolicyTrainOptions(TrainOptions):
             max_sequences=self.micro_batch_size or 0,
             forward_max_sequences=self.forward_micro_batch_size or 0,
         )
+
+
+@dataclass(kw_only=True)
+class EpisodeOptions(AgentOptions):
+    """What is wrong with them is told with the faults of all other options."""
+
+    def __post_init__(self) -> None:
+        refuse(tried("", super().__post_init__))
 
 
 @dataclass(kw_only=True)
@@ -131,11 +129,11 @@ class RLOptions(RunOptions):
     FILTER_OPTION: ClassVar[str] = "algorithm.filter_range"
     """What sets `filter_range`."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: Count = 64
     """Prompts of a training step."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: Count = 8
     """Responses, or episodes, to each."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Training steps, at most. Default: as many as the prompts fill."""
     sandbox: Literal["isolated", "unsafe"] = "isolated"
     """Where programs that the policy wrote run: in namespaces of their own, or where the system forbids these with
@@ -144,7 +142,7 @@ class RLOptions(RunOptions):
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    agent: AgentOptions = field(default_factory=AgentOptions)
+    agent: AgentOptions = field(default_factory=EpisodeOptions)
     asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
     algorithm: Any = field(default_factory=PolicyOptions)
     """PolicyOptions; a recipe names its own subclass."""
@@ -180,19 +178,15 @@ class RLOptions(RunOptions):
             yield from self._faults_of_reward()
 
     def _faults_of_reward(self) -> Iterator[str]:
-        try:
-            if self.reward_source is None:
-                check_agent(str(self.agent.func_path))
-            else:
-                check_reward(self.reward_source)
-        except ValueError as error:
-            yield str(error)
+        yield from tried("", self._check_reward)
+
+    def _check_reward(self) -> None:
+        if self.reward_source is None:
+            check_agent(str(self.agent.func_path))
+        else:
+            check_reward(self.reward_source)
 
     def _faults_of_sizes(self) -> Iterator[str]:
-        counts = ("prompts_per_step", "samples_per_prompt")
-        yield from at_least(self, "", 1, *counts, "max_steps")
-        if min(getattr(self, name) for name in counts) < 1:
-            return
         if self.step_size % self.mini_batch_size:
             yield (
                 f"train.mini_batch_size={self.mini_batch_size} does not divide a step's {self.step_size} "
@@ -324,7 +318,6 @@ class RLOptions(RunOptions):
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
             (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
             (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
-            *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
         ]
         idle += [(True, name, why) for name, why in idle_options(self)]
         found = without_effect(idle, given)

@@ -11,9 +11,13 @@ import operator
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from components.ranges import out_of_range
 
 T = TypeVar("T")
 
@@ -30,36 +34,58 @@ class ConfigError(ValueError):
 class Options:
     """A group of options, or a whole schema: whoever makes one is told of all its faults at once."""
 
+    GROUP: ClassVar[str] = ""
+    """Its name in the schema; empty: it is the schema."""
+
+    def __init_subclass__(cls, group: str | None = None) -> None:
+        """`group` is that of the subclass and of what is made from it."""
+        super().__init_subclass__()
+        cls.GROUP = cls.GROUP if group is None else group
+
     def __post_init__(self) -> None:
+        refuse(out_of_range(self, f"{self.GROUP}." if self.GROUP else ""))
         refuse(self.faults())
 
     def faults(self) -> Iterator[str]:
-        """What cannot work, each with what to set. A subclass yields its own after these."""
+        """What cannot work, each with what to set, besides numbers that are out of range. A subclass yields its own
+        after these.
+        """
         yield from ()
 
 
+_told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[list[str]]:
+    """The faults of all options that are made in the block, none of which is raised."""
+    found: list[str] = []
+    token = _told.set(found)
+    try:
+        yield found
+    finally:
+        _told.reset(token)
+
+
 def refuse(faults: Iterable[str]) -> None:
-    """Raise what is wrong, all at once.
+    """Raise what is wrong, all at once, or tell it to `collecting`.
 
     Raises:
         ConfigError: there are faults.
     """
-    if found := list(dict.fromkeys(faults)):
+    told = _told.get()
+    if told is not None:
+        told.extend(faults)
+    elif found := list(dict.fromkeys(faults)):
         raise ConfigError(*found)
 
 
-def at_least(options: object, prefix: str, least: int, *names: str) -> Iterator[str]:
-    """What is wrong with options that are less than they may be."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            yield f"{prefix}{name}={value}; set it to at least {least}"
-
-
-def every_so_many(options: Any, prefix: str, without: str) -> Iterator[str]:
-    """What is wrong with `every`, where -1 stands for only what is done `without` it."""
-    if options.every == 0 or options.every < -1:
-        yield f"{prefix}every={options.every}; set 1 or more, or -1 for {without} only"
+def tried(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
+    """What `make` says against what it is given, behind a prefix."""
+    try:
+        make(*arguments, **options)
+    except ValueError as error:
+        yield f"{prefix}{error}"
 
 
 def where(default: T, **others: Any) -> T:

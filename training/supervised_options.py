@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from components.data.mixture import mixed, mixture_probabilities, source_names
 from components.engines.choice import choose_attention
-from components.engines.config import TrainConfig, TrainOptions
+from components.engines.config import TrainConfig
+from components.ranges import Count, CountFromZero
 from training.options import (
-    LORAS_OWN,
     CheckpointOptions,
+    LearnerOptions,
     LogOptions,
     ModelOptions,
     RunOptions,
+    Seed,
+    Steps,
 )
 from training.parallel_options import ParallelOptions
-from training.schema import Options, at_home, at_least, every_so_many, refuse, without_effect
+from training.schema import Options, at_home, idle_options, tried, where, without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +45,7 @@ class Source(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class ExampleOptions(Options):
+class ExampleOptions(Options, group="data"):
     """The examples to train on; a recipe adds the columns that it reads."""
 
     path: str = ""
@@ -54,11 +57,11 @@ class ExampleOptions(Options):
     """Which split of a hub name or folder; a file has only train."""
     apply_chat_template: bool = False
     """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
-    input_template: str | None = None
+    input_template: str | None = where(None, apply_chat_template=False)
     """Text around each prompt, with `{}` in its place."""
-    max_samples: int | None = None
+    max_samples: Count | None = None
     """Use at most this many examples, the first ones. Default: all; of a generated task, which has no end, 10,000."""
-    max_tokens: int = 2048
+    max_tokens: Count = 2048
     """Longer examples are left out, and counted."""
 
     def __post_init__(self) -> None:
@@ -67,15 +70,10 @@ class ExampleOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "data.", 1, "max_samples", "max_tokens")
         if self.input_template is not None and "{}" not in self.input_template:
             yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
-        if not self.path:
-            return
-        try:
-            mixture_probabilities(self.probs, len(source_names(self.path)))
-        except ValueError as error:
-            yield f"data.{error}"
+        if self.path:
+            yield from tried("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
 
 
 @dataclass(kw_only=True)
@@ -88,12 +86,12 @@ class PairDataOptions(ExampleOptions):
     """Column of the better response: text, or a list of chat messages."""
     rejected_key: str = "rejected"
     """Column of the other."""
-    max_tokens: int = 512
+    max_tokens: Count = 512
     """Pairs with a longer response (with its prompt) are left out, and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedTrainOptions(TrainOptions):
+class SupervisedTrainOptions(LearnerOptions):
     """How the model is trained."""
 
     zero_stage: int = 2
@@ -102,32 +100,28 @@ class SupervisedTrainOptions(TrainOptions):
     lr_scheduler: str = "cosine_with_min_lr"
     lr_warmup_ratio: float = 0.03
     min_lr_ratio: float = 0.1
-    batch_size: int = 128
+    batch_size: Count = 128
     """Examples of an optimizer step, over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Examples in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes memory
     and speed, not results."""
-    epochs: int = 1
+    epochs: Count = 1
     """How often the examples are gone through, each time in another order."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(at_least(self, "train.", 1, "batch_size", "micro_batch_size", "epochs"))
 
 
 @dataclass(kw_only=True)
-class HeldOutOptions(Options):
+class HeldOutOptions(Options, group="evaluation"):
     """How good the model is on examples that it is not trained on."""
 
     path: str | None = None
     """Examples that are only evaluated on, as data.path. Default: `held_out` of the data's own."""
-    split: str = "train"
+    split: str = where("train", path=True)
     """Which split of it."""
-    max_samples: int | None = None
+    max_samples: Count | None = where(None, path=True)
     """Use at most this many of it. Default: all."""
-    held_out: int = 0
+    held_out: CountFromZero = where(0, path=False)
     """Without a path: hold out so many examples of the data; 0: none."""
-    every: int = -1
+    every: Steps = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
 
     def __post_init__(self) -> None:
@@ -136,25 +130,18 @@ class HeldOutOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from at_least(self, "evaluation.", 0, "held_out")
-        yield from at_least(self, "evaluation.", 1, "max_samples")
-        yield from every_so_many(self, "evaluation.", "the start and the end")
         if "task:" in (self.path or ""):
             yield f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out"
 
 
 @dataclass(kw_only=True)
-class RanksOptions(Options):
+class RanksOptions(Options, group="placement"):
     """What runs where. Without a GPU every rank is a process on the CPU."""
 
-    nodes: int = 1
+    nodes: Count = 1
     """Machines."""
-    ranks_per_node: int | None = None
+    ranks_per_node: Count | None = None
     """Processes that train the model on each. Default: one per GPU, 1 without GPUs."""
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        yield from at_least(self, "placement.", 1, "nodes", "ranks_per_node")
 
     @property
     def ranks(self) -> int:
@@ -173,7 +160,7 @@ class SupervisedOptions(RunOptions):
     GROUP_SIZE: ClassVar[int] = 1
     """Sequences of an example, which stay together."""
 
-    seed: int = 42
+    seed: Seed = 42
     """Fixes what is held out, the order of the rest, and the first weights of what is new."""
     model: Any = field(default_factory=ModelOptions)
     """ModelOptions, or a recipe's own subclass."""
@@ -220,16 +207,12 @@ class SupervisedOptions(RunOptions):
         """What a user who has named the options `given` should know of before the run starts."""
         evaluation = self.evaluation
         idle = [
-            (self.data.apply_chat_template, "data.input_template", "data.apply_chat_template writes out prompts"),
             (
                 evaluation.every > 0 and not evaluation.path and not evaluation.held_out,
                 "evaluation.every",
                 "nothing is held out; evaluation.held_out does that",
             ),
-            (bool(evaluation.path), "evaluation.held_out", f"evaluation.path={evaluation.path}"),
-            (not evaluation.path, "evaluation.split", "there is no evaluation.path"),
-            (not evaluation.path, "evaluation.max_samples", "there is no evaluation.path"),
-            *((not self.train.lora_rank, f"train.{name}", "train.lora_rank=0") for name in LORAS_OWN),
+            *((True, name, why) for name, why in idle_options(self)),
         ]
         return without_effect(idle, given)
 

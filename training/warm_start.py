@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.data.tasks import get_task
+from components.ranges import Checked, Count
 from training.config import load_config
 from training.programs import PROJECT, start_program
 from training.schema import describe_options
@@ -40,17 +41,17 @@ WARM_START_PREFIX = "warm_start:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartSettings:
+class WarmStartSettings(Checked):
     """What a warm start is made of."""
 
     task: str = "sort"
     """The task whose demonstrations are learnt."""
     seed: int = 0
     """Of the first weights and of the demonstrations."""
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps; None: the task's own number. More make the model surer of the demonstrations' style, which RL
     then has to unlearn."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Demonstrations per step, each seen once; None: the task's own number."""
 
     def __post_init__(self) -> None:
@@ -58,8 +59,7 @@ class WarmStartSettings:
         for name in ("steps", "batch_size"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(lessons, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"warm start: {name}={getattr(self, name)} is too small; set it to at least 1")
+        super().__post_init__()
 
 
 def cache_root() -> Path:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from components.data.scorers import get_scorer
+from components.ranges import Checked, Count, Seconds, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,31 +40,21 @@ _WEIGHT = re.compile(r"(?:^|\s\+\s)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSettings:
+class RewardSettings(Checked):
     """How reward code is run, and how reward servers are asked."""
 
-    workers: int = 1
+    workers: Count = 1
     """Processes that run reward code."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds that reward code may take for one response, or for one chunk of them, before its process is killed."""
-    max_failed_share: float = 0.1
+    max_failed_share: Share = 0.1
     """Share of a batch's responses, from 0 to 1, that may fail in reward code; above it the run stops."""
-    url_timeout_s: float = 180.0
+    url_timeout_s: Seconds = 180.0
     """Seconds that one HTTP request may take."""
-    url_tries: int = 5
+    url_tries: Count = 5
     """How often a request is sent before the run stops."""
-    url_batch_size: int = 64
+    url_batch_size: Count = 64
     """Responses in one HTTP request."""
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "url_tries", "url_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: set it to 1 or more")
-        for name in ("timeout_s", "url_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: set it to a number of seconds above 0")
-        if not 0 <= self.max_failed_share <= 1:
-            raise ValueError(f"max_failed_share={self.max_failed_share}: set it to a number from 0 to 1")
 
 
 @dataclass(frozen=True)

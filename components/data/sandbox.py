@@ -12,7 +12,6 @@ import asyncio
 import functools
 import json
 import logging
-import math
 import os
 import platform
 import signal
@@ -28,6 +27,7 @@ from typing import IO, TypeVar
 
 from components.data.child_process import run_program
 from components.data.sandbox_filter import call_filter
+from components.ranges import Checked, Count, Seconds
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 HOME = "/sandbox"
@@ -44,26 +44,19 @@ _places = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Checked):
     """What a program may use. CPU time and memory are those of one process, and it may start others."""
 
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds on the clock, from when the program begins."""
-    cpu_s: int = 5
+    cpu_s: Count = 5
     """Seconds of CPU time."""
-    memory_bytes: int = 2**29
+    memory_bytes: Count = 2**29
     """Of address space."""
-    file_bytes: int = 2**20
+    file_bytes: Count = 2**20
     """Of one file that it writes; standard output and error are such files."""
-    max_output: int = 4000
+    max_output: Count = 4000
     """Characters that are kept of standard output, and of standard error."""
-
-    def __post_init__(self) -> None:
-        for name in ("cpu_s", "memory_bytes", "file_bytes", "max_output"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; set it to at least 1")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s}; set a number of seconds above 0")
 
 
 class SandboxError(RuntimeError):

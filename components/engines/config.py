@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+from components.ranges import (
+    Checked,
+    Count,
+    CountFromZero,
+    NotNegative,
+    OneOf,
+    Positive,
+    Range,
+    Share,
+    ShareAboveZero,
+    ShareBelowOne,
+)
 
 ENGINES = ("deepspeed", "fsdp")
 CHOSEN_PRECISIONS = ("fp32", "bf16", "bf16_autocast")
 PRECISIONS = (*CHOSEN_PRECISIONS, "auto")
 LAYOUTS = ("whole", "sharded", "offloaded")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
+WITH_ADAPTERS = {"lora_rank": True}
+"""Of an option that has an effect only where that one is set."""
 
 EVALUATION_STEP = -1
 """Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
@@ -31,40 +47,40 @@ def product_type(precision: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(Checked):
     """How a model is trained, as a user chooses it: engine, optimizer, schedule, memory."""
 
-    engine: str = "deepspeed"
+    engine: Annotated[str, OneOf(ENGINES)] = "deepspeed"
     """Who partitions the training over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
-    zero_stage: int = 0
+    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
     """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
     between optimizer steps: with 3 within a step too, with 2 parameters and gradients are whole there."""
-    precision: str = "fp32"
+    precision: Annotated[str, OneOf(PRECISIONS)] = "fp32"
     """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
     products in bfloat16; or "auto": bf16 where there is a GPU."""
-    learning_rate: float = 1e-6
+    learning_rate: NotNegative = 1e-6
     """Peak step size of AdamW. 0 leaves the weights as they are."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay per optimizer step of AdamW's first and second moments."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of AdamW's second moment."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled decay per step, in units of the learning rate. Vectors (norms, biases) are exempt."""
     weight_decay_all: bool = False
     """Vectors decay too."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients whose global 2-norm is larger are scaled down to it. 0 = no clipping, only measuring."""
-    lr_scheduler: str = "constant"
+    lr_scheduler: Annotated[str, OneOf(SCHEDULERS)] = "constant"
     """What follows the warm-up: "constant", "linear" (down to min_lr_ratio) or "cosine_with_min_lr"."""
-    lr_warmup_ratio: float = 0.0
+    lr_warmup_ratio: Share = 0.0
     """Share of the run's optimizer steps in which the learning rate rises linearly from 0."""
     lr_warmup_from_zero: bool = False
     """The first of these has a learning rate of 0, as in transformers, and moves nothing."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Where the decay ends, as a share of learning_rate. Unused by "constant"."""
-    max_tokens: int = 16384
+    max_tokens: Count = 16384
     """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
-    forward_max_tokens: int = 0
+    forward_max_tokens: CountFromZero = 0
     """`max_tokens` of passes without gradients, which need less memory. 0: as in training."""
     packing: bool | None = None
     """Lay the sequences of a micro-batch end to end instead of padding them, and compute what they begin with alike, as
@@ -72,54 +88,43 @@ class TrainOptions:
     model can."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    lora_rank: int = 0
+    lora_rank: CountFromZero = 0
     """Train low-rank adapters of this rank (peft) instead of the weights, which stay as they are. 0: train all."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = field(default=16.0, metadata=WITH_ADAPTERS)
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: ShareBelowOne = field(default=0.0, metadata=WITH_ADAPTERS)
     """Share of an adapter's inputs that is dropped in training."""
-    lora_target_modules: str = "all-linear"
+    lora_target_modules: str = field(default="all-linear", metadata=WITH_ADAPTERS)
     """Which layers get an adapter: names or endings with commas between, or `all-linear`: every one but the head."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: NotNegative = 0.0
     """Weight of the load-balancing loss of a mixture of experts, of each micro-batch. No effect on other models."""
     adam_offload: bool = False
     """Keep the optimizer states in host memory (fsdp: weights and gradients too). Needs zero_stage 1, 2 or 3."""
     overlap_comm: bool = False
     """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU. fsdp always does."""
-    ema_beta: float | None = None
+    ema_beta: ShareBelowOne | None = None
     """Decay per optimizer step of an average of the weights, which save_hf writes instead of the weights themselves.
     It takes 4 bytes per weight of rank 0's host memory. None: no average."""
 
     def __post_init__(self) -> None:
-        _one_of(self, "engine", ENGINES)
-        _one_of(self, "zero_stage", (0, 1, 2, 3))
-        _one_of(self, "precision", PRECISIONS)
-        _one_of(self, "lr_scheduler", SCHEDULERS)
-        _at_least(self, 0, "learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef")
-        _at_least(self, 0, "forward_max_tokens", "lora_rank")
-        _at_least(self, 1, "max_tokens")
-        betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(betas_fit, "betas", self.betas, "use two numbers in [0, 1)")
-        _require(self.eps > 0, "eps", self.eps, "use a positive number")
-        for name in ("lr_warmup_ratio", "min_lr_ratio"):
-            share = getattr(self, name)
-            _require(0 <= share <= 1, name, share, "use a share in [0, 1]")
-        ema_fits = self.ema_beta is None or 0 <= self.ema_beta < 1
-        _require(ema_fits, "ema_beta", self.ema_beta, "use a number in [0, 1), or None (no average)")
+        super().__post_init__()
+        for fault in self.faults():
+            raise ValueError(fault)
+
+    def faults(self, prefix: str = "") -> Iterator[str]:
+        """What cannot work besides numbers that are out of range; each begins with an option, behind a prefix."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            yield f"{prefix}betas={self.betas}; set two numbers from 0 to below 1"
         if self.lora_rank and importlib.util.find_spec("peft") is None:
-            raise ValueError(
-                f"lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set lora_rank=0"
-            )
-        _require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "use a number above 0")
-        _require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "use a share in [0, 1)")
-        _require(bool(self.lora_target_modules.strip(", ")), "lora_target_modules", "", "name layers, or all-linear")
+            yield f"{prefix}lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set it to 0"
+        if not self.lora_target_modules.strip(", "):
+            yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
-            raise ValueError("adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3")
-        if self.engine == "fsdp":
-            stage = self.zero_stage
-            _require(stage >= 2, "zero_stage", stage, "engine='fsdp' partitions all between steps; use 2 or 3")
-            remedy = "engine='fsdp' overlaps always, and nobody can choose; leave it False"
-            _require(not self.overlap_comm, "overlap_comm", self.overlap_comm, remedy)
+            yield f"{prefix}adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3"
+        if self.engine == "fsdp" and self.zero_stage < 2:
+            yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
+        if self.engine == "fsdp" and self.overlap_comm:
+            yield f"{prefix}overlap_comm=True: engine=fsdp overlaps always, and nobody can choose; leave it out"
 
     @property
     def stage(self) -> int:
@@ -136,32 +141,30 @@ class TrainOptions:
 class TrainConfig(TrainOptions):
     """What a training engine is made with: the options, and what a recipe knows of its run."""
 
-    total_steps: int = 0
+    precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
+    total_steps: CountFromZero = 0
     """Optimizer steps of the whole run, where the schedule ends. 0 = unknown: no warm-up, no decay."""
-    steps_per_rate: int = 1
+    steps_per_rate: Count = 1
     """Optimizer steps in a row with the same learning rate, which a schedule counts as one."""
-    max_sequences: int = 0
+    max_sequences: CountFromZero = 0
     """Sequences of a micro-batch, at most; 0 sets no limit. Changes no results."""
-    forward_max_sequences: int = 0
+    forward_max_sequences: CountFromZero = 0
     """`max_sequences` of passes without gradients. 0: as in training."""
     seed: int = 42
     """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
-    context: int = 1
+    context: Count = 1
     """Ranks that share each sequence, of which one computes a stretch of its tokens."""
-    tensor: int = 1
+    tensor: Count = 1
     """Ranks that share each layer, of which one has a part of its matrices."""
-    expert: int = 1
+    expert: Count = 1
     """Ranks that share the experts of each layer."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "precision", CHOSEN_PRECISIONS)
-        for fault in parallel_faults(self, context=self.context, tensor=self.tensor, expert=self.expert):
-            raise ValueError(fault)
-        _at_least(self, 0, "total_steps", "max_sequences", "forward_max_sequences")
-        _at_least(self, 1, "steps_per_rate")
+    def faults(self, prefix: str = "") -> Iterator[str]:
+        """See `TrainOptions.faults`."""
+        yield from super().faults(prefix)
+        yield from parallel_faults(self, context=self.context, tensor=self.tensor, expert=self.expert)
         if self.total_steps == 0 and (self.lr_scheduler != "constant" or self.lr_warmup_ratio > 0):
-            raise ValueError(
+            yield (
                 f"lr_scheduler={self.lr_scheduler!r} with lr_warmup_ratio={self.lr_warmup_ratio} needs "
                 'the length of the run; set total_steps, or lr_scheduler="constant" and lr_warmup_ratio=0'
             )
@@ -218,8 +221,6 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: i
         expert: ranks that share the experts of a layer.
     """
     for axis, size in {"context": context, "tensor": tensor, "expert": expert}.items():
-        if size < 1:
-            yield f"parallel.{axis}={size}; set it to 1 or more"
         if size > 1 and train.engine != "fsdp":
             yield (
                 f"parallel.{axis}={size} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO "
@@ -265,21 +266,17 @@ class PassLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenConfig:
+class FrozenConfig(Checked):
     """A model that is evaluated and never trained."""
 
-    precision: str = "fp32"
+    precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
     """"fp32", "bf16" or "bf16_autocast", as of the model that it is compared with."""
     limits: PassLimits = PassLimits()
     packing: bool | None = False
     """As `load_policy` takes it."""
-    layout: str = "whole"
+    layout: Annotated[str, OneOf(LAYOUTS)] = "whole"
     """"whole" on its device; "sharded" over the ranks, which gather a layer for each pass over it; or "offloaded":
     sharded, and what a rank keeps is in host memory."""
-
-    def __post_init__(self) -> None:
-        _one_of(self, "precision", CHOSEN_PRECISIONS)
-        _one_of(self, "layout", LAYOUTS)
 
     @property
     def is_collective(self) -> bool:
@@ -288,28 +285,22 @@ class FrozenConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Checked):
     """How completions are drawn. Tokens depend on these fields, the prompt and its ids, on nothing else."""
 
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
-    top_p: float = 1.0
+    top_p: ShareAboveZero = 1.0
     """Draw from the likeliest tokens whose probabilities reach this sum; 1 = from all."""
-    top_k: int = 0
+    top_k: CountFromZero = 0
     """Draw from so many likeliest tokens; 0 = from all. With top_p or top_k log-probabilities are those of the tokens
     that are left, which is not what a trainer computes."""
-    max_new_tokens: int = 16
+    max_new_tokens: Count = 16
     """Completions are cut after so many tokens, the end token included."""
     seed: int = 42
     """The run's seed."""
     step: int = 0
     """The generation step; another step draws other numbers for the same prompt."""
-
-    def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", self.temperature, "use 0 (greedy) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a share in (0, 1]")
-        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (all tokens) or more")
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "use 1 or more")
 
     @property
     def is_whole(self) -> bool:
@@ -318,12 +309,12 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HFRolloutConfig:
+class HFRolloutConfig(Checked):
     """The generation loop over a transformers model."""
 
-    precision: str = "fp32"
+    precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
     """"fp32", "bf16" or "bf16_autocast", as of the policy that is trained. Log-probabilities are float32 always."""
-    max_num_seqs: int = 512
+    max_num_seqs: Count = 512
     """Sequences generated at the same time. Changes memory and speed, not tokens."""
 
     @property
@@ -336,26 +327,22 @@ class HFRolloutConfig:
         """0: it receives whole weights."""
         return 0
 
-    def __post_init__(self) -> None:
-        _one_of(self, "precision", CHOSEN_PRECISIONS)
-        _at_least(self, 1, "max_num_seqs")
-
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMRolloutConfig:
+class VLLMRolloutConfig(Checked):
     """A vLLM engine."""
 
-    dtype: str = "float32"
+    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
     """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Sequences that are generated at the same time; others wait. Changes memory and speed, not tokens."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Range(least=2)] | None = None
     """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     """Devices over which the weights of one engine are spread; on a CPU processes, each with a core of its own."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: ShareAboveZero = 0.9
     """Share of a GPU's memory that weights and cache may take. Unused on a CPU."""
-    cpu_cache_gb: float = 1.0
+    cpu_cache_gb: Positive = 1.0
     """GiB of an engine's key-value cache on a CPU. Unused on a GPU."""
     enforce_eager: bool = False
     """On a GPU, run kernels one by one instead of in CUDA graphs: slower, and starts sooner. On a CPU always."""
@@ -365,36 +352,10 @@ class VLLMRolloutConfig:
     """On a GPU, be able to give its memory back between generations. On a CPU nothing is freed."""
     own_process: bool = False
     """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
-    lora_rank: int = 0
+    lora_rank: CountFromZero = 0
     """Keep the weights as they were loaded, and receive low-rank adapters of this rank that are added to them. 0:
     receive whole weights."""
-
-    def __post_init__(self) -> None:
-        _one_of(self, "dtype", ("float32", "bfloat16"))
-        _at_least(self, 0, "lora_rank")
-        _at_least(self, 1, "max_num_seqs", "tensor_parallel_size")
-        length = self.max_model_len
-        _require(length is None or length >= 2, "max_model_len", length, "use 2 or more, or None")
-        share = self.gpu_memory_utilization
-        _require(0 < share <= 1, "gpu_memory_utilization", share, "use a share in (0, 1]")
-        _require(self.cpu_cache_gb > 0, "cpu_cache_gb", self.cpu_cache_gb, "use a number above 0")
 
 
 RolloutConfig = HFRolloutConfig | VLLMRolloutConfig
 """What an engine that generates is made with."""
-
-
-def _require(fits: bool, field: str, value: object, remedy: str) -> None:
-    if not fits:
-        raise ValueError(f"{field}={value!r} is not possible; {remedy}")
-
-
-def _one_of(config: object, field: str, known: Collection[object]) -> None:
-    value = getattr(config, field)
-    _require(value in known, field, value, f"use one of {', '.join(map(str, known))}")
-
-
-def _at_least(config: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value >= least, name, value, f"use {least} or more")

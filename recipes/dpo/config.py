@@ -5,42 +5,36 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
+from components.ranges import NotNegative, Positive
 from training.adapters.openrlhf import supervised
-from training.options import ModelOptions, new_run_dir
+from training.options import ModelOptions
 from training.schema import Options, at_home
 from training.supervised_options import PairOptions, SupervisedTrainOptions
 
-RECIPE = Path(__file__).parent.name
-
 
 @dataclass(kw_only=True)
-class DPOOptions(Options):
+class DPOOptions(Options, group="algorithm"):
     """What is made of the log-probabilities of a pair."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Weight of the KL to the reference model in what is optimised."""
     label_smoothing: float = 0.0
     """Share of the labels taken to be wrong (conservative DPO)."""
     ipo: bool = False
     """The squared loss of IPO instead of the logistic one."""
-    nll_loss_coef: float = 0.0
+    nll_loss_coef: NotNegative = 0.0
     """Weight of the chosen responses' own negative log-likelihood, per token of a response."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if not self.beta > 0:
-            yield f"algorithm.beta={self.beta}; set it above 0"
         if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.ipo):
             yield f"algorithm.label_smoothing={self.label_smoothing}; set 0 to below 0.5, and 0 with algorithm.ipo"
-        if self.nll_loss_coef < 0:
-            yield f"algorithm.nll_loss_coef={self.nll_loss_coef}; set it to 0 or more"
 
 
 @dataclass(kw_only=True)
-class ReferenceOptions(Options):
+class ReferenceOptions(Options, group="reference"):
     """The model that the policy is measured from; asked once, before training."""
 
     path: str | None = None
@@ -57,8 +51,6 @@ class DPOConfig(PairOptions):
 
     ADAPTER: ClassVar = supervised("pairs", "dpo")
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
     model: ModelOptions = field(default_factory=ModelOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
     algorithm: DPOOptions = field(default_factory=DPOOptions)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from components.ranges import Count, NotNegative, ShareAboveZero
 from training.rl_options import PolicyOptions, RLOptions, without_effect
 from training.schema import where
 
@@ -27,22 +28,22 @@ class AlgorithmOptions(PolicyOptions):
     )
     """How tokens are weighed: each the same (DAPO), each response the same (the first GRPO), or each response's sum,
     divided by rollout.max_new_tokens with -norm (Dr. GRPO)."""
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference model in the loss, aggregated as the loss is. 0: no reference role is
     started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
-    reference_sync_steps: int | None = where(None, kl_coef=True)
+    reference_sync_steps: Count | None = where(None, kl_coef=True)
     """After every so many steps the reference model moves towards the policy (TR-DPO). Default: it stays what it was at
     the start."""
-    reference_mixup: float = where(0.6, reference_sync_steps=True)
+    reference_mixup: ShareAboveZero = where(0.6, reference_sync_steps=True)
     """How far: 1 is the policy itself, less a moving average."""
     filter_range: tuple[float, float] | None = None
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
     overlong_buffer: int | None = None
     """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegative = 1.0
     """How much a response of full length loses."""
 
 
@@ -58,10 +59,6 @@ class GRPOConfig(RLOptions):
         own = self.algorithm
         if self.samples_per_prompt < 2:
             yield f"samples_per_prompt={self.samples_per_prompt}: GRPO compares responses to one prompt; set 2 or more"
-        if own.reference_sync_steps is not None and own.reference_sync_steps < 1:
-            yield f"algorithm.reference_sync_steps={own.reference_sync_steps}; set it to 1 or more"
-        if not 0 < own.reference_mixup <= 1:
-            yield f"algorithm.reference_mixup={own.reference_mixup}; set it above 0, and 1 at most"
         if own.reference_sync_steps and self.is_own_reference:
             yield (
                 "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
@@ -75,8 +72,6 @@ class GRPOConfig(RLOptions):
                 "algorithm.overlong_buffer is about one response, and agent.func_path runs episodes of several; unset "
                 "one of them"
             )
-        if not own.overlong_penalty >= 0:
-            yield f"algorithm.overlong_penalty={own.overlong_penalty}; set it to 0 or more"
         if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
             yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from components.ranges import NotNegative, Share
 from training.rl_options import PolicyOptions, RLOptions, without_effect
 from training.schema import where
 
@@ -28,14 +29,14 @@ class AlgorithmOptions(PolicyOptions):
     credit: Literal["trajectory", "turn"] = "trajectory"
     """The return of the tokens of a turn: what the whole episode has earned, or what it earned from this turn on,
     beside the same turn of the prompt's other episodes."""
-    turn_gamma: float = 1.0
+    turn_gamma: Share = 1.0
     """Discount per turn, with credit by turn."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
     """How tokens are weighed: each the same, each episode the same, or each episode's sum, divided by the most that its
     turns may be long with -norm (Dr. GRPO)."""
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference model, which is taken off the reward of each token. 0: no reference role is
     started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
@@ -45,12 +46,6 @@ class AlgorithmOptions(PolicyOptions):
     def whitens(self) -> bool:
         """Whether advantages are whitened."""
         return self.estimator.startswith("reinforce") if self.whiten is None else self.whiten
-
-    def faults(self) -> Iterator[str]:
-        """See `Options.faults`."""
-        yield from super().faults()
-        if not 0 <= self.turn_gamma <= 1:
-            yield f"algorithm.turn_gamma={self.turn_gamma}; set a discount from 0 to 1"
 
 
 @dataclass(kw_only=True)

@@ -6,14 +6,15 @@ training/adapters/openrlhf.yaml says which option each of them is. Defaults are 
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from components.engines.config import TrainConfig, TrainOptions
+from components.ranges import Count, NotNegative, Range
 from training.adapters.openrlhf import PPO
 from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.rl_options import PolicyTrainOptions
-from training.schema import Options, at_home, where
+from training.schema import Options, at_home, tried, where
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
@@ -45,7 +46,7 @@ class AlgorithmOptions(PPOOptions):
     loss_aggregation: Aggregation | None = None
     """How tokens are weighed. Default: with gspo, sapo and geo_mean seq-mean-token-mean, else token-mean. That of Dr.
     GRPO is seq-mean-token-sum-norm, which divides by rollout.max_new_tokens."""
-    kl_coef: float = 0.01
+    kl_coef: NotNegative = 0.01
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     kl_estimator: KLEstimator = "k1"
     kl_in_reward: bool = where(True, kl_coef=True)
@@ -56,16 +57,15 @@ class AlgorithmOptions(PPOOptions):
     filter_range: tuple[float, float] | None = None
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
+    entropy_coef: NotNegative = 0.0
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards, after the comparison within groups, are cut to this range."""
-    truncated_factor: float | None = None
+    truncated_factor: Annotated[float, Range(most=1)] | None = None
     """Responses that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        if self.entropy_coef < 0:
-            yield f"algorithm.entropy_coef={self.entropy_coef}; set it to 0 or more"
         if self.estimator in GROUPED and self.gamma != 1.0:
             yield f"algorithm.gamma={self.gamma}, and algorithm.estimator={self.estimator} has no discount; set gamma=1"
         for name in ("filter_range", "reward_range"):
@@ -74,12 +74,10 @@ class AlgorithmOptions(PPOOptions):
                 yield f"algorithm.{name}={given[0]} {given[1]}; set the lower bound first"
         if self.kl_target is not None and not self.kl_coef > 0:
             yield f"algorithm.kl_target={self.kl_target} with algorithm.kl_coef={self.kl_coef}; set both above 0"
-        if self.truncated_factor is not None and self.truncated_factor > 1:
-            yield f"algorithm.truncated_factor={self.truncated_factor}; set it to at most 1"
 
 
 @dataclass(kw_only=True)
-class CriticOptions(Options):
+class CriticOptions(Options, group="critic"):
     """The value function, where algorithm.estimator=gae. What is not named of its optimizer is the policy's."""
 
     path: str | None = None
@@ -119,14 +117,11 @@ class CriticOptions(Options):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        try:
-            TrainOptions(**self.optimizer)
-        except ValueError as error:
-            yield f"critic.{error}"
+        yield from tried("critic.", TrainOptions, **self.optimizer)
 
 
 @dataclass(kw_only=True)
-class RewardModelOptions(Options):
+class RewardModelOptions(Options, group="reward_model"):
     """Models that score responses, in place of reward.source."""
 
     path: str | None = None
@@ -162,7 +157,7 @@ class PPORewardOptions(RewardOptions):
 class PPOPlacementOptions(PlacementOptions):
     """What runs where. Without a GPU every worker is a process on the CPU."""
 
-    nodes: int = 1
+    nodes: Count = 1
     """Machines, at least: on a cluster roles that need more have more."""
     colocate: bool = False
     """All roles with a model, the engines too, share the devices."""
@@ -172,17 +167,17 @@ class PPOPlacementOptions(PlacementOptions):
     """Actor and reference share devices."""
     colocate_critic_reward: bool = where(False, colocate=False, colocate_models=False)
     """Critic and reward models share devices."""
-    actor_nodes: int | None = None
+    actor_nodes: Count | None = None
     """Machines over which actor_ranks are spread. Default: all of `nodes`."""
-    critic_ranks: int | None = None
+    critic_ranks: Count | None = None
     """Processes that train the critic, on all machines. Default: an even share of the devices, as for the actor."""
-    critic_nodes: int | None = None
+    critic_nodes: Count | None = None
     """Machines over which they are spread. Default: all of `nodes`."""
-    reference_nodes: int | None = None
+    reference_nodes: Count | None = None
     """Machines over which the references are spread. Default: all of `nodes`."""
-    rewards: int | None = None
+    rewards: Count | None = None
     """Instances of the reward. They take devices where there are reward models, and are one process otherwise."""
-    reward_nodes: int | None = None
+    reward_nodes: Count | None = None
     """Machines over which they are spread. Default: all of `nodes`."""
 
     def nodes_of(self, role: str) -> int:
@@ -195,7 +190,7 @@ class PPOPlacementOptions(PlacementOptions):
         yield from super().faults()
         for role in SPREAD:
             count, nodes = getattr(self, COUNTS[role]), self.nodes_of(role)
-            if nodes < 1 or (count is not None and (count < 1 or count % nodes)):
+            if count is not None and count % nodes:
                 yield f"placement.{COUNTS[role]}={count} cannot be spread over placement.{role}_nodes={nodes} evenly"
 
 
@@ -205,9 +200,9 @@ class PPOConfig(PPORunOptions):
 
     ADAPTER: ClassVar = PPO
 
-    prompts_per_step: int = 1024
+    prompts_per_step: Count = 1024
     """Prompts of a training step."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Count = 1
     """Responses, or episodes, to each."""
     model: ModelOptions = field(default_factory=lambda: ModelOptions(attn_implementation="auto"))
     reward: PPORewardOptions = field(default_factory=PPORewardOptions)  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from components.ranges import Count, NotNegative, Share
 from training.rl_options import PolicyOptions, RLOptions
 
 
@@ -19,9 +20,9 @@ class AlgorithmOptions(PolicyOptions):
     (REINFORCE++-baseline), or the mean of the others (RLOO)."""
     whiten: bool = True
     """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. RLOO does not."""
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per token of the response."""
-    kl_coef: float = 0.01
+    kl_coef: NotNegative = 0.01
     """Weight of the KL to the reference model, which is taken off the reward of each token. 0: no reference role is
     started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
@@ -32,8 +33,6 @@ class AlgorithmOptions(PolicyOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        if not 0 <= self.gamma <= 1:
-            yield f"algorithm.gamma={self.gamma}; set a discount from 0 to 1"
         if not self.reward_range[0] < self.reward_range[1]:
             yield f"algorithm.reward_range={self.reward_range}; set two rewards, the lower first"
 
@@ -44,9 +43,9 @@ class ReinforceConfig(RLOptions):
 
     KL_IN_REWARD: ClassVar[bool] = True
 
-    prompts_per_step: int = 512
+    prompts_per_step: Count = 512
     """Prompts of a training step."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Count = 1
     """Responses to each; algorithm.baseline compares them with each other."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from training.adapters.openrlhf import supervised
-from training.options import ModelOptions, new_run_dir
+from training.options import ModelOptions
 from training.schema import Options
 from training.supervised_options import PairOptions, SupervisedTrainOptions
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from components.data.preferences import PairFormat
 
-RECIPE = Path(__file__).parent.name
 NEW_FROM_TEXT = "new:text"
 """What `model.path` is where the trainer makes an untrained model, whose vocabulary is learnt from the responses."""
 
@@ -33,7 +31,7 @@ class ScorerOptions(ModelOptions):
 
 
 @dataclass(kw_only=True)
-class RewardLossOptions(Options):
+class RewardLossOptions(Options, group="algorithm"):
     """What is asked of the scores of a pair."""
 
     margin_loss: bool = False
@@ -46,8 +44,6 @@ class RewardModelConfig(PairOptions):
 
     ADAPTER: ClassVar = supervised("pairs", "reward_model")
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
     model: ScorerOptions = field(default_factory=ScorerOptions)
     algorithm: RewardLossOptions = field(default_factory=RewardLossOptions)
     train: SupervisedTrainOptions = field(default_factory=lambda: SupervisedTrainOptions(learning_rate=9e-6))

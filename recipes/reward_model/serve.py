@@ -21,18 +21,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from components.data.remote_reward import TOKEN, reward_token
 from components.engines.choice import attention_note, choose_attention
 from components.engines.config import FrozenConfig, PassLimits
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
+from components.ranges import Count, Positive, Range
 from core.placement import detect_devices
 from training.adapter import Adapter
 from training.adapters.openrlhf import TABLE
 from training.config import CommandLine
-from training.schema import ConfigError, Options, at_least, describe_options
+from training.schema import ConfigError, Options, describe_options
 
 from .config import ScorerOptions
 
@@ -62,26 +63,26 @@ class ServeConfig(Options):
     model: ScorerOptions = field(default_factory=ScorerOptions)
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 lets everybody in who can reach this machine."""
-    port: int = 5000
+    port: Annotated[int, Range(least=0, most=65535)] = 5000
     """Port; 0 takes a free one."""
     token: str | None = None
     """Bearer token that requests have to bring. Default: TROUPE_REWARD_TOKEN of the environment; without both none."""
     normalize: bool = False
     """Shift and scale scores by the mean and std in the model's config.json."""
-    max_text_tokens: int | None = None
+    max_text_tokens: Count | None = None
     """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted. Default:
     2048, or the model's positions where these are fewer."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Texts in one pass, at most. Default: any number."""
-    max_tokens: int = 16384
+    max_tokens: Count = 16384
     """Tokens in one pass, with padding, at most; a longer text goes alone."""
-    queue_size: int = 8192
+    queue_size: Count = 8192
     """Texts that may wait; beyond that requests get status 503."""
-    max_request_mb: float = 64.0
+    max_request_mb: Positive = 64.0
     """Size of a request's body."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 is faster on a GPU. A score then depends a little on what shares its pass."""
-    grace_s: int = 60
+    grace_s: Count = 60
     """Seconds in which requests under way are answered when the server is stopped. So many has a client for the head of
     a request, and for its body."""
 
@@ -93,9 +94,6 @@ class ServeConfig(Options):
         """See `Options.faults`."""
         if not self.model.path:
             yield "model.path is empty; set it to the folder of a reward model"
-        yield from at_least(self, "", 1, "max_text_tokens", "batch_size", "max_tokens", "queue_size", "grace_s")
-        if not 0 <= self.port < 2**16 or not self.max_request_mb > 0:
-            yield f"port={self.port}, max_request_mb={self.max_request_mb}; set a port up to 65535 and a size above 0"
 
 
 class Query(BaseModel):

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from components.data.tasks import get_task
+from components.ranges import Count
 from training.adapters.openrlhf import supervised
-from training.options import CheckpointOptions, ModelOptions, new_run_dir
+from training.options import CheckpointOptions, ModelOptions
+from training.schema import tried
 from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
     from components.data.supervised import DemonstrationFormat
 
-RECIPE = Path(__file__).parent.name
 NEW = "new:"
 """How `model.path` begins where it names a task, for which the trainer makes a model: `new:<task>`."""
 
@@ -38,7 +38,7 @@ class DemonstrationOptions(ExampleOptions):
     plain_text: bool = False
     """Rows are texts, in the column prompt_key, `text` or `input`, and every token is learnt; what is too long is
     cut."""
-    max_samples: int | None = 100_000
+    max_samples: Count | None = 100_000
 
     def form(self, source: str) -> DemonstrationFormat:
         """Where the rows of a source have their demonstrations."""
@@ -62,8 +62,6 @@ class SFTConfig(SupervisedOptions):
     ADAPTER: ClassVar = supervised("sft")
     EXAMPLES: ClassVar[str] = "demonstrations"
 
-    run_dir: str = field(default_factory=lambda: new_run_dir(RECIPE))
-    """Folder of everything that the run writes."""
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DemonstrationOptions = field(default_factory=DemonstrationOptions)
     checkpoint: CheckpointOptions = field(default_factory=lambda: CheckpointOptions(every=100))
@@ -72,10 +70,7 @@ class SFTConfig(SupervisedOptions):
         """See `Options.faults`."""
         yield from super().faults()
         if self.model.path.startswith(NEW):
-            try:
-                get_task(self.model.path.removeprefix(NEW))
-            except ValueError as error:
-                yield f"model.path={self.model.path}: {error}"
+            yield from tried(f"model.path={self.model.path}: ", get_task, self.model.path.removeprefix(NEW))
 
     @property
     def models(self) -> dict[str, str]:

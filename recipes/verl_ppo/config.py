@@ -7,15 +7,16 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.verl_rows import load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.ranges import Count, Positive, Range
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.rl_options import PolicyTrainOptions
-from training.schema import where
+from training.schema import tried, where
 
 from .adapter import VERL
 from .resource_pool import PoolOptions
@@ -52,7 +53,7 @@ class AlgorithmOptions(PPOOptions):
     by abs(R)^resample_power, max_min the best and the worst, max_random the best four times as often as others."""
     resample_power: float = where(2.0, resample=("pow",))
     """See resample."""
-    dual_clip: float | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
+    dual_clip: Annotated[float, Range(above=1)] | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"
     """How tokens are weighed: each the same (token-mean, or not divided by their count token-sum), each response the
@@ -62,7 +63,7 @@ class AlgorithmOptions(PPOOptions):
     kl_target: float | None = where(None, kl_in_reward=True)
     kl_loss_coef: float = where(0.0, kl_in_reward=True)
     """Weight of a KL in the loss, besides the one in the reward."""
-    kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)  # noqa: RUF009
+    kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)
     """Its estimator."""
     correction_range: tuple[float, float] = (0.0, 2.0)
     """Lowest and highest weight of `correction`."""
@@ -94,10 +95,7 @@ class AlgorithmOptions(PPOOptions):
                 "algorithm.estimator=gdpo: name numbers that the reward function returns in algorithm.gdpo_rewards, "
                 "and as many in gdpo_weights, or none"
             )
-        try:
-            _ = self.rejections
-        except ValueError as error:
-            yield str(error)
+        yield from tried("", lambda: self.rejections)
 
     @property
     def rejections(self) -> list[tuple[Any, Any, float | None, float]]:
@@ -153,15 +151,17 @@ class LearnerOptions(PolicyTrainOptions):
 class CriticOptions(LearnerOptions):
     """The value function, and how it is trained."""
 
+    GROUP: ClassVar[str] = "critic"
+
     enabled: bool | None = None
     """Whether there is one. Default: with algorithm.estimator=gae."""
     path: str = ""
     """The model it starts from; without a value head it gets a new one. Default: the policy."""
     learning_rate: float = 1e-5
     max_tokens: int = 32768
-    mini_batch_size: int | None = None
+    mini_batch_size: Count | None = None
     """Responses of an optimizer step, over all ranks. Default: as the policy's."""
-    value_clip: float = 0.5
+    value_clip: Positive = 0.5
     """It may move a value by this much per step."""
     warmup_steps: int = 0
     """It learns alone for so many steps."""
@@ -180,8 +180,8 @@ class RowOptions(DataOptions):
     """Column of the prompt: a text, or a list of chat messages, which go through the chat template."""
     source_key: str = "data_source"
     """Column that names where a row is from, by which its reward function is chosen."""
-    max_prompt_tokens: int = 512
-    epochs: int = 30
+    max_prompt_tokens: Count = 512
+    epochs: Count = 30
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "error"
 
     def faults(self) -> Iterator[str]:
@@ -227,8 +227,8 @@ class VerlPPOConfig(PPORunOptions):
     HAS_ENGINES_APART: ClassVar[bool] = False
     FILTER_OPTION: ClassVar[str] = "algorithm.dynamic_sampling"
 
-    prompts_per_step: int = 1024
-    samples_per_prompt: int = 1
+    prompts_per_step: Count = 1024
+    samples_per_prompt: Count = 1
     evaluate_only: bool = False
     """Evaluate the policy as it is, and train nothing."""
     data: RowOptions = field(default_factory=RowOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -269,8 +269,6 @@ class VerlPPOConfig(PPORunOptions):
             )
         if own.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
-        if not self.critic.value_clip > 0:
-            yield f"critic.value_clip={self.critic.value_clip}, so that no value could move; set it above 0"
         if self.asynchronous.partial_rollout and (own.dynamic_sampling or own.estimator == "remax"):
             yield (
                 "asynchronous.partial_rollout carries prompts to the next step, which algorithm.dynamic_sampling and "
@@ -310,10 +308,7 @@ class VerlPPOConfig(PPORunOptions):
 
     def _faults_of_reward(self) -> Iterator[str]:
         if self.agent.func_path:
-            try:
-                check_agent(self.agent.func_path)
-            except ValueError as error:
-                yield str(error)
+            yield from tried("", check_agent, self.agent.func_path)
 
     @property
     def needs_reference(self) -> bool:

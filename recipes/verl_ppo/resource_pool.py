@@ -27,7 +27,9 @@ class PoolOptions(PlacementOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.colocate = self.mapping[self.holder("actor")] == self.mapping[self.holder("rollout")]
+        actors, samplers = self._holders("actor"), self._holders("rollout")
+        if actors and samplers:
+            self.colocate = self.mapping[actors[0]] == self.mapping[samplers[0]]
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
