@@ -116,6 +116,9 @@ class CommandLine(Generic[T]):
     def _merged(self) -> tuple[Any, list[str]]:
         """The schema with all values put in, and what is wrong with those that cannot be."""
         merged, fields = OmegaConf.structured(self.schema), fields_of(self.schema)
+        groups = {name.partition(".")[0] for name in fields if "." in name}
+        for node in (merged, *(merged[group] for group in groups)):
+            OmegaConf.set_readonly(node, False)  # as those of frozen dataclasses are
         faults: list[str] = []
         for option in self._found.options:
             if option.value == "???":
