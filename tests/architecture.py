@@ -42,16 +42,16 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3185, "components": 11394, "agents": 1996, "training": 8267}
+LAYER_LINES = {"core": 3185, "components": 11400, "agents": 1990, "training": 8177}
 RECIPE_LINES = {
-    "grpo": 171,
-    "reinforce_pp": 111,
-    "multi_turn": 148,
-    "sft": 149,
-    "dpo": 165,
-    "reward_model": 482,
-    "openrlhf_ppo": 819,
-    "verl_ppo": 1913,
+    "grpo": 166,
+    "reinforce_pp": 110,
+    "multi_turn": 145,
+    "sft": 145,
+    "dpo": 159,
+    "reward_model": 477,
+    "openrlhf_ppo": 778,
+    "verl_ppo": 1866,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
@@ -59,7 +59,7 @@ NEW_RECIPE_LINES = 260
 TABLES = {"openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 20532}
+CLOSURE_LINES = {"recipes/grpo": 20464}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4
