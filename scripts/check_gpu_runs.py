@@ -91,7 +91,8 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
     run_dir = folder / name.replace(", ", "-").replace(" ", "_")
     prompts = int(size.options[0].partition("=")[2])
     given = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
-    given += [f"data.max_samples={prompts * size.steps}", "evaluation.every=0", "rollout.verify_weight_sync=true"]
+    given += [f"data.max_samples={prompts * size.steps}", "evaluation.every=-1", "evaluation.max_samples=16"]
+    given += ["rollout.verify_weight_sync=true"]
     program = [sys.executable, "-m", f"recipes.{recipe}.main", *given, *size.options, *options]
     ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
