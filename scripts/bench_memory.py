@@ -23,7 +23,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ from components.engines.causal import load_policy, policy_logprobs, token_logpro
 from components.engines.config import FrozenConfig, PassLimits, TrainConfig  # noqa: E402
 from components.engines.export import save_model  # noqa: E402
 from components.engines.frozen_engine import open_frozen_policy  # noqa: E402
+from components.engines.memory import BUCKET_BYTES  # noqa: E402
 from components.engines.opening import open_engine  # noqa: E402
-from components.engines.train_engine import BUCKET_BYTES, TrainEngine, init_process_group  # noqa: E402
+from components.engines.train_engine import TrainEngine, init_process_group  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals  # noqa: E402
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
 BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}
-TOKENS = 64
-"""Of a micro-batch."""
+TOKENS = 8
+"""Of each rank in a step, one micro-batch: a few, as the bound is of what a rank holds whatever it computes. Two steps,
+as AdamW's moments come at the end of the first."""
 BAR = 1.1
 PHASES = ("load", "forward", "step", "save_state", "save_hf", "load_state")
 
@@ -93,7 +96,14 @@ def engine_of(folder: Path, engine: str) -> TrainEngine:
 
 
 def rank_main(folder: Path, kind: str, work: str) -> None:
-    """One rank: trains and saves, or only loads what was saved; or evaluates a frozen model."""
+    """One rank, which says on stderr what each phase took as soon as it is over."""
+    record = measured(folder, kind, work, lambda text: print(text, file=sys.stderr, flush=True))
+    (folder / f"{work}-{dist.get_rank()}.json").write_text(json.dumps(record))
+    os._exit(0)
+
+
+def measured(folder: Path, kind: str, work: str, say: Callable[[str], object] = str) -> dict[str, Any]:
+    """What this rank takes: trains and saves, or only loads what was saved; or evaluates a frozen model."""
     torch.set_num_threads(1)
     init_process_group()
     # What is imported is no part of the model.
@@ -103,38 +113,40 @@ def rank_main(folder: Path, kind: str, work: str) -> None:
     import transformers.utils.logging as library
 
     library.disable_progress_bar()
-    record: dict[str, Any] = {"before": memory("VmRSS")}
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    starts: dict[str, int] = {}
     peaks: dict[str, int] = {}
+    record: dict[str, Any] = {"before": memory("VmRSS"), "starts": starts, "peaks": peaks}
 
     def phase(name: str, doing: Any) -> Any:
         forget_peak()
+        starts[name] = memory("VmRSS")
+        began = time.perf_counter()
         result = doing()
         peaks[name] = memory("VmHWM")
+        seconds = time.perf_counter() - began
+        say(f"rank {rank} of {ranks}: {name} {starts[name] / 1e9:.2f} -> {peaks[name] / 1e9:.2f} GB, {seconds:.0f} s")
         return result
 
-    ranks, rank = dist.get_world_size(), dist.get_rank()
     if kind == "frozen":
         config = FrozenConfig(precision="bf16", limits=PassLimits(max_tokens=TOKENS), layout="sharded")
         frozen = phase("load", lambda: open_frozen_policy(folder / "model", config))
-        phase("forward", lambda: frozen.forward(sequences(2), policy_logprobs))
+        phase("forward", lambda: frozen.forward(sequences(1), policy_logprobs))
         phase("save_hf", lambda: frozen.save_hf(folder / "hf", writes=rank == 0))
-        record["digest"] = ""
+        return record | {"digest": ""}
+    engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", kind))
+    if work == "train":
+        phase("forward", lambda: engine.forward(sequences(1), policy_logprobs))
+        phase("step", lambda: [engine.train_step(sequences(ranks), nll) for _ in range(2)])
+        phase("save_state", lambda: engine.save_state(folder / "state"))
+        phase("save_hf", lambda: engine.save_hf(folder / "hf"))
     else:
-        engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", kind))
-        if work == "train":
-            phase("step", lambda: [engine.train_step(sequences(2 * ranks), nll) for _ in range(2)])
-            phase("save_state", lambda: engine.save_state(folder / "state"))
-            phase("save_hf", lambda: engine.save_hf(folder / "hf"))
-        else:
-            phase("load_state", lambda: engine.load_state(folder / "state"))
-        record["digest"] = digest(engine)
-    record["peaks"] = peaks
-    (folder / f"{work}-{rank}.json").write_text(json.dumps(record))
-    os._exit(0)
+        phase("load_state", lambda: engine.load_state(folder / "state"))
+    return record | {"digest": digest(engine)}
 
 
 def sequences(count: int) -> Batch:
-    return Batch(torch.full((count,), 16), {"tokens": torch.arange(count * 16) % VOCABULARY})
+    return Batch(torch.full((count,), TOKENS), {"tokens": torch.arange(count * TOKENS) % VOCABULARY})
 
 
 def digest(engine: TrainEngine) -> str:

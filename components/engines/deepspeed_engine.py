@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from components.engines.config import TrainConfig
+from components.engines.device import compute_device
 from components.engines.fsdp_groups import layers_of
 from components.engines.host_memory import tensors_within
 from components.engines.memory import ZERO_NUMBERS
@@ -146,7 +147,8 @@ def _import_deepspeed() -> Any:
 def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     stage = config.stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
-    zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = ZERO_NUMBERS
+    numbers = ZERO_NUMBERS[compute_device().type]
+    zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = numbers
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if stage == 3:
@@ -155,9 +157,9 @@ def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
         # Two layers: the one that computes, and the next one.
         largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)), default=0)
-        gathered = max(2 * largest, ZERO_NUMBERS)
+        gathered = max(2 * largest, numbers)
         zero |= {"stage3_max_live_parameters": gathered, "stage3_max_reuse_distance": gathered}
-        zero |= {"stage3_prefetch_bucket_size": gathered // 2, "sub_group_size": ZERO_NUMBERS}
+        zero |= {"stage3_prefetch_bucket_size": gathered // 2, "sub_group_size": numbers}
     settings: dict[str, Any] = {
         # Micro-batches are cut by tokens, and where a step ends is set by hand.
         "train_micro_batch_size_per_gpu": 1,

@@ -35,12 +35,12 @@ GRAPH_BYTES = 1_000_000_000
 """Of a GPU's memory for vLLM's CUDA graphs: a round number, as users report 0.2 to 1 GB. They stay while an engine
 sleeps."""
 BUCKET_BYTES = 256 * 2**20
-"""Weights travel between files, ranks and engines in such parts, of which two are there at a time."""
+"""Weights travel between files, ranks and engines in such parts at most, of which two are there at a time."""
 VLLM_TOKENS = 16384
 """That vLLM reads at a time, at most."""
-ZERO_NUMBERS = 2**25
-"""Gradients that DeepSpeed reduces at a time, and of the optimizer's states those that a step has at a time; with
-zero_stage 3 it also gathers so many parameters at the same time, or two layers where these are more."""
+ZERO_NUMBERS = {"cuda": 2**25, "cpu": 2**23}
+"""By the kind of device: gradients that DeepSpeed reduces at a time, and of the optimizer's states those that a step
+has at a time; with zero_stage 3 it also gathers so many parameters at a time, or two layers where these are more."""
 _REDUCED = 500_000_000
 """Gradients that DeepSpeed reduces at a time with zero_stage 0."""
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -298,6 +298,11 @@ class _Training:
         return 2 if self.config.precision == "bf16" else 4
 
     @property
+    def bucket(self) -> int:
+        """Numbers of DeepSpeed's buffers."""
+        return ZERO_NUMBERS["cuda" if self.gpu else "cpu"]
+
+    @property
     def whole(self) -> int:
         """Parameters that a pass needs here: of experts that ranks share the own ones."""
         experts = self.size.expert_parameters
@@ -342,12 +347,12 @@ class _Training:
             # Of the layers one computes, and the next one is on its way.
             return self.gathered_rest() + 2 * width * self.layer + gradients
         # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.
-        buffer = width * (ZERO_NUMBERS if self.gpu else min(self.trained, ZERO_NUMBERS))
+        buffer = width * (self.bucket if self.gpu else min(self.trained, self.bucket))
         if stage < 2:
             return buffer * stage * self.gpu
         # One that is larger than the buffer goes alone.
-        waiting = width * min(self.trained, max(ZERO_NUMBERS, head))
-        at_once = max(ZERO_NUMBERS, 2 * self.layer) + self.size.rest
+        waiting = width * min(self.trained, max(self.bucket, head))
+        at_once = max(self.bucket, 2 * self.layer) + self.size.rest
         gathered = width * min(self.size.parameters, at_once) if stage == 3 and self.ranks > 1 else 0
         return waiting + buffer + gathered
 
@@ -361,8 +366,8 @@ class _Training:
         if self.config.stage == 0:
             return 4 * min(self.trained, _REDUCED)
         if self.config.stage == 1:
-            return 4 * own + self.width * (ZERO_NUMBERS if self.gpu else min(self.trained, ZERO_NUMBERS))
-        return 4 * (own if self.config.stage == 2 else min(own, ZERO_NUMBERS))
+            return 4 * own + self.width * (self.bucket if self.gpu else min(self.trained, self.bucket))
+        return 4 * (own if self.config.stage == 2 else min(own, self.bucket))
 
 
 def frozen(

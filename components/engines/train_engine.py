@@ -51,8 +51,8 @@ from components.rl.masked import sequence_sums
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BUCKET_BYTES = 256 * 2**20
-"""Of partitioned parameters, what is gathered at a time."""
+BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
+"""Of partitioned parameters, what is gathered at a time, by the kind of device."""
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 
 
@@ -348,7 +348,7 @@ class TrainEngine(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         self._check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
-        return gathered(parts, self.device, BUCKET_BYTES, everywhere)
+        return gathered(parts, self.device, BUCKET_BYTES[self.device.type], everywhere)
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)

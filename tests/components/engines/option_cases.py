@@ -22,7 +22,7 @@ LORA: dict[str, dict[str, Any]] = {
     "checkpointing-1": {"zero_stage": 1},
     "checkpointing-fsdp-2": {"engine": "fsdp", "zero_stage": 2},
     "bf16-1": {"zero_stage": 1, "precision": "bf16"},
-    "bf16-fsdp-2": {"engine": "fsdp", "zero_stage": 2, "precision": "bf16"},
+    **{f"bf16-fsdp-{stage}": {"engine": "fsdp", "zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
 }
 RESUMED = {
     "zero-0": {},
@@ -46,7 +46,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
 COUNTED: dict[str, dict[str, Any]] = {
     **{f"zero-{stage}": {"zero_stage": stage} for stage in (1, 2)},
     **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
-    "bf16-fsdp-2": {"engine": "fsdp", "zero_stage": 2, "precision": "bf16"},
+    **{f"bf16-fsdp-{stage}": {"engine": "fsdp", "zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
 }
 """What else sleeps, of which it is only looked at what that leaves."""
 LEARNED: dict[str, dict[str, Any]] = {"zero-2": {"zero_stage": 2}, "fsdp-2": {"engine": "fsdp", "zero_stage": 2}}

@@ -55,7 +55,7 @@ def publish(models: Path, name_of_all: str) -> list[Published]:
         name_of_all: with it begin the folders of the versions, in shared memory.
     """
     published = []
-    train_engine.BUCKET_BYTES = 2**16
+    train_engine.BUCKET_BYTES = {"cpu": 2**16}
     # Every combination learns something else, so that no two have the same weights.
     for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
         config = TrainConfig(engine=library, zero_stage=stage, learning_rate=0.02)

@@ -92,7 +92,7 @@ def logprobs(model: nn.Module, batch: Batch) -> Tensor:
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
     # Little at a time, so that zero_stage 3 gathers in several goes.
-    train_engine.BUCKET_BYTES = 40_000
+    train_engine.BUCKET_BYTES = {"cpu": 40_000}
     return {name: tensor.clone() for name, tensor in engine.gathered_parameters()}
 
 

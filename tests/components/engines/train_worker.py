@@ -84,7 +84,7 @@ CROSSED = [
 """As what a state was saved by another number of ranks, and as what it is loaded."""
 HALF = 2
 # Several buckets of gradients, and several groups of a rank's parameters, as large models have.
-deepspeed_engine.ZERO_NUMBERS = 1000
+deepspeed_engine.ZERO_NUMBERS = {"cpu": 1000}
 
 
 def meet_nowhere() -> str:
@@ -180,7 +180,7 @@ def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: lis
 def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     """What the other number of ranks saved."""
     engine_state.PIECE = 700
-    deepspeed_engine.ZERO_NUMBERS = 400
+    deepspeed_engine.ZERO_NUMBERS = {"cpu": 400}
     other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
     names = {f"{saved}-{case}": (saved, case) for saved, case in CROSSED}
     return {
@@ -392,7 +392,7 @@ def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
     doing = "forward"
     engine.forward(own_part(engine), logprobs)
     doing = "gathering"
-    train_engine.BUCKET_BYTES = 1
+    train_engine.BUCKET_BYTES = {"cpu": 1}
     assert len(list(engine.gathered_parameters())) in (0, len(list(engine.model.parameters())))
     doing = "state"
     engine.save_state(output / "beats")
