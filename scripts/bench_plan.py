@@ -1,6 +1,6 @@
 """The plan's memory beside what processes take on a CPU: engines, precisions, ranks.
 
-    python scripts/bench_plan.py                  six configurations of a model of 62 M parameters
+    python scripts/bench_plan.py                  six configurations of a model of 75 M parameters
     python scripts/bench_plan.py --only 2 --phases
 
 Each rank is a process of its own, as in a run: it loads the model, evaluates log-probabilities, trains two optimizer
