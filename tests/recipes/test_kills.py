@@ -35,9 +35,9 @@ MODEL = {"openrlhf_ppo": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
 STALL_S = 120
 """A stopped process is ended after so long. Of what happens here importing takes longest, and shows no progress."""
 INSTANCES = {
-    "grpo ahead of training": ["actor-0", "ref-0", "rollout-0", "trainer-0"],
+    "grpo ahead of training": ["actor-0", "reference-0", "rollout-0", "trainer-0"],
     "multi_turn": ["actor-0", "rollout-0", "trainer-0"],
-    "openrlhf_ppo": ["actor-0", "critic-0", "ref-0", "reward-0", "rollout-0", "trainer-0"],
+    "openrlhf_ppo": ["actor-0", "critic-0", "reference-0", "reward-0", "rollout-0", "trainer-0"],
     "verl_ppo": ["actor-0", "critic-0", "ref-0", "rollout-0", "trainer-0"],
 }
 
