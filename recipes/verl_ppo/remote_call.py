@@ -1,6 +1,7 @@
 """What involves several worker groups, or the whole job. A single group is called through its own methods."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training import remote_call
@@ -55,6 +56,15 @@ class VerlCalls(PolicyCalls):
         if self.reference is not None and self.reference is not self.actor:
             loading.append(self.reference.init_model(path, steps))
         remote_call.wait_all(loading)
+
+    def save_state(self, folder: Path) -> None:
+        """See `PolicyCalls`; one after the other: ranks of groups that share processes meet in one call at a time."""
+        for group in self.learners:
+            group.call("save_state", str(folder / "state")).result()
+
+    def load_state(self, folder: Path) -> list[str]:
+        """See `PolicyCalls`, and `save_state`."""
+        return [line for group in self.learners for line in group.call("load_state", str(folder / "state")).result()[0]]
 
     def sync_weights(self, version: int) -> None:
         """Bring the policy as it is now to every engine; their responses carry `version` from here on."""
