@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.data.rewards import RewardOutput
+from components.data.rewards import Responses, RewardOutput, RewardSource
 from components.data.samples import (
     add_rewards,
     check_rewarded,
@@ -108,27 +108,21 @@ def test_answers_are_cut_off_or_finished_in_words() -> None:
     assert with_status(responses())["status"] == ["finished", "truncated", "finished", "finished"]
 
 
-class Lengths:
+class Lengths(RewardSource):
     """Rewards the length of each response; the responses in `failing` get none."""
+
+    source = "lengths"
 
     def __init__(self, failing: Sequence[int] = ()) -> None:
         self.failing = failing
         self.asked: tuple[Any, ...] = ()
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        *,
-        responses: Any = None,
-        rows: Any = None,
-    ) -> RewardOutput:
-        self.asked = (queries, prompts, labels, responses)
-        self.rows = rows
-        reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(responses)])
+    def reward(self, given: Responses) -> RewardOutput:
+        assert given.responses is not None
+        self.asked = (given.queries, given.prompts, given.labels, given.responses)
+        reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(given.responses)])
         failures = {i: f"no number in {i}" for i in self.failing}
-        return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(queries))}, failures)
+        return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(given.queries))}, failures)
 
     def close(self) -> None:
         """Nothing was started."""
