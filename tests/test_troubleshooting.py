@@ -73,7 +73,6 @@ BROUGHT_ABOUT = {
     "train.lr=1e-6": "unknown option",
     "seed = 7": "cannot read",
     "train.mini_batch_size=7": "train.mini_batch_size=...",
-    "algorithm.clip_low=1.2": "the ratio cannot be clipped",
     "asynchronous.enabled=true": "asynchronous.enabled, but",
     "model.path=./empty data.path=task:sort": "there is no model",
     "model.path=nobody/nothing data.path=task:sort": "it is no folder here",

@@ -48,7 +48,7 @@ def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monke
     [
         ({"engine": "sglang"}, ["rollout.engine=sglang", "auto", "vllm", "hf"]),
         ({"engine": "hf", "tensor_parallel": 2}, ["rollout.tensor_parallel=2", "hf"]),
-        ({"top_p": 0.0}, ["rollout.top_p=0.0", "(0, 1]"]),
+        ({"top_p": 0.0}, ["rollout.top_p=0.0", "above 0", "at most 1"]),
         ({"top_k": -1}, ["rollout.top_k=-1"]),
         ({"engine": "vllm", "gpu_memory": 1.5}, ["rollout.gpu_memory=1.5", 0, 1]),
         ({"engine": "vllm", "cpu_cache_gb": 0.0}, ["rollout.cpu_cache_gb=0.0", 0]),
