@@ -51,7 +51,7 @@ RECIPE_LINES = {
     "dpo": 159,
     "reward_model": 477,
     "openrlhf_ppo": 778,
-    "verl_ppo": 1866,
+    "verl_ppo": 1872,
 }
 """Lines of code, without blanks, comments and docstrings; tables in YAML count, presets do not. Move a number only with
 the reason in the commit. Above what they are to be: core 2,700, components 9,500, training 5,500, verl_ppo 950."""
