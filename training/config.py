@@ -246,20 +246,22 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
     whole: Any = OmegaConf.create(typing.cast(Any, OmegaConf.to_container(OmegaConf.structured(schema))))
     found: list[Given] = []
     faults: list[str] = []
+    readable: list[Given] = []
     for option in given:
         try:
             OmegaConf.update(whole, option.name, option.value, force_add=True)
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
         else:
-            found.append(option)
-    for i, option in enumerate(found):
+            readable.append(option)
+    for option in readable:
         if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
+            found.append(option)
             continue
         try:
             value = OmegaConf.select(whole, option.name)
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found[i] = Given(option.name, plain, option.source)
+            found.append(Given(option.name, plain, option.source))
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
     return found, faults
