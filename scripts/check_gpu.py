@@ -3,6 +3,7 @@
     python scripts/check_gpu.py --stage a --out gpu.json     one stage; those that the file has already stay in it
     python scripts/check_gpu.py --out gpu.json               all of them
     python scripts/check_gpu.py --stage a --device cpu       the same code with tiny sizes, where there is no GPU
+    python scripts/check_gpu.py --stage c --steps 5          runs of five steps instead of twenty
     python scripts/gpu_page.py gpu.json                      write the results into docs/gpu.md
 
 Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12; c and d all that
@@ -27,11 +28,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 STAGE_S = 600
 FAILED, VERDICTS = "FAILED", ("ok", "FAILED", "measured", "not run")
+RUNS = "check_gpu_runs.py"
 STAGES = {
     "a": ("check_gpu_engines.py", "training, packing, generation, memory, by torch alone"),
     "b": ("check_gpu_weights.py", "weights from a trainer to an engine, by each way that they travel"),
-    "c": ("check_gpu_runs.py", "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
-    "d": ("check_gpu_runs.py", "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
+    "c": (RUNS, "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
+    "d": (RUNS, "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
 }
 """The program of each, and what it is about."""
 
@@ -47,9 +49,11 @@ class Stage:
     rows: list[dict[str, str]] = field(default_factory=list)
 
 
-def run_stage(name: str, device: str, only: list[str]) -> Stage:
+def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Stage:
     """Run the program of a stage, as far as its time goes; each row is printed when it is there."""
     program, what = STAGES[name]
+    if steps is not None and program == RUNS:
+        only = [*only, f"--steps={steps}"]
     found = Stage(what, device, str(date.today()))
     command = [sys.executable, str(HERE / program), name, device, *only]
     print(f"\nStage {name}, {STAGE_S // 60} minutes at most: {what}\n    {' '.join(command)}\n", flush=True)
@@ -95,6 +99,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file; what it has of other stages stays")
     parser.add_argument("--stage", nargs="+", choices=list(STAGES), default=list(STAGES), help="these stages alone")
     parser.add_argument("--only", nargs="+", default=[], help="these checks of the stage alone, by their names")
+    parser.add_argument("--steps", type=int, help="of each run of stages c and d")
     options = parser.parse_args()
     device = device_name(options.device)
     if not device:
@@ -105,7 +110,7 @@ def main() -> int:
     kept = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
     verdicts: list[str] = []
     for name in options.stage:
-        stage = run_stage(name, options.device, options.only)
+        stage = run_stage(name, options.device, options.only, options.steps)
         stage.device = device
         verdicts += [row["verdict"] for row in stage.rows]
         kept[name] = asdict(stage)

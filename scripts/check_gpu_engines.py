@@ -44,6 +44,8 @@ from components.engines.causal import load_policy, token_logprobs, without_progr
 from components.engines.config import HFRolloutConfig, SamplingConfig, TrainConfig  # noqa: E402
 from components.engines.fsdp_engine import FSDPEngine  # noqa: E402
 from components.engines.hf_engine import HFRolloutEngine  # noqa: E402
+from components.engines.memory import training as planned_training  # noqa: E402
+from components.engines.model_size import model_size  # noqa: E402
 from components.engines.opening import open_engine  # noqa: E402
 from components.engines.train_engine import TrainEngine  # noqa: E402
 from components.engines.utilisation import peak_flops, training_flops  # noqa: E402
@@ -59,7 +61,16 @@ ROUNDED = 0.05
 """The same in bfloat16, on average over the tokens; and the relative difference of losses and gradients."""
 
 
-def qwen2(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, spread: float) -> Qwen2Config:
+def qwen2(
+    vocabulary: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    spread: float,
+    key_heads: int = 2,
+    tied: bool = True,
+) -> Qwen2Config:
     """The shape of a model. It has no end token: what is generated is as long as asked for."""
     return Qwen2Config(
         vocab_size=vocabulary,
@@ -67,9 +78,10 @@ def qwen2(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
         intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=2,
+        num_key_value_heads=key_heads,
         initializer_range=spread,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32_768,
     )
 
 
@@ -79,6 +91,11 @@ SMALL = qwen2(1000, 256, 512, layers=4, heads=4, spread=0.06)
 TINY = qwen2(200, 64, 128, layers=2, heads=4, spread=0.12)
 # The shape of Qwen2.5-0.5B, whose speed is measured: 494 million parameters.
 LARGE = qwen2(151_936, 896, 4864, layers=24, heads=14, spread=0.02)
+# The shapes of larger ones, whose memory is measured: 1.5 and 7.6 thousand million parameters.
+SHAPES = {
+    "1.5B": qwen2(151_936, 1536, 8960, layers=28, heads=12, spread=0.02),
+    "7B": qwen2(152_064, 3584, 18_944, layers=28, heads=28, spread=0.02, key_heads=4, tied=False),
+}
 
 
 @dataclass(frozen=True)
@@ -407,6 +424,59 @@ def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
     yield Row(f"{name}: optimizer step", f"{(time.perf_counter() - began) * 1e3:.2f} ms")
 
 
+def memory(setting: Setting, shape: str) -> Iterator[Row]:
+    """Two steps of training a large model on one sequence, and what the plan says that they take."""
+    folder = setting.folder / shape
+    save_random(folder, SHAPES[shape] if setting.on_gpu else TINY, setting.device)
+    size = model_size(str(folder))
+    context = used_memory()
+    policy: Any = load_policy(folder, gradient_checkpointing=True, packing=True, empty=True)
+    config = TrainConfig(engine="fsdp", zero_stage=3, precision="bf16", packing=True, gradient_checkpointing=True)
+    trained = open_engine(policy, config)
+    shutil.rmtree(folder)
+    for tokens in (16_384, 32_768):
+        batch = ragged([tokens if setting.on_gpu else 64], setting.large.vocab_size)
+        if setting.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            trained.train_step(batch, policy_loss)
+        tensors, held = peak_bytes()
+        taken = context + held
+        planned = planned_training(size, config, 1, tokens=tokens, gpu=setting.on_gpu).total
+        yield inferred(
+            f"memory: {shape}, one sequence of {tokens} tokens",
+            f"{taken / 1e9:.1f} GB, {tensors / 1e9:.1f} GB of them in tensors; planned {planned / 1e9:.1f} GB",
+            "the plan within 10 %",
+            not setting.on_gpu or abs(planned / taken - 1) < 0.1,
+        )
+
+
+def save_random(folder: Path, config: Qwen2Config, device: str) -> None:
+    """Write a model of random weights in bfloat16."""
+    with torch.device(device):
+        policy: Any = Qwen2ForCausalLM(config).bfloat16()
+    with without_progress_bars():
+        policy.save_pretrained(folder)
+    del policy
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def used_memory() -> int:
+    """Bytes of the GPU that are taken beside torch's allocator; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, there = torch.cuda.mem_get_info()
+    return there - free - torch.cuda.memory_reserved()
+
+
+def peak_bytes() -> tuple[int, int]:
+    """The most that tensors had at once, and that torch's allocator held for them."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
 def utilisation(setting: Setting, flops: float) -> str:
     """These operations per second as a share of what the device can do (MFU)."""
     peak = peak_flops(torch.cuda.get_device_name()) if setting.on_gpu else None
@@ -430,6 +500,7 @@ CHECKS: dict[str, list[Check]] = {
     "vocabulary": [vocabulary],
     "sleep": [partial(asleep, offload=offload) for offload in (False, True)],
     "generation": [generation],
+    "memory": [partial(memory, shape=shape) for shape in SHAPES],
     "speed": [partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)],
 }
 """Each entry of a list has a process of its own. The first makes the models."""

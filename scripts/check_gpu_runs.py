@@ -2,21 +2,26 @@
 
     python scripts/check_gpu_runs.py c cuda              all runs of a stage
     python scripts/check_gpu_runs.py d cpu grpo          those whose name begins so; few steps of a tiny model
+    python scripts/check_gpu_runs.py d cuda --steps 5    fewer steps, where there is little time
 
-Needs what a run needs (`bash scripts/setup.sh vllm`). Prints a line of JSON for each row. A run that this machine has
+Needs what a run needs (`bash scripts/setup.sh vllm`); where vllm is not there, the hf engine generates unless a run
+names vllm. Prints a line of JSON for each row. A run that this machine has
 too few GPUs for is a row that says so.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +40,7 @@ STAGES = {
         "grpo, vllm": "grpo rollout.engine=vllm",
         "grpo, vllm that sleeps": "grpo rollout.engine=vllm placement.engines_sleep=true placement.learners_sleep=true",
         "grpo, vllm, no CUDA graphs": "grpo rollout.engine=vllm rollout.enforce_eager=true",
+        "grpo, hf": "grpo rollout.engine=hf",
         **{f"grpo, DeepSpeed {n}": f"grpo train.engine=deepspeed train.zero_stage={n}" for n in (1, 2, 3)},
     },
     "d": {
@@ -68,7 +74,7 @@ class Size:
 GPU = Size(
     {"hidden": 896, "layers": 24, "heads": 14, "intermediate": 4864},
     20,
-    ["prompts_per_step=64", "samples_per_prompt=8", "rollout.max_new_tokens=256", "train.mini_batch_size=128"],
+    ["prompts_per_step=64", "samples_per_prompt=8", "rollout.max_new_tokens=64", "train.mini_batch_size=128"],
 )
 CPU = Size(
     {"hidden": 128, "layers": 2, "heads": 4, "intermediate": 256},
@@ -91,11 +97,13 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
     run_dir = folder / name.replace(", ", "-").replace(" ", "_")
     prompts = int(size.options[0].partition("=")[2])
     given = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
-    given += [f"data.max_samples={prompts * size.steps}", "evaluation.every=-1", "evaluation.max_samples=16"]
-    given += ["rollout.verify_weight_sync=true"]
+    given += [f"data.max_samples={prompts * size.steps}", "data.epochs=1", "evaluation.every=-1"]
+    given += ["evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
     program = [sys.executable, "-m", f"recipes.{recipe}.main", *given, *size.options, *options]
-    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    with gpu_memory(folder / "memory.txt") as used:
+        ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
+        print(ended.stdout, ended.stderr, sep="\n", file=sys.stderr, flush=True)
         said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
         # 2: nothing was started, as where there are too few GPUs.
         verdict = "not run" if ended.returncode == 2 else "FAILED"
@@ -104,10 +112,31 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     measured = [f"{json.loads((run_dir / 'summary.json').read_text())['steps']} steps", *medians(steps)]
+    planned = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["places"]
+    of_gpu = [place["most"] for place in planned if place["place"].startswith("a GPU")]
+    if used and of_gpu:
+        measured.append(f"{max(used) / 1e9:.1f} GB of a GPU at most, planned {max(of_gpu) / 1e9:.1f} GB")
     gaps = [step["rollout/logprob_gap_mean"] for step in steps if "rollout/logprob_gap_mean" in step]
     fits = bool(gaps) and statistics.median(gaps) < EXACT
     asked = f"engine and trainer less than {EXACT} nats apart"
     return {"check": name, "measured": "; ".join(measured), "asked": asked, "verdict": "ok" if fits else "FAILED"}
+
+
+@contextlib.contextmanager
+def gpu_memory(noted: Path) -> Iterator[list[int]]:
+    """The list has, afterwards, the bytes of each GPU that were taken, twice a second; none where nobody can tell."""
+    found: list[int] = []
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield found
+        return
+    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500"]
+    with noted.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL) as asking:
+        try:
+            yield found
+        finally:
+            asking.terminate()
+    found += [int(line) * 2**20 for line in noted.read_text().split() if line.isdigit()]
 
 
 def medians(steps: list[dict[str, float]]) -> Iterator[str]:
@@ -121,14 +150,22 @@ def medians(steps: list[dict[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
-    stage, device, *only = sys.argv[1:]
-    size = CPU if device == "cpu" else GPU
-    if device == "cpu":
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("only", nargs="*")
+    parser.add_argument("--steps", type=int)
+    options = parser.parse_args()
+    size = CPU if options.device == "cpu" else GPU
+    if options.steps:
+        size = replace(size, steps=options.steps)
+    if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
         build(Path(folder) / "model", size)
-        for name, command in STAGES[stage].items():
-            if not only or any(name.startswith(begin) for begin in only):
+        for name, command in STAGES[options.stage].items():
+            if not options.only or any(name.startswith(begin) for begin in options.only):
                 row = run(name, command, size, Path(folder) / "model", Path(folder))
                 print(f"row {json.dumps(row)}", flush=True)
 

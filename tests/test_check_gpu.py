@@ -51,8 +51,8 @@ def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_
     found = [row["verdict"] for row in rows(tmp_path, "a").values()]
     assert set(found) == {"ok", "measured"}
     # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement, the
-    # vocabulary, and 2 ways of sleep with 2.
-    assert found.count("ok") == 6 + 6 + 2 + 8 + 1 + 4
+    # vocabulary, 2 ways of sleep with 2, and 2 models with 2 lengths.
+    assert found.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
     # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths with and without
     # checkpointing.
     assert found.count("measured") == 3 + 2 + 1 + 2 + 1 + 4

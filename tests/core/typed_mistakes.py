@@ -96,7 +96,7 @@ def policies(grpo: GRPOTrainer, reinforce: ReinforceTrainer, multi_turn: MultiTu
     grpo.RG_ROLLOUT.generat()  # reportAttributeAccessIssue
     grpo.RG_REFERENCE.logprobs(1)  # reportArgumentType
     reinforce.RG_ACTOR.logprobs().per_token()  # reportCallIssue
-    reinforce.RG_ROLLOUT.collect("soon")  # reportArgumentType
+    reinforce.RG_ROLLOUT.collect("soon")  # reportCallIssue
     multi_turn.RG_ACTOR.load("model", "2")  # reportArgumentType
     multi_turn.RG_REFERENCE.load("model", 2)  # reportCallIssue
     remote_call.actor_update(1)  # reportCallIssue

@@ -79,7 +79,7 @@ def test_weights_mix_by_their_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("algorithm.reference_sync_steps=0", "set it to 1 or more"),
+        ("algorithm.reference_sync_steps=0", "set it to at least 1"),
         ("algorithm.reference_mixup=0", "set it above 0"),
         ("train.lora_rank=4", "without its adapters"),
     ],

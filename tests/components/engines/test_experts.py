@@ -111,7 +111,7 @@ def config(expert: int, **settings: Any) -> TrainConfig:
     ("settings", "facts"),
     [
         ({"engine": "deepspeed"}, ["parallel.expert=2", "engine=deepspeed", "train.engine=fsdp"]),
-        ({"expert": 0}, ["parallel.expert=0", 1]),
+        ({"expert": 0}, ["expert=0", 1]),
         ({"lora_rank": 2}, ["parallel.expert=2", "lora_rank=2"]),
         ({"tensor": 2}, ["parallel.tensor=2", "parallel.expert=2"]),
     ],
