@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_gpu_engines import CHECKS, Row, Setting, engine, inferred, main  # which makes the project importable
+from check_gpu_engines import CHECKS
+from check_gpu_parts import Row, Setting, engine, inferred, main  # which makes the project importable
 
 from components.engines.config import HFRolloutConfig
 from components.engines.hf_engine import HFRolloutEngine

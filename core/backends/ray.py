@@ -21,18 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import exceptions
 from ray.cloudpickle import cloudpickle
-from ray.exceptions import (
-    ActorUnavailableError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -57,11 +47,18 @@ _MOMENT_S = 0.02
 _REACHED_WITHIN_S = 10.0
 _FIRST_REPORT_S = 10.0
 _KNOCK_S = 3.0
+_STOPPED_S = 10.0
 _KNOCKS_AT_ONCE = 32
 _SILENT_WITHIN_S = 90
 """Ray gives a silent node up after 64 s, unless it is told otherwise."""
-_DEATHS = (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError, OutOfMemoryError)
-_LOSSES = (ActorUnavailableError, ObjectLostError)
+_DEATHS = (
+    exceptions.RayActorError,
+    exceptions.NodeDiedError,
+    exceptions.LocalRayletDiedError,
+    exceptions.WorkerCrashedError,
+    exceptions.OutOfMemoryError,
+)
+_LOSSES = (exceptions.ActorUnavailableError, exceptions.ObjectLostError)
 """What says nothing of the worker's life: its answer is gone, or it could not be reached for a while."""
 _MOST_FOLDER_BYTES = 28
 """The path of a socket has 107 at most, of which Ray and we take 79 below the folder for temporary files."""
@@ -108,7 +105,7 @@ class RayTransport(Transport):
         """The value, or the error with its own type and the remote traceback as a note."""
         try:
             return Outcome(ray.get(reference))
-        except RayTaskError as error:
+        except exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if cause is not error:
                 with_note(cause, f"remote traceback:\n{error}")
@@ -117,7 +114,7 @@ class RayTransport(Transport):
             return Outcome(error=ResultLost(f"its result is lost ({type(error).__name__})"))
         except _DEATHS as error:
             return Outcome(error=WorkerDied(f"the worker's process is gone ({type(error).__name__})"))
-        except RayError as error:
+        except exceptions.RayError as error:
             return Outcome(error=error)
 
 
@@ -141,6 +138,8 @@ class RayBackend:
         self._run_id = run_id
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
+        self._stopped: dict[str, float] = {}
+        """Since when a part of the own cluster is stopped, by its name."""
         self._own_folder: Path | None = None
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
@@ -185,8 +184,7 @@ class RayBackend:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Of so many calls it keeps what Ray's tools show. Ray's own choice is 100,000, 1 kB each, in the GCS.
         os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "2000")
-        free = os.statvfs("/dev/shm")
-        store = max(100 * 2**20, min(OBJECT_STORE_BYTES, free.f_bavail * free.f_frsize // 3))
+        store = max(100 * 2**20, min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 3))
         gpus = detect_devices() or None  # None: Ray may know of some
         # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone.
         places = (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp")
@@ -202,13 +200,21 @@ class RayBackend:
             raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
         self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
-        started = node.all_processes
-        self._own_processes = [(name, info.process) for name in ("gcs_server", "raylet") for info in started[name]]
+        for name in ("gcs_server", "raylet"):
+            self._own_processes += [(name, started.process) for started in node.all_processes[name]]
 
     def fault(self) -> str:
-        """What has died of the cluster that was started for this job; empty while all of it lives."""
-        ended = [(name, process.poll()) for name, process in self._own_processes if process.poll() is not None]
-        return f"Ray's own {ended[0][0]} has ended, with status {ended[0][1]}" if ended else ""
+        """What has died of the cluster that was started for this job; empty while all of it lives. A part that stays
+        stopped would be waited for without end, so it is ended.
+        """
+        for name, process in self._own_processes:
+            if process.poll() is not None:
+                return f"Ray's own {name} has ended, with status {process.poll()}"
+            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:
+                self._stopped.pop(name, None)
+            elif time.monotonic() > self._stopped.setdefault(name, time.monotonic()) + _STOPPED_S:
+                process.kill()
+        return ""
 
     def dead_nodes(self) -> set[str]:
         """Nodes that Ray has found dead."""
@@ -234,23 +240,20 @@ class RayBackend:
                 role, index = bundle.machine
                 needs.setdefault(role, {}).setdefault(index, Counter()).update(_ray_resources(bundle))
         found: dict[tuple[str, int], str] = {}
-        held: list[PlacementGroup] = []
-        try:
+        with contextlib.ExitStack() as held:
             for role, machines in needs.items():
                 each = [{k: float(v) for k, v in machines[index].items()} for index in sorted(machines)]
                 able = [node for node in ray.nodes() if node["Alive"] and _fits(each[0], node["Resources"])]
-                held.append(placement_group(each, strategy="STRICT_SPREAD", name=f"troupe-{self._run_id}-{role}"))
+                group = placement_group(each, strategy="STRICT_SPREAD", name=f"troupe-{self._run_id}-{role}")
+                held.callback(remove_placement_group, group)
                 wish = (
                     f"{role} is to be on {len(each)} machines with {_short(each[0])} on each, and the cluster has "
                     f"{len(able)} of that size; join more to it (ray start --address=HEAD:6379), or lower the role's "
                     "number of nodes"
                 )
-                _await_group(held[-1], wish, timeout, info)
-                chosen: dict[int, str] = placement_group_table(held[-1])["bundles_to_node_id"]
+                _await_group(group, wish, timeout, info)
+                chosen: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
                 found |= {(role, index): chosen[place] for place, index in enumerate(sorted(machines))}
-        finally:
-            for group in held:
-                remove_placement_group(group)
         return found
 
     def pickled(self, value: Any) -> bytes:

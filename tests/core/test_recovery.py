@@ -488,11 +488,12 @@ def of_ray(driver: int, name: str) -> int:
     return found
 
 
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_when_a_part_of_our_own_cluster_dies_it_is_named_and_all_starts_again_on_a_new_one(
-    on_its_own_cluster: "subprocess.Popen[str]", tmp_path: Path, name: str
+def test_when_a_part_of_our_own_cluster_dies_or_stops_it_is_named_and_all_starts_again_on_a_new_one(
+    on_its_own_cluster: "subprocess.Popen[str]", tmp_path: Path, name: str, way: signal.Signals
 ) -> None:
-    os.kill(of_ray(on_its_own_cluster.pid, name), signal.SIGKILL)
+    os.kill(of_ray(on_its_own_cluster.pid, name), way)
     out, _ = on_its_own_cluster.communicate(timeout=GUARD_S)
     assert on_its_own_cluster.returncode == 0, out
     assert re.search(says(name, "attempt 2"), out)

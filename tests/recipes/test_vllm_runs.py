@@ -53,6 +53,20 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
         assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
 
 
+def test_before_an_update_the_ratio_is_1_and_there_is_no_kl_to_the_reference(policy: Path, tmp_path: Path) -> None:
+    options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=4 prompts_per_step=4
+        samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 algorithm.kl_coef=0.1
+    """
+    given = [f"model.path={policy}", *options.split(), *VLLM]
+    precisions = {"fp32": 1e-4, "bf16": 0.02, "bf16_autocast": 0.02}
+    runs = run_apart("grpo", tmp_path, {name: [*given, f"train.precision={name}"] for name in precisions})
+    for name, gap in precisions.items():
+        [step] = runs[name].metrics
+        assert step["actor/first_ratio_mean"] == 1, name
+        assert step["actor/kl_loss"] == pytest.approx(0, abs=1e-6), name
+        assert step["rollout/logprob_gap_mean"] < gap, name
+
+
 @pytest.mark.nightly
 def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runner: Path, tmp_path: Path) -> None:
     options = """data.path=task:guess data.max_samples=40 evaluation.path=task:guess evaluation.max_samples=8

@@ -1,0 +1,85 @@
+"""The check of stage a that asks how much memory large models take to train, beside what the plan says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_gpu_parts import (
+    TINY,
+    Row,
+    Setting,
+    inferred,
+    policy_loss,
+    qwen2,
+    ragged,
+)
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from components.engines.causal import load_policy, without_progress_bars
+from components.engines.config import TrainConfig
+from components.engines.memory import training as planned_training
+from components.engines.model_size import model_size
+from components.engines.opening import open_engine
+
+# The shapes of larger ones, whose memory is measured: 1.5 and 7.6 thousand million parameters.
+SHAPES = {
+    "1.5B": qwen2(151_936, 1536, 8960, layers=28, heads=12, spread=0.02),
+    "7B": qwen2(152_064, 3584, 18_944, layers=28, heads=28, spread=0.02, key_heads=4, tied=False),
+}
+
+
+def memory(setting: Setting, shape: str) -> Iterator[Row]:
+    """Two steps of training a large model on one sequence, and what the plan says that they take."""
+    folder = setting.folder / shape
+    save_random(folder, SHAPES[shape] if setting.on_gpu else TINY, setting.device)
+    size = model_size(str(folder))
+    context = used_memory()
+    policy: Any = load_policy(folder, gradient_checkpointing=True, packing=True, empty=True)
+    config = TrainConfig(engine="fsdp", zero_stage=3, precision="bf16", packing=True, gradient_checkpointing=True)
+    trained = open_engine(policy, config)
+    shutil.rmtree(folder)
+    for tokens in (16_384, 32_768):
+        batch = ragged([tokens if setting.on_gpu else 64], setting.large.vocab_size)
+        if setting.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            trained.train_step(batch, policy_loss)
+        tensors, held = peak_bytes()
+        taken = context + held
+        planned = planned_training(size, config, 1, tokens=tokens, gpu=setting.on_gpu).total
+        yield inferred(
+            f"memory: {shape}, one sequence of {tokens} tokens",
+            f"{taken / 1e9:.1f} GB, {tensors / 1e9:.1f} GB of them in tensors; planned {planned / 1e9:.1f} GB",
+            "the plan within 10 %",
+            not setting.on_gpu or abs(planned / taken - 1) < 0.1,
+        )
+
+
+def save_random(folder: Path, config: Qwen2Config, device: str) -> None:
+    """Write a model of random weights in bfloat16."""
+    with torch.device(device):
+        policy: Any = Qwen2ForCausalLM(config).bfloat16()
+    with without_progress_bars():
+        policy.save_pretrained(folder)
+    del policy
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def used_memory() -> int:
+    """Bytes of the GPU that are taken beside torch's allocator; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, there = torch.cuda.mem_get_info()
+    return there - free - torch.cuda.memory_reserved()
+
+
+def peak_bytes() -> tuple[int, int]:
+    """The most that tensors had at once, and that torch's allocator held for them."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
