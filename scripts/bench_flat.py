@@ -3,8 +3,8 @@
     python scripts/bench_flat.py        grpo on a tiny model: actor, rollout, reference, reward code, Ray's own
     python scripts/bench_flat.py --steps 40 --skip 10       to try the script
 
-Every few steps /proc says what each process has that descends from the driver. A line is fitted to the second half of
-the steps: in the first one Ray fills what it keeps of the last 2,000 calls, and its own buffers. Exits 1 where a
+Every few steps /proc says what each process has that descends from the driver. A line is fitted to the steps behind
+the first 300: in these Ray fills what it keeps of the last 2,000 calls, and its own buffers. Exits 1 where a
 process, or the shared memory of the run, grows by more than 1 MB or one descriptor or thread per 100 steps.
 """
 
@@ -115,7 +115,7 @@ def row(name: str, samples: list[Sample], skip: int) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--skip", type=int, default=300, help="steps before the first that counts")
     parser.add_argument("options", nargs="*", help="further options of grpo")
     asked = parser.parse_args()
