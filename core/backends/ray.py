@@ -210,7 +210,7 @@ class RayBackend:
         for name, process in self._own_processes:
             if process.poll() is not None:
                 return f"Ray's own {name} has ended, with status {process.poll()}"
-            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:
+            if not _is_stopped(process.pid):
                 self._stopped.pop(name, None)
             elif time.monotonic() > self._stopped.setdefault(name, time.monotonic()) + _STOPPED_S:
                 process.kill()
@@ -303,6 +303,13 @@ class RayBackend:
             shutil.rmtree(folder, ignore_errors=True)
         self._own_folder = None
         self._own_processes = []
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal keeps a process that this one has started from going on."""
+    with contextlib.suppress(ChildProcessError):  # it has ended meanwhile
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _end_all_of(folder: Path) -> None:
