@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-SIGNS_OF_DEATH = ("CUDA out of memory", "can't allocate memory", "Executor failed", "Error in memory profiling")
+SIGNS_OF_DEATH = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate", "Executor failed", "in memory profiling")
 """In errors that have no type of their own: vLLM's about its parts, torch's about host memory, and vLLM's where others
 gave memory of the GPU back while it started."""
 

@@ -138,8 +138,8 @@ class RayBackend:
         self._run_id = run_id
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
-        self._stopped: dict[str, float] = {}
-        """Since when a part of the own cluster is stopped, by its name."""
+        self._stopped: dict[int, float] = {}
+        """Since when a part of the own cluster is stopped, by its process."""
         self._own_folder: Path | None = None
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
@@ -211,8 +211,8 @@ class RayBackend:
             if process.poll() is not None:
                 return f"Ray's own {name} has ended, with status {process.poll()}"
             if not _is_stopped(process.pid):
-                self._stopped.pop(name, None)
-            elif time.monotonic() > self._stopped.setdefault(name, time.monotonic()) + _STOPPED_S:
+                self._stopped.pop(process.pid, None)
+            elif time.monotonic() > self._stopped.setdefault(process.pid, time.monotonic()) + _STOPPED_S:
                 process.kill()
         return ""
 
