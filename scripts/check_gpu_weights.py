@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from check_gpu_parts import Row, Setting, engine, inferred, main  # which makes 
 from components.engines.config import HFRolloutConfig
 from components.engines.hf_engine import HFRolloutEngine
 from components.engines.train_engine import TrainEngine
+from components.engines.weight_broadcast import Broadcaster
 from components.engines.weight_ipc import BucketSender
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 
@@ -63,20 +65,34 @@ def carriers(setting: Setting) -> Iterator[Row]:
             rollout.weight_version == 10 * number + 3,
         )
     shutil.rmtree(memory, ignore_errors=True)
-    yield from sent_past_the_host(setting, trained)
+    yield from sent_past_the_host(setting, trained, "ipc")
+    if setting.on_gpu and torch.cuda.device_count() < 2:
+        yield Row("weights by broadcast", "not run: NCCL takes each GPU once, and there is one")
+    else:
+        yield from sent_past_the_host(setting, trained, "broadcast")
 
 
-def sent_past_the_host(setting: Setting, trained: TrainEngine) -> Iterator[Row]:
-    """The same weights to an engine in another process on the same GPU, while they are written to the folder that other
-    engines would read.
+WAYS = {"ipc": ("CUDA IPC", "a bucket of the CPU that both map"), "broadcast": ("NCCL broadcast", "gloo broadcast")}
+"""On GPUs, and on CPUs."""
+
+
+def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iterator[Row]:
+    """The same weights to an engine in another process, on the same GPU or, broadcast, on the next, while they are
+    written to the folder that other engines would read.
     """
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
-    process = processes.Process(target=receive_sent, args=(setting, trained.config.precision, theirs), daemon=True)
+    arguments = (setting, trained.config.precision, way, theirs)
+    process = processes.Process(target=receive_sent, args=arguments, daemon=True)
     process.start()
     theirs.close()
     publisher = WeightPublisher(setting.folder / "sent")
-    sender = BucketSender(setting.folder, trained.device, readers=1)
+    sender = Broadcaster(trained.device, 1) if way == "broadcast" else BucketSender(setting.folder, trained.device, 1)
+    address = None
+    if isinstance(sender, Broadcaster):
+        address = sender.address
+        list(sender.sent(0, []))  # the first brings the address
+    ours.send(address)
     times, taken, nbytes = [], [ours.recv()], 0
     for version in (1, 2, 3):
         ours.send(version)
@@ -86,28 +102,31 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine) -> Iterator[Row]:
             handle = publisher.publish(version, sender.sent(version, parameters), with_digests=True)
             ours.send(handle)
         else:
-            nbytes = sum(tensor.nbytes for _, tensor in sender.sent(version, parameters))
+            alone = partial(sender.sent, to_host=False) if isinstance(sender, BucketSender) else sender.sent
+            nbytes = sum(tensor.nbytes for _, tensor in alone(version, parameters))
         times.append(time.perf_counter() - began)
         taken.append(ours.recv())
     process.join()
     sender.close()
     publisher.close()
-    way = "CUDA IPC" if setting.on_gpu else "a bucket of the CPU that both map"
     yield inferred(
-        f"weights by {way}",
+        f"weights by {WAYS[way][0 if setting.on_gpu else 1]}",
         f"{nbytes:,} bytes; {times[2]:.2f} s, with the folder {times[1]:.2f} s",
         "all digests are the publisher's",
         all(taken),
     )
 
 
-def receive_sent(setting: Setting, precision: Any, connection: Connection) -> None:
-    """The process of that engine: say whether each version has come past the host."""
+def receive_sent(setting: Setting, precision: Any, way: str, connection: Connection) -> None:
+    """The process of that engine: report whether each version has come past the host."""
+    if setting.on_gpu and way == "broadcast":
+        torch.cuda.set_device(1)
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
+    announced = WeightHandle(0, str(setting.folder), 0, is_sent=True, broadcast=connection.recv(), reader=1)
     connection.send(True)
     for version in (1, 2, 3):
         assert connection.recv() == version
-        rollout.receive(WeightHandle(version, str(setting.folder), 0, is_sent=True), verify=version < 3)
+        rollout.receive(replace(announced, version=version), verify=version < 3)
         if version < 3:
             handle = connection.recv()
             is_here = rollout.sent_digests(handle) is not None

@@ -283,10 +283,10 @@ class RolloutOptions(Options, group="rollout"):
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
-    weight_sync: Literal["auto", "shared_memory", "ipc"] = "auto"
-    """How weights get to the engines of a machine: `shared_memory`; `ipc`, from a rank to the engine on its GPU, past
-    the host, while they are gathered; or `auto`: ipc where each rank shares its GPU with an engine. Engines on other
-    nodes read shared memory's by TCP."""
+    weight_sync: Literal["auto", "shared_memory", "ipc", "broadcast"] = "auto"
+    """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
+    they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or
+    `auto`: ipc where each rank shares its GPU with an engine, broadcast where engines have GPUs of their own."""
     merge_lora: bool | None = where(None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
     which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""

@@ -347,7 +347,7 @@ class RLOptions(RunOptions):
         """How weights get to the engines, on machines of so many GPUs, and why; see `choose_weight_sync`."""
         apart = self.HAS_ENGINES_APART and self.backend != "local"
         shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
-        return choose_weight_sync(self.rollout.weight_sync, gpus, shares, self.train.lora_rank)
+        return choose_weight_sync(self.rollout.weight_sync, gpus, apart, shares, self.train.lora_rank)
 
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""

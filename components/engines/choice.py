@@ -58,28 +58,41 @@ def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures:
     return "hf", "faster for a small model on a CPU"
 
 
-def choose_weight_sync(asked: str, gpus: int, shares: bool, lora_rank: int) -> tuple[str, str]:
-    """How weights get to the engines of a machine: "ipc" or "shared_memory"; and why, in a few words.
+def choose_weight_sync(asked: str, gpus: int, apart: bool, shares: bool, lora_rank: int) -> tuple[str, str]:
+    """How weights get to the engines: "ipc", "broadcast" or "shared_memory"; and why, in a few words.
 
     Args:
-        asked: one of the two, or "auto".
+        asked: one of the three, or "auto".
         gpus: of a machine.
+        apart: the engines are in other processes than the ranks of the policy.
         shares: each rank of the policy has an engine on its device, in another process.
         lora_rank: of the policy's adapters; 0: it has none.
 
     Raises:
-        ValueError: "ipc" is asked for, and cannot be had.
+        ValueError: what is asked for cannot be had.
     """
-    fault = ""
+    faults = {"ipc": "", "broadcast": ""}
+    if not shares:
+        faults["ipc"] = "the ranks of the policy have no engines beside them, on the same devices"
+    if not apart:
+        faults["broadcast"] = "the engines are in the processes of the policy"
+    elif gpus and shares:
+        faults["broadcast"] = "NCCL takes each GPU once, and the engines are on those of the policy"
     if lora_rank:
-        fault = "it is for weights without adapters"
-    elif not shares:
-        fault = "the ranks of the policy have no engines beside them, on the same devices"
-    if asked == "ipc" and fault:
-        raise ValueError(f"rollout.weight_sync=ipc: {fault}; leave it out")
-    if asked == "ipc" or (asked == "auto" and gpus and not fault):
-        return "ipc", "CUDA IPC, from each rank to the engine on its GPU" if gpus else "a bucket that engines map"
-    return "shared_memory", "shared memory, and TCP to other nodes"
+        faults = dict.fromkeys(faults, "it is for weights without adapters")
+    if faults.get(asked):
+        raise ValueError(f"rollout.weight_sync={asked}: {faults[asked]}; leave it out")
+    automatic = [way for way, fault in faults.items() if gpus and not fault]
+    way = asked if asked != "auto" else [*automatic, "shared_memory"][0]
+    return way, _WAYS[way][0 if gpus else 1]
+
+
+_WAYS = {
+    "ipc": ("CUDA IPC, from each rank to the engine on its GPU", "a bucket that engines map"),
+    "broadcast": ("NCCL, from the policy's rank 0 to all engines at once", "gloo, from rank 0 to all engines at once"),
+    "shared_memory": ("shared memory, and TCP to other nodes",) * 2,
+}
+"""On GPUs, and on CPUs."""
 
 
 def adapters_fault(engine: str, model_path: str, lora_rank: int, asked: bool) -> str:

@@ -17,6 +17,8 @@ class WeightReceiver:
     """Extends vLLM's worker; every public method can be called through `collective_rpc`."""
 
     model_runner: Any
+    rank: int
+    """Among the processes of this engine."""
     reload_weights: Any
 
     def free_bytes(self) -> int:
@@ -31,7 +33,7 @@ class WeightReceiver:
 
         def arriving() -> Iterator[tuple[str, Tensor]]:
             try:
-                for name, tensor in read_weights(handle):
+                for name, tensor in read_weights(handle, part=self.rank):
                     if with_digests:
                         digests[name] = digest(tensor)
                     yield name, tensor

@@ -26,7 +26,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from components.engines.device import compute_device
-from components.engines.weight_buckets import ALIGNMENT, Piece, pieces_of
+from components.engines.weight_buckets import BucketFiller, pieces_of
 
 BUCKET_BYTES = 128 * 2**20
 """What is mapped; a larger weight travels alone."""
@@ -65,16 +65,16 @@ class BucketSender:
         self._listening.close()
         self._path.unlink(missing_ok=True)
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def sent(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], to_host: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version, each after it was copied into the bucket. When it is exhausted every reader has
-        them all, or was given up.
+        them all, or was given up. With `to_host` see `BucketFiller.passed`.
         """
-        transfer = _Transfer(self._arrived(version), self._device, self._bucket_bytes, self._timeout_seconds)
+        readers = self._arrived(version)
+        transfer = _Transfer(readers, self._device, self._bucket_bytes, to_host, self._timeout_seconds)
         try:
-            for name, tensor in tensors:
-                transfer.put(name, tensor)
-                yield name, tensor
-            transfer.send()
+            yield from transfer.passed(tensors)
             transfer.tell(lambda: b"")
         finally:
             transfer.close()
@@ -100,43 +100,28 @@ class BucketSender:
         return readers
 
 
-class _Transfer:
+class _Transfer(BucketFiller):
     """Of one version."""
 
     def __init__(
-        self, readers: list[Connection], device: torch.device, bucket_bytes: int, timeout_seconds: float
+        self,
+        readers: list[Connection],
+        device: torch.device,
+        bucket_bytes: int,
+        to_host: bool,
+        timeout_seconds: float,
     ) -> None:
+        super().__init__(device, bucket_bytes, to_host)
         self._readers, self._timeout_seconds = readers, timeout_seconds
-        self._bucket_bytes = bucket_bytes
-        self._bucket = torch.empty(0, dtype=torch.uint8, device=device)
-        self._is_mapped = False
-        self._pieces: list[Piece] = []
-        self._end = 0
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        if not self._readers:
-            return
-        start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        if start + tensor.nbytes > len(self._bucket):
-            self.send()
-            start = 0
-        if tensor.nbytes > len(self._bucket):
-            size = max(self._bucket_bytes, tensor.nbytes)
-            self._bucket = torch.empty(size, dtype=torch.uint8, device=self._bucket.device)
-            self._is_mapped = False
-        piece = Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
-        ((_, place),) = pieces_of(self._bucket, [piece])
-        place.copy_(tensor)
-        self._pieces.append(piece)
-        self._end = start + tensor.nbytes
+        self._mapped_bytes = 0
+        """Of the bucket, as the readers have mapped it."""
 
     def send(self) -> None:
         """Wait until every reader has a copy of what is in the bucket."""
-        if not self._pieces:
-            return
-        _finish_copies(self._bucket.device)
-        self.tell(lambda: pickle.dumps((None if self._is_mapped else _handle(self._bucket), self._end, self._pieces)))
-        self._is_mapped, self._pieces, self._end = True, [], 0
+        _finish_copies(self.bucket.device)
+        is_mapped = self._mapped_bytes == len(self.bucket)
+        self.tell(lambda: pickle.dumps((None if is_mapped else _handle(self.bucket), self.end, self.pieces)))
+        self._mapped_bytes = len(self.bucket)
 
     def tell(self, message: Callable[[], bytes]) -> None:
         """Send each reader a message, made for it alone since torch counts who maps memory, and await its response."""
@@ -146,7 +131,7 @@ class _Transfer:
                 _message(reader, self._timeout_seconds)
             except (OSError, EOFError, RuntimeError) as error:
                 # torch keeps a bucket that somebody has mapped and not given back until this process ends.
-                _log.warning("weights: an engine on %s was given up: %r", self._bucket.device, error)
+                _log.warning("weights: an engine on %s was given up: %r", self.bucket.device, error)
                 self._readers.remove(reader)
                 reader.close()
 

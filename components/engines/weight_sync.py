@@ -2,8 +2,8 @@
 
 A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
 it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
-machines pull it from the publisher (weight_transport.py). Readers on the device of a rank may have it while it is still
-being gathered (weight_ipc.py).
+machines pull it from the publisher (weight_transport.py). While it is still being gathered, readers on the device of a
+rank may have it (weight_ipc.py), or all others at once (weight_broadcast.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from components.engines.weight_broadcast import read_broadcast
 from components.engines.weight_buckets import pieces_of
 from components.engines.weight_digest import digest
 from components.engines.weight_folder import OpenVersion, VersionWriter, WrittenVersion, open_version
@@ -46,7 +47,12 @@ class WeightHandle:
     """The version is low-rank adapters alone, by the names of peft's files, and B A is to be multiplied by this before
     it is added to the weights that were loaded. 0: it is whole weights."""
     is_sent: bool = False
-    """The ranks send it as they gather it; `path` is where they listen, and the version's own handle follows."""
+    """The ranks send it as they gather it, and the version's own handle follows; `path` is where they listen, unless it
+    is broadcast."""
+    broadcast: tuple[str, int] | None = None
+    """Where rank 0 broadcasts this version, if it `is_sent`, or those that follow; None: nowhere."""
+    reader: int = 0
+    """Of one that is broadcast: the number of the engine's first process among all readers, from 1."""
 
 
 class WeightPublisher:
@@ -185,7 +191,7 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
 
 
 def read_weights(
-    handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True
+    handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True, part: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a version: those that a rank sends, else mapped where its folder is, else through the network,
     from a publisher that serves. Copy what you keep.
@@ -195,11 +201,15 @@ def read_weights(
         timeout_seconds: for the publisher's response, and for each bucket through the network.
         writable: False: who writes into a tensor that is mapped ends this process. It is quicker: the mapping is used
             again for later versions.
+        part: this process's number among those of its engine.
 
     Raises:
         FileNotFoundError: the version is gone, or was never within reach.
         ConnectionError: the publisher is gone, or does not respond in time.
     """
+    if handle.is_sent and handle.broadcast is not None:
+        yield from read_broadcast(handle.broadcast, handle.reader + part, handle.version, timeout_seconds)
+        return
     if handle.is_sent:
         yield from read_sent(Path(handle.path), handle.version, timeout_seconds)
         return

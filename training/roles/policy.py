@@ -1,5 +1,6 @@
 """The policy that is trained."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -8,6 +9,7 @@ import torch
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
 from components.engines.opening import open_engine
+from components.engines.weight_broadcast import Broadcaster
 from components.engines.weight_ipc import BucketSender
 from components.engines.weight_sync import WeightHandle, WeightPublisher
 from core import rpc, trainer_invocation
@@ -23,20 +25,22 @@ class TrainedPolicy(TrainedModel):
 
     publisher: WeightPublisher | None = None
     """Of rank 0."""
-    sender: BucketSender | None = None
-    """Of a rank that shares its device with engines, which are sent the weights."""
+    sender: BucketSender | Broadcaster | None = None
+    """Of a rank that sends weights while they are gathered: to engines on its device, or, rank 0, to all."""
 
     def open_policy(self, model_path: str, steps: int) -> None:
         """Load the model and put it under the training engine; `steps` set the length of its schedule. Rank 0 hands
-        weights to rollout engines, which may be on other machines; with `rollout.weight_sync=ipc` each rank to the
-        engine on its GPU, on a CPU rank 0 to all.
+        weights to rollout engines, which may be on other machines, and with `rollout.weight_sync=broadcast` sends them
+        to all at once; with `ipc` each rank sends them to the engine on its GPU, on a CPU rank 0 to all.
         """
         own = self.config
         self.engine = open_engine(policy_to_train(model_path, own), own.train_engine(steps))
-        on_gpu = self.engine.device.type == "cuda"
-        if own.rollout.weight_sync == "ipc" and (on_gpu or self.rank == 0):
-            readers = 1 if on_gpu else own.placement.rollout_engines * own.rollout.tensor_parallel
-            self.sender = BucketSender(self.shared_dir, self.engine.device, readers)
+        device, way = self.engine.device, own.rollout.weight_sync
+        engines = own.placement.rollout_engines * own.rollout.tensor_parallel
+        if way == "ipc" and (device.type == "cuda" or self.rank == 0):
+            self.sender = BucketSender(self.shared_dir, device, readers=1 if device.type == "cuda" else engines)
+        if way == "broadcast" and self.rank == 0:
+            self.sender = Broadcaster(device, readers=engines)
         if self.rank == 0:
             on_disk, serve = f"{own.run_dir}/weights", own.placement.nodes > 1
             self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=serve)
@@ -50,17 +54,20 @@ class TrainedPolicy(TrainedModel):
         sampling = own.rollout_engine()
         dtype: torch.dtype = getattr(torch, sampling.dtype)
         scale = 0.0
-        everywhere = self.sender is not None and self.engine.device.type == "cuda"
+        everywhere = own.rollout.weight_sync in ("ipc", "broadcast") and self.engine.device.type == "cuda"
         gathered = partial(self.engine.gathered_parameters, everywhere)
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
-        if self.sender is not None:
+        if isinstance(self.sender, BucketSender):
+            parameters = self.sender.sent(version, parameters, to_host=self.publisher is not None)
+        elif self.sender is not None:
             parameters = self.sender.sent(version, parameters)
         if self.publisher is not None:
             verify = own.rollout.verify_weight_sync
-            return self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+            handle = self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+            return replace(handle, broadcast=self.sender.address) if isinstance(self.sender, Broadcaster) else handle
         for _ in parameters:
             assert everywhere, "only rank 0 is given parameters"
         return None

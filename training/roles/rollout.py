@@ -98,16 +98,19 @@ class RolloutWorker(SamplingWorker):
         """Take the weights that the ranks send while they gather them, where they do. What fails here is made good by
         `receive_weights`, which follows.
         """
-        if self.config.rollout.weight_sync != "ipc":
+        own = self.config.rollout
+        broadcast = None if self.received is None else self.received.broadcast
+        if own.weight_sync == "shared_memory" or (own.weight_sync == "broadcast" and broadcast is None):
             return
         self.runner.wake(for_weights=True)
-        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True)
+        reader = 1 + self.rank * own.tensor_parallel
+        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True, broadcast=broadcast, reader=reader)
         try:
-            self.runner.receive(handle, verify=self.config.rollout.verify_weight_sync)
+            self.runner.receive(handle, verify=own.verify_weight_sync)
         except Exception as error:  # vLLM gives what its processes raise no type of their own
             if is_engine_dead(error):
                 raise
-            _log.warning("the engine reads version %d of the weights from shared memory: %r", version, error)
+            _log.warning("the engine reads version %d of the weights as they were published: %r", version, error)
 
     def is_fatal(self, error: Exception) -> bool:
         """See `BaseWorkload.is_fatal`: a new engine takes the place of one that is dead or out of memory."""

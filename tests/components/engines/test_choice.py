@@ -161,23 +161,37 @@ def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "shares", "lora_rank", "expected"),
+    ("asked", "gpus", "apart", "shares", "lora_rank", "expected"),
     [
-        ("auto", 8, True, 0, "ipc"),
-        ("auto", 8, False, 0, "shared_memory"),
-        ("auto", 8, True, 16, "shared_memory"),
-        ("auto", 0, True, 0, "shared_memory"),
-        ("shared_memory", 8, True, 0, "shared_memory"),
-        ("ipc", 0, True, 0, "ipc"),
+        ("auto", 8, True, True, 0, "ipc"),
+        ("auto", 8, True, False, 0, "broadcast"),
+        ("auto", 8, False, False, 0, "shared_memory"),
+        ("auto", 8, True, True, 16, "shared_memory"),
+        ("auto", 8, True, False, 16, "shared_memory"),
+        ("auto", 0, True, True, 0, "shared_memory"),
+        ("shared_memory", 8, True, True, 0, "shared_memory"),
+        ("ipc", 0, True, True, 0, "ipc"),
+        ("broadcast", 0, True, True, 0, "broadcast"),
     ],
 )
-def test_weights_go_past_the_host_where_each_rank_shares_its_gpu_with_an_engine(
-    asked: str, gpus: int, shares: bool, lora_rank: int, expected: str
+def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_between(
+    asked: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
 ) -> None:
-    assert choose_weight_sync(asked, gpus, shares, lora_rank)[0] == expected
+    assert choose_weight_sync(asked, gpus, apart, shares, lora_rank)[0] == expected
 
 
-@pytest.mark.parametrize(("shares", "lora_rank", "why"), [(False, 0, "no engines beside"), (True, 16, "adapters")])
-def test_ipc_that_cannot_be_is_refused(shares: bool, lora_rank: int, why: str) -> None:
-    with pytest.raises(ValueError, match=says("rollout.weight_sync=ipc", why)):
-        choose_weight_sync("ipc", 8, shares, lora_rank)
+@pytest.mark.parametrize(
+    ("asked", "apart", "shares", "lora_rank", "why"),
+    [
+        ("ipc", True, False, 0, "no engines beside"),
+        ("ipc", True, True, 16, "adapters"),
+        ("broadcast", False, False, 0, "in the processes of the policy"),
+        ("broadcast", True, True, 0, "each GPU once"),
+        ("broadcast", True, False, 16, "adapters"),
+    ],
+)
+def test_a_way_of_the_weights_that_cannot_be_is_refused(
+    asked: str, apart: bool, shares: bool, lora_rank: int, why: str
+) -> None:
+    with pytest.raises(ValueError, match=says(f"rollout.weight_sync={asked}", why)):
+        choose_weight_sync(asked, 8, apart, shares, lora_rank)

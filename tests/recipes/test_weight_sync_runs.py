@@ -1,0 +1,44 @@
+"""However weights get to the engines, a run learns the same, also when an engine dies on the way."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from recipe_runs import Run
+
+OPTIONS = """data.path=task:sort rollout.max_new_tokens=8 prompts_per_step=8 samples_per_prompt=4
+    train.mini_batch_size=16 max_steps=6 evaluation.every=-1 checkpoint.every=-1 train.learning_rate=1e-3
+    rollout.engine=hf rollout.verify_weight_sync=true placement.rollout_engines=2"""
+NOT_SENT = "as they were published"
+"""In the log of an engine that reads the folder after all."""
+NEW_GROUP = "are made a new group"
+"""In the log of the rank that broadcasts, after the first group has lost an engine."""
+
+
+@pytest.mark.nightly
+def test_a_run_learns_the_same_whichever_way_its_weights_take(ray_address: str, policy: Path, tmp_path: Path) -> None:
+    def start(way: str, name: str) -> Run:
+        chosen = [f"model.path={policy}", f"rollout.weight_sync={way}", *OPTIONS.split()]
+        return Run("grpo", ray_address, tmp_path / name, *chosen)
+
+    def log(run: Run, worker: str) -> str:
+        return (run.run_dir / "logs" / f"{worker}.log").read_text()
+
+    expected = start("shared_memory", "shared memory").wait()
+    mapped = start("ipc", "mapped").wait()
+    for run in (expected, mapped):
+        assert run.code == 0, run.err
+        assert run.learnt() == expected.learnt()
+        assert NOT_SENT not in log(run, "rollout-0") + log(run, "rollout-1")
+        assert run.left_behind() == []
+
+    struck = start("broadcast", "struck")
+    struck.wait_until(lambda: len(struck.metrics) >= 2)
+    os.kill(struck.pids()["rollout-1"], signal.SIGKILL)
+    struck.wait()
+    assert struck.code == 0, struck.err
+    assert struck.learnt() == expected.learnt()
+    assert len(struck.starts()["rollout-1"]) == 2
+    assert log(struck, "actor-0").count(NEW_GROUP) == 1
+    assert struck.left_behind() == []
