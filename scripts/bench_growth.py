@@ -1,0 +1,187 @@
+"""How the cost of a step of recipes/grpo grows with what it has to do, and the trainer's own share of it.
+
+    python scripts/bench_growth.py                     everything, about half an hour on two cores
+    python scripts/bench_growth.py prompts response    some of it: prompts, samples, prompt, response, engines, ranks
+
+One thread per process, a model of 0.4 million parameters (of engines and ranks one of 5,000), fixed lengths, on Ray.
+One number grows, the others stay at 64 prompts of 16 tokens and 8 responses of 16 tokens each. Medians of the steps
+after the second.
+
+Columns: the CPU seconds of all processes of the run in a step, those of its generation and its training by the wall
+clock, what a token costs in CPU time beside the first line, and of the CPU seconds those of the process of the trainer:
+it reads prompts, computes advantages, sends batches, logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench_grpo import ROOT, SHARE_OF_A, cpu_seconds  # which makes the project importable
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from components.data.tiny_model import character_tokenizer, tiny_model
+
+WARM_UP = 2
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step has to do, and who does it."""
+
+    prompts: int = 64
+    samples: int = 8
+    prompt: int = 16
+    """Tokens."""
+    response: int = 16
+    """Tokens."""
+    engines: int = 1
+    ranks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.prompts * self.samples * (self.prompt + self.response)
+
+
+SMALL = Case(prompts=32)
+GROWING = {
+    "prompts": [Case(prompts=n) for n in (64, 256, 1024)],
+    "samples": [Case(samples=n) for n in (4, 16, 64)],
+    "prompt": [Case(prompt=n) for n in (8, 128, 1024)],
+    "response": [Case(response=n) for n in (16, 128, 512)],
+    "engines": [replace(SMALL, engines=n) for n in (2, 4, 8)],
+    "ranks": [replace(SMALL, ranks=n) for n in (2, 4, 8)],
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What had been taken when a step's metrics came."""
+
+    line: dict[str, Any]
+    all_cpu_s: float
+    trainer_cpu_s: float
+
+
+def write_model(folder: Path, is_stub: bool) -> Path:
+    """Without an end token: every response has the full length."""
+    tokenizer = character_tokenizer(string.ascii_lowercase)
+    model = tiny_model(tokenizer, 0)
+    if is_stub:
+        stub = Qwen2Config(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            vocab_size=len(tokenizer),
+        )
+        model = Qwen2ForCausalLM(stub)
+    model.config.max_position_embeddings = 2048
+    model.generation_config.eos_token_id = None
+    path = folder / ("stub" if is_stub else "tiny")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def measure(case: Case, model: Path, folder: Path) -> list[Step]:
+    """One run, watched."""
+    letters = random.Random(0)
+    rows = [{"input": "".join(letters.choices(string.ascii_lowercase, k=case.prompt)), "label": "a"} for _ in range(99)]
+    data, reward = folder / "prompts.jsonl", folder / "reward.py"
+    count = case.prompts * STEPS
+    data.write_text("".join(json.dumps(rows[i % len(rows)]) + "\n" for i in range(count)), encoding="utf-8")
+    reward.write_text(SHARE_OF_A, encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir=folder) as run_dir:
+        options = {
+            "run_dir": run_dir,
+            "model.path": model,
+            "data.path": data,
+            "data.label_key": "label",
+            "data.max_prompt_tokens": 1024,
+            "reward.source": reward,
+            "prompts_per_step": case.prompts,
+            "samples_per_prompt": case.samples,
+            "rollout.max_new_tokens": case.response,
+            "rollout.engine": "hf",
+            "placement.rollout_engines": case.engines,
+            "placement.actor_ranks": case.ranks,
+            "train.learning_rate": 1e-6,
+        }
+        command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
+        return watched(command, Path(run_dir))
+
+
+def watched(command: list[str], run_dir: Path) -> list[Step]:
+    """Run it to its end."""
+    steps: list[Step] = []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    log = run_dir.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                path = run_dir / "metrics.jsonl"
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+                new = [json.loads(line) for line in lines[len(steps) :] if line.endswith("\n")]
+                steps += [Step(line, cpu_seconds(process.pid), trainer_seconds(run_dir)) for line in new]
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    log.unlink()
+    return [step for step in steps if step.line["step"]]
+
+
+def trainer_seconds(run_dir: Path) -> float:
+    """CPU seconds of the trainer's process."""
+    found = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
+    assert found is not None
+    fields = Path(f"/proc/{found[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Print a table of each that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*GROWING, []], help="which; all without any")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models = {is_stub: write_model(folder, is_stub) for is_stub in (False, True)}
+        for what in options.what or GROWING:
+            print(f"\n| {what} | CPU s | generate, s | train, s | CPU per token | trainer |\n|---|---|---|---|---|---|")
+            first = 0.0
+            for case in GROWING[what]:
+                steps = measure(case, models[what in ("engines", "ranks")], folder)
+                pairs = list(zip(steps[WARM_UP - 1 :], steps[WARM_UP:], strict=False))
+                cpu = statistics.median(after.all_cpu_s - before.all_cpu_s for before, after in pairs)
+                trainer = statistics.median(after.trainer_cpu_s - before.trainer_cpu_s for before, after in pairs)
+                phases = [
+                    statistics.median(after.line[f"timing_s/{phase}"] for _, after in pairs)
+                    for phase in ("generate", "train")
+                ]
+                first = first or cpu / case.tokens
+                seconds = " | ".join(f"{each:.2f}" for each in phases)
+                share = f"{cpu / case.tokens / first:.2f} | {100 * trainer / cpu:.1f}%"
+                print(f"| {getattr(case, what)} | {cpu:.2f} | {seconds} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
