@@ -21,15 +21,12 @@ import random
 import re
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from bench_grpo import ROOT, SHARE_OF_A, cpu_seconds  # which makes the project importable
+from bench_grpo import SHARE_OF_A, watched  # which makes the project importable
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from components.data.tiny_model import character_tokenizer, tiny_model
@@ -68,15 +65,6 @@ GROWING = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    """What had been taken when a step's metrics came."""
-
-    line: dict[str, Any]
-    all_cpu_s: float
-    trainer_cpu_s: float
-
-
 def write_model(folder: Path, is_stub: bool) -> Path:
     """Without an end token: every response has the full length."""
     tokenizer = character_tokenizer(string.ascii_lowercase)
@@ -99,7 +87,7 @@ def write_model(folder: Path, is_stub: bool) -> Path:
     return path
 
 
-def measure(case: Case, model: Path, folder: Path) -> list[Step]:
+def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
     """One run, watched."""
     letters = random.Random(0)
     rows = [{"input": "".join(letters.choices(string.ascii_lowercase, k=case.prompt)), "label": "a"} for _ in range(99)]
@@ -124,37 +112,20 @@ def measure(case: Case, model: Path, folder: Path) -> list[Step]:
             "train.learning_rate": 1e-6,
         }
         command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
-        return watched(command, Path(run_dir))
+        metrics = Path(run_dir) / "metrics.jsonl"
+        found = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
+    return [row for row in found if row["step"] and "trainer" in row]
 
 
-def watched(command: list[str], run_dir: Path) -> list[Step]:
-    """Run it to its end."""
-    steps: list[Step] = []
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    log = run_dir.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                path = run_dir / "metrics.jsonl"
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-                new = [json.loads(line) for line in lines[len(steps) :] if line.endswith("\n")]
-                steps += [Step(line, cpu_seconds(process.pid), trainer_seconds(run_dir)) for line in new]
-                time.sleep(0.02)
-        finally:
-            process.kill()
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text(encoding='utf-8')[-3000:]}")
-    log.unlink()
-    return [step for step in steps if step.line["step"]]
-
-
-def trainer_seconds(run_dir: Path) -> float:
-    """CPU seconds of the trainer's process."""
+def trainer_seconds(run_dir: Path) -> dict[str, float]:
+    """CPU seconds of the trainer's process; nothing when it has ended."""
     found = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
     assert found is not None
-    fields = Path(f"/proc/{found[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    try:
+        fields = Path(f"/proc/{found[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {"trainer": sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")}
 
 
 def main() -> None:
@@ -171,10 +142,10 @@ def main() -> None:
             for case in GROWING[what]:
                 steps = measure(case, models[what in ("engines", "ranks")], folder)
                 pairs = list(zip(steps[WARM_UP - 1 :], steps[WARM_UP:], strict=False))
-                cpu = statistics.median(after.all_cpu_s - before.all_cpu_s for before, after in pairs)
-                trainer = statistics.median(after.trainer_cpu_s - before.trainer_cpu_s for before, after in pairs)
+                cpu = statistics.median(after["cpu"] - before["cpu"] for before, after in pairs)
+                trainer = statistics.median(after["trainer"] - before["trainer"] for before, after in pairs)
                 phases = [
-                    statistics.median(after.line[f"timing_s/{phase}"] for _, after in pairs)
+                    statistics.median(after[f"timing_s/{phase}"] for _, after in pairs)
                     for phase in ("generate", "train")
                 ]
                 first = first or cpu / case.tokens

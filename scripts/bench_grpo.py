@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,12 @@ def trl_python() -> Path:
     return python
 
 
-def watched(command: list[str], threads: int, rows_path: Path, log: Path) -> list[dict[str, float]]:
-    """Run a process to its end; returns the lines of JSON that it wrote, each with the CPU seconds used by then."""
+def watched(
+    command: list[str], threads: int, rows_path: Path, log: Path, measure: Callable[[], dict[str, float]] = dict
+) -> list[dict[str, float]]:
+    """Run a process to its end; returns the lines of JSON that it wrote, each with the CPU seconds used by then, and
+    with what `measure` found.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     rows: list[dict[str, float]] = []
     with log.open("w", encoding="utf-8") as output:
@@ -143,7 +148,7 @@ def watched(command: list[str], threads: int, rows_path: Path, log: Path) -> lis
                 lines = rows_path.read_text(encoding="utf-8").splitlines(keepends=True) if rows_path.is_file() else []
                 new = [json.loads(line) for line in lines[len(rows) :] if line.endswith("\n")]
                 used = max(cpu_seconds(process.pid), rows[-1]["cpu"] if rows else 0.0)
-                rows += [{**row, "cpu": used} for row in new]
+                rows += [{**row, "cpu": used, **measure()} for row in new]
                 time.sleep(0.02)
         finally:
             process.kill()

@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,8 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
             handle = publisher.publish(version, sender.sent(version, parameters), with_digests=True)
             ours.send(handle)
         else:
-            alone = partial(sender.sent, to_host=False) if isinstance(sender, BucketSender) else sender.sent
-            nbytes = sum(tensor.nbytes for _, tensor in alone(version, parameters))
+            sender.to_host = False
+            nbytes = sum(tensor.nbytes for _, tensor in sender.sent(version, parameters))
         times.append(time.perf_counter() - began)
         taken.append(ours.recv())
     process.join()

@@ -23,6 +23,12 @@ MOST_LORA_RANK = 512
 """Of adapters that vLLM 0.32 holds."""
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
+_WAYS = {
+    "ipc": ("CUDA IPC, from each rank to the engine on its GPU", "a bucket that engines map"),
+    "broadcast": ("NCCL, from the policy's rank 0 to all engines at once", "gloo, from rank 0 to all engines at once"),
+    "shared_memory": ("shared memory, and TCP to other nodes",) * 2,
+}
+"""How weights get to the engines, on GPUs and on CPUs."""
 
 
 def choose_rollout_engine(asked: str, gpus: int, model_path: str, *temperatures: float) -> tuple[str, str]:
@@ -85,14 +91,6 @@ def choose_weight_sync(asked: str, gpus: int, apart: bool, shares: bool, lora_ra
     automatic = [way for way, fault in faults.items() if gpus and not fault]
     way = asked if asked != "auto" else [*automatic, "shared_memory"][0]
     return way, _WAYS[way][0 if gpus else 1]
-
-
-_WAYS = {
-    "ipc": ("CUDA IPC, from each rank to the engine on its GPU", "a bucket that engines map"),
-    "broadcast": ("NCCL, from the policy's rank 0 to all engines at once", "gloo, from rank 0 to all engines at once"),
-    "shared_memory": ("shared memory, and TCP to other nodes",) * 2,
-}
-"""On GPUs, and on CPUs."""
 
 
 def adapters_fault(engine: str, model_path: str, lora_rank: int, asked: bool) -> str:

@@ -71,6 +71,8 @@ class Broadcaster:
         store.set("size", str(readers + 1))
         self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
         self._bucket_bytes, self._arrival_seconds = bucket_bytes, arrival_seconds
+        self.to_host = True
+        """See `BucketFiller`."""
         self._groups = self._failures = 0
         self._is_known = False
         self._keys: list[str] = []
@@ -88,7 +90,7 @@ class Broadcaster:
         """
         for key in self._keys:
             self._member.store.delete_key(key)
-        transfer = _Transfer(self._member, version, self._bucket_bytes)
+        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host)
         self._keys = transfer.keys
         is_sent = self._is_known and self.address is not None
         self._is_known = True
@@ -130,8 +132,8 @@ class Broadcaster:
 class _Transfer(BucketFiller):
     """Of one version, from rank 0."""
 
-    def __init__(self, member: _Member, version: int, bucket_bytes: int) -> None:
-        super().__init__(member.device, bucket_bytes, to_host=True)
+    def __init__(self, member: _Member, version: int, bucket_bytes: int, to_host: bool) -> None:
+        super().__init__(member.device, bucket_bytes, to_host)
         self._member, self._version = member, version
         self._buckets = 0
         self.keys = [f"{version}/group"]

@@ -44,6 +44,7 @@ class BucketSender:
         readers: int,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_seconds: float = 60.0,
+        to_host: bool = True,
     ) -> None:
         """
         Args:
@@ -52,7 +53,9 @@ class BucketSender:
             readers: processes of engines on it, each of which reads every version.
             bucket_bytes: of the memory that they map.
             timeout_seconds: a reader may take to come, and for each bucket.
+            to_host: see `BucketFiller`.
         """
+        self.to_host = to_host
         self._device, self._readers = device, readers
         self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
         self._path = _socket_of(folder, device)
@@ -65,14 +68,12 @@ class BucketSender:
         self._listening.close()
         self._path.unlink(missing_ok=True)
 
-    def sent(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], to_host: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, each after it was copied into the bucket. When it is exhausted every reader has
-        them all, or was given up. With `to_host` see `BucketFiller.passed`.
+    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version, each after it was copied into the bucket; see `BucketFiller.passed`. When it is
+        exhausted every reader has them all, or was given up.
         """
         readers = self._arrived(version)
-        transfer = _Transfer(readers, self._device, self._bucket_bytes, to_host, self._timeout_seconds)
+        transfer = _Transfer(readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds)
         try:
             yield from transfer.passed(tensors)
             transfer.tell(lambda: b"")

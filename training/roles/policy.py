@@ -38,7 +38,8 @@ class TrainedPolicy(TrainedModel):
         device, way = self.engine.device, own.rollout.weight_sync
         engines = own.placement.rollout_engines * own.rollout.tensor_parallel
         if way == "ipc" and (device.type == "cuda" or self.rank == 0):
-            self.sender = BucketSender(self.shared_dir, device, readers=1 if device.type == "cuda" else engines)
+            readers = 1 if device.type == "cuda" else engines
+            self.sender = BucketSender(self.shared_dir, device, readers, to_host=self.rank == 0)
         if way == "broadcast" and self.rank == 0:
             self.sender = Broadcaster(device, readers=engines)
         if self.rank == 0:
@@ -60,9 +61,7 @@ class TrainedPolicy(TrainedModel):
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
-        if isinstance(self.sender, BucketSender):
-            parameters = self.sender.sent(version, parameters, to_host=self.publisher is not None)
-        elif self.sender is not None:
+        if self.sender is not None:
             parameters = self.sender.sent(version, parameters)
         if self.publisher is not None:
             verify = own.rollout.verify_weight_sync

@@ -198,7 +198,7 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
     broadcaster, address = broadcaster_of(2)
     publisher = WeightPublisher(tmp_path / "versions")
     try:
-        answers = []
+        found = []
         for version, model in ((2, models[1]), (3, models[0])):
             announced = WeightHandle(version, "", 0, is_sent=True, broadcast=address, reader=1)
             reader = threading.Thread(target=engine.receive, args=(announced, True))
@@ -208,7 +208,7 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
             reader.join()
             assert engine.sent_digests(handle) is not None
             engine.receive(handle, verify=True)
-            answers.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
+            found.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
     finally:
         engine.close()
         broadcaster.close()
@@ -218,4 +218,4 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
         alone = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25))
         expected.append(answers_of(alone.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
         alone.close()
-    assert answers == expected
+    assert found == expected
