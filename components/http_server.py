@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 TOO_SLOW, TOO_LARGE, GONE = 408, 413, 499
 SENDING_S = 60.0
@@ -16,7 +16,8 @@ SENDING_S = 60.0
 BODY_MB = 64.0
 HEAD_BYTES = 2**16
 """Of a request's head; uvicorn itself takes any."""
-_PROTOCOL: Any = AutoHTTPProtocol
+_PROTOCOL: Any = HttpToolsProtocol
+"""uvicorn's other parser takes requests whose length is given in two ways."""
 
 
 def server_config(app: Any, head_s: float = SENDING_S, **options: Any) -> uvicorn.Config:

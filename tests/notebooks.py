@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
 from tests.recipe_copies import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
@@ -32,6 +30,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def run(path: Path, folder: Path) -> list[list[dict[str, Any]]]:
     """The outputs of each cell with code, run in `folder`: what it prints and what it plots."""
+    import matplotlib as mpl  # of the tier that runs them
+
     mpl.use("Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     before = Path.cwd()

@@ -77,6 +77,8 @@ class Broadcaster:
         self._is_known = False
         self._keys: list[str] = []
         """Of the last version."""
+        self._old: list[str] = []
+        """Of those before it."""
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -88,9 +90,8 @@ class Broadcaster:
         exhausted every reader has them all, or the version was given up. The first is not broadcast: its handle brings
         the address.
         """
-        for key in self._keys:
-            self._member.store.delete_key(key)
         transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host)
+        self._old += self._keys
         self._keys = transfer.keys
         is_sent = self._is_known and self.address is not None
         self._is_known = True
@@ -118,6 +119,10 @@ class Broadcaster:
         readers = [f"{version}/{reader}" for reader in range(1, member.size)]
         self._keys += readers
         groups = {int(_awaited(member.store, key, until - time.monotonic())) for key in readers}
+        # Who has come for this version needs nothing of an older one.
+        for key in self._old:
+            member.store.delete_key(key)
+        self._old = []
         if groups != {member.group} or not member.group:
             self._groups += 1
             if self._groups > 1:

@@ -30,7 +30,7 @@ def read(address: tuple[str, int], reader: int, versions: list[int], dies_after:
     for version in versions:
         digests: dict[str, str] = {}
         try:
-            for name, tensor in read_broadcast(address, reader, version, timeout_seconds=10):
+            for name, tensor in read_broadcast(address, reader, version, timeout_seconds=20):
                 digests[name] = digest(tensor)
                 if version == versions[-1] and len(digests) == dies_after:
                     os._exit(9)
@@ -59,7 +59,7 @@ def send(broadcaster: Broadcaster, version: int) -> None:
 def broadcaster_of(readers: int, arrival_seconds: float = 60) -> tuple[Broadcaster, tuple[str, int]]:
     """After its first version, which brings its address."""
     broadcaster = Broadcaster(
-        CPU, readers, bucket_bytes=BUCKET_BYTES, timeout_seconds=10, arrival_seconds=arrival_seconds
+        CPU, readers, bucket_bytes=BUCKET_BYTES, timeout_seconds=20, arrival_seconds=arrival_seconds
     )
     send(broadcaster, 1)
     assert broadcaster.address is not None
@@ -125,7 +125,7 @@ def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
 
 def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
     broadcaster, address = broadcaster_of(1)
-    arriving: Any = read_broadcast(address, 1, 2, timeout_seconds=10)
+    arriving: Any = read_broadcast(address, 1, 2, timeout_seconds=20)
     began = threading.Thread(target=send, args=(broadcaster, 2))
     began.start()
     name, tensor = next(arriving)
@@ -135,7 +135,7 @@ def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
     began.join()
     began = threading.Thread(target=send, args=(broadcaster, 3))
     began.start()
-    again = dict(read_broadcast(address, 1, 3, timeout_seconds=10))
+    again = dict(read_broadcast(address, 1, 3, timeout_seconds=20))
     began.join()
     assert {name: digest(tensor) for name, tensor in again.items()} == expected_of(3)
 
