@@ -1,11 +1,7 @@
-"""Rewards: shaped by how a response ended, normalised, spread over its tokens, and which groups of them teach
-something.
+"""Rewards: shaped by how a response ended, spread over its tokens, and which groups of them teach something.
 
 B sequences; G groups, each the responses to one prompt; N all tokens of a batch end to end.
 """
-
-import math
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -91,58 +87,6 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     reward_B = reward_B.float()
     # Not the bare coef, which would hide a reward that is NaN.
     return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningMoments:
-    """Mean and deviation of all rewards of a run so far; each batch makes new ones of them.
-
-    Source: Welford 1962; the update by a whole batch is Chan, Golub and LeVeque 1983, equations 2.1. In float64.
-    """
-
-    count: float = 0.0
-    """Rewards seen."""
-    mean: float = 0.0
-    square: float = 0.0
-    """Sum of their squared deviations from the mean."""
-
-    def updated(self, reward_B: Tensor) -> "RunningMoments":
-        """The moments after these rewards too, [B].
-
-        Raises:
-            ValueError: a reward is NaN or infinite, which would spoil the moments for the rest of the run.
-        """
-        if reward_B.dim() != 1:
-            raise ValueError(f"reward_B has shape {list(reward_B.shape)}; it must be [B]")
-        wide_B = reward_B.detach().double()
-        if not bool(wide_B.isfinite().all()):
-            i = int((~wide_B.isfinite()).nonzero()[0])
-            raise ValueError(f"reward_B[{i}] is {wide_B[i].item()}; give each sequence a finite reward, or drop it")
-        if not len(wide_B):
-            return self
-        count = self.count + len(wide_B)
-        mean = wide_B.mean().item()
-        square = (wide_B - mean).square().sum().item()
-        delta = mean - self.mean
-        return RunningMoments(
-            count=count,
-            mean=self.mean + delta * len(wide_B) / count,
-            square=self.square + square + delta**2 * self.count * len(wide_B) / count,
-        )
-
-    def normalised(self, reward_B: Tensor) -> Tensor:
-        """[B] float32 (reward - mean) / max(std, 1e-8), std over all rewards seen, not an unbiased estimate.
-
-        As long as nothing was seen the rewards stay as they are.
-        """
-        if not self.count:
-            return reward_B.float()
-        std = math.sqrt(self.square / self.count)
-        return ((reward_B.double() - self.mean) / max(std, 1e-8)).float()
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, fit for JSON; `RunningMoments(**state)` resumes from there."""
-        return asdict(self)
 
 
 def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float) -> Tensor:

@@ -1,6 +1,5 @@
 """Rewards of sequences, shaped, normalised, and of their tokens; groups that teach something. B sequences."""
 
-import json
 import math
 import statistics
 
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.rl.rewards import (
-    RunningMoments,
     groups_within,
     overlong_penalty,
     stop_properly_penalty,
@@ -153,76 +151,6 @@ def test_penalties_of_sizes_that_disagree_are_named() -> None:
         stop_properly_penalty(torch.ones(2), torch.ones(1).bool(), 0.5)
     with pytest.raises(ValueError, match=says("truncated_B", "torch.float32", "bool")):
         stop_properly_penalty(torch.ones(2), torch.ones(2), 0.5)
-
-
-def test_moments_by_hand() -> None:
-    # 1, 3: mean 2, deviations 1 + 1. Then 5, 7 too: mean 4, deviations 9 + 1 + 1 + 9.
-    first = RunningMoments().updated(torch.tensor([1.0, 3.0]))
-    assert first == RunningMoments(count=2.0, mean=2.0, square=2.0)
-    second = first.updated(torch.tensor([5.0, 7.0]))
-    assert second == RunningMoments(count=4.0, mean=4.0, square=20.0)
-    assert first.count == 2.0
-    # The deviation over all four is sqrt(20 / 4).
-    assert second.normalised(torch.tensor([4.0, 9.0])).tolist() == pytest.approx([0.0, math.sqrt(5)])
-
-
-def test_before_anything_was_seen_rewards_stay_as_they_are() -> None:
-    nothing = RunningMoments()
-    assert nothing.normalised(torch.tensor([3.0, -1.5])).tolist() == [3.0, -1.5]
-    assert nothing.updated(torch.zeros(0)) == nothing
-
-
-def test_rewards_all_alike_become_zero() -> None:
-    same = RunningMoments()
-    for size in (1, 7, 3):
-        same = same.updated(torch.full((size,), 0.1))
-        assert same.normalised(torch.full((2,), 0.1)).tolist() == [0.0, 0.0]
-    # Another one is then as far away as it gets: (0.6 - 0.1) / 1e-8.
-    assert same.normalised(torch.tensor([0.6])).tolist() == pytest.approx([0.5e8])
-
-
-def test_a_small_deviation_is_not_lowered_further() -> None:
-    # 0 and 2e-6: mean and deviation 1e-6.
-    seen = RunningMoments().updated(torch.tensor([0.0, 2e-6]))
-    assert seen.normalised(torch.tensor([2e-6])).tolist() == pytest.approx([1.0])
-
-
-def test_moments_come_back_from_json() -> None:
-    seen = RunningMoments().updated(torch.tensor([0.1, 0.7, -2.0]))
-    assert RunningMoments(**json.loads(json.dumps(seen.state()))) == seen
-
-
-rewards = st.one_of(st.floats(-3, 3, width=32), st.sampled_from([0.0, 0.1, 1000.125, -(2.0**60)]))
-
-
-@given(st.lists(st.lists(rewards, max_size=40), max_size=6), rewards)
-@settings(max_examples=100, deadline=None)
-def test_moments_of_batches_agree_with_those_of_all_rewards(batches: list[list[float]], reward: float) -> None:
-    moments = RunningMoments()
-    for batch in batches:
-        moments = moments.updated(torch.tensor(batch, dtype=torch.float32))
-    seen = torch.tensor([x for batch in batches for x in batch], dtype=torch.float32).tolist()
-    assert moments.count == len(seen)
-    if not seen:
-        return
-    mean, std = statistics.fmean(seen), statistics.pstdev(seen)
-    size = max(abs(x) for x in seen)
-    assert moments.mean == pytest.approx(mean, rel=1e-9, abs=1e-12 * size)
-    assert math.sqrt(moments.square / moments.count) == pytest.approx(std, rel=1e-6, abs=1e-12 * size)
-    # The same deviation on both sides: one that is all rounding may be 0 here and 1e-17 there.
-    std = math.sqrt(moments.square / moments.count)
-    slow = (torch.tensor(reward).item() - moments.mean) / max(std, 1e-8)
-    assert moments.normalised(torch.tensor([reward])).item() == pytest.approx(slow, rel=1e-6)
-
-
-def test_a_reward_that_would_spoil_the_moments_is_refused() -> None:
-    seen = RunningMoments().updated(torch.tensor([1.0]))
-    for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match=says("reward_B[1]", bad)):
-            seen.updated(torch.tensor([1.0, bad]))
-    with pytest.raises(ValueError, match=says("reward_B", "[1, 2]", "[B]")):
-        seen.updated(torch.ones(1, 2))
-    assert seen.normalised(torch.tensor([math.nan, 1.0])).tolist() == pytest.approx([math.nan, 0.0], nan_ok=True)
 
 
 @pytest.mark.parametrize(
