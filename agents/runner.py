@@ -145,6 +145,11 @@ class EpisodeRunner:
         else:
             self._loop_runner.run(self.engine.receive(handle, verify))
 
+    def gpu_memory(self) -> dict[str, float]:
+        """See `RolloutEngine.gpu_memory`."""
+        found = self.engine.gpu_memory()
+        return found if isinstance(found, dict) else self._loop_runner.run(found)
+
     def sleep(self, level: int = 1) -> int:
         """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes. No episode may
         be in flight.

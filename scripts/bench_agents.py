@@ -92,6 +92,9 @@ class TimedEngine(AsyncEngine):
 
     async def resume(self) -> None: ...
 
+    async def gpu_memory(self) -> dict[str, float]:
+        return {}
+
     async def sleep(self, level: int = 1) -> int:
         del level
         return 0

@@ -139,9 +139,9 @@ class PolicyCalls:
             found |= future.result().per_token
         return found
 
-    def sync_weights(self, version: int) -> None:
-        """Bring the policy to every engine."""
-        remote_call.sync_weights(version)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Bring the policy to every engine; returns metrics of the engines."""
+        return remote_call.sync_weights(version)
 
     def sync_reference(self, step: int, share: float) -> None:
         """Let the reference model move towards the policy, by this share of the way."""

@@ -9,12 +9,19 @@ if TYPE_CHECKING:
     from components.engines.weight_sync import WeightHandle
 
 
-def sync_weights(version: int) -> None:
-    """Bring the policy as it is now to every rollout engine; their responses carry `version` from here on."""
+def sync_weights(version: int) -> dict[str, float]:
+    """Bring the policy as it is now to every rollout engine; their responses carry `version` from here on. Returns
+    metrics of the engines.
+    """
     publishing = publish_weights(version)
     receive_sent(version).result()
     handle = next(handle for handle in publishing.result() if handle is not None)
-    receive_weights(handle).result()
+    return engine_metrics(receive_weights(handle).result())
+
+
+def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of what the engines report the largest numbers."""
+    return {f"rollout/{name}": max(own[name] for own in engines) for name in engines[0]}
 
 
 def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
@@ -27,7 +34,7 @@ def receive_sent(version: int) -> Future[list[None]]:
     return RoleGroup(Role.ROLLOUT).call(receive_sent, version)
 
 
-def receive_weights(handle: "WeightHandle") -> Future[list[None]]:
+def receive_weights(handle: "WeightHandle") -> Future[list[dict[str, float]]]:
     """Load published weights into every engine."""
     return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 

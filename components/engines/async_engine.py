@@ -123,6 +123,10 @@ class AsyncEngine(WeightVersions):
         """
 
     @abstractmethod
+    async def gpu_memory(self) -> dict[str, float]:
+        """See `RolloutEngine.gpu_memory`."""
+
+    @abstractmethod
     async def sleep(self, level: int = 1) -> int:
         """Free the accelerator's memory until `wake`, see `RolloutEngine.sleep`. Requests in flight are aborted."""
 

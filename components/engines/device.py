@@ -30,6 +30,17 @@ def compute_device() -> torch.device:
     return torch.device("cpu")
 
 
+def peak_gpu_memory() -> dict[str, float]:
+    """`gpu_memory_gb` and `gpu_memory_reserved_gb`: the most that the tensors of this process have taken so far, and
+    torch for them; nothing where it uses no GPU.
+    """
+    if not torch.cuda.is_initialized():
+        return {}
+    most = {"gpu_memory_gb": torch.cuda.max_memory_allocated()}
+    most["gpu_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
+    return {name: nbytes / 1e9 for name, nbytes in most.items()}
+
+
 def _why_none() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "it is a build for CPUs alone; install one for this machine's driver"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig
+from components.engines.device import peak_gpu_memory
 
 if TYPE_CHECKING:
     from components.engines.weight_sync import WeightHandle
@@ -158,6 +159,10 @@ class RolloutEngine(WeightVersions):
     @abstractmethod
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         """Draw for prompts that have been checked; there may be none."""
+
+    def gpu_memory(self) -> dict[str, float]:
+        """See `peak_gpu_memory`; of the first of its processes, which are alike."""
+        return peak_gpu_memory()
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         """Copy published weights over the engine's own.

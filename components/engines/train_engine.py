@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.engines.config import TrainConfig
-from components.engines.device import compute_device
+from components.engines.device import compute_device, peak_gpu_memory
 from components.engines.disk_errors import disk_errors
 from components.engines.engine_state import EngineState, whole_shape
 from components.engines.export import save_model
@@ -286,12 +286,11 @@ class TrainEngine(ABC):
         """
         if self.device.type != "cuda":
             return {}
-        most = [torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9]
-        peak = torch.tensor([*most, time.perf_counter() - began], device=self.device)
+        memory = peak_gpu_memory()
+        peak = torch.tensor([*memory.values(), time.perf_counter() - began], device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        allocated, reserved, seconds = peak.tolist()
-        use = gpu_use(self.model, minibatch.lengths, seconds, self.world_size)
-        return {"gpu_memory_gb": allocated, "gpu_memory_reserved_gb": reserved, **use}
+        *most, seconds = peak.tolist()
+        return dict(zip(memory, most, strict=True)) | gpu_use(self.model, minibatch.lengths, seconds, self.world_size)
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):

@@ -168,6 +168,9 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()
 
+    async def gpu_memory(self) -> dict[str, float]:
+        return (await self._llm.collective_rpc("gpu_memory"))[0]
+
     async def sleep(self, level: int = 1) -> int:
         if self._asleep or not self._can_free():
             self._asleep = True

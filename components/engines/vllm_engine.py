@@ -99,6 +99,9 @@ class VLLMRolloutEngine(RolloutEngine):
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
         return same_digests(digests)
 
+    def gpu_memory(self) -> dict[str, float]:
+        return self._llm.collective_rpc("gpu_memory")[0]
+
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return parameters_of(self._model_path)
 

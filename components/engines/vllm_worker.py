@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.engines.device import peak_gpu_memory
 from components.engines.weight_digest import digest
 from components.engines.weight_sync import WeightHandle, read_weights
 
@@ -24,6 +25,10 @@ class WeightReceiver:
     def free_bytes(self) -> int:
         """Of this worker's GPU."""
         return torch.cuda.mem_get_info()[0]
+
+    def gpu_memory(self) -> dict[str, float]:
+        """See `peak_gpu_memory`."""
+        return peak_gpu_memory()
 
     def receive_weights(self, pickled: bytes, with_digests: bool) -> dict[str, str]:
         """Load the version of a pickled handle in place; with digests: those of what has arrived, by published name."""

@@ -36,6 +36,6 @@ class MultiTurnTrainer(BaseTrainer):
                 # Every rank is given all episodes, and takes its share of each mini-batch.
                 metrics = self.RG_ACTOR.update(replicate(tensors), self.policy_run.step)
             with self.policy_run.phase("sync"):
-                remote_call.sync_weights(self.policy_run.step)
-            self.policy_run.end_step(experience, actor=metrics)  # log, evaluate, checkpoint
+                engines = remote_call.sync_weights(self.policy_run.step)
+            self.policy_run.end_step(experience, engines, actor=metrics)  # log, evaluate, checkpoint
         self.policy_run.finish()

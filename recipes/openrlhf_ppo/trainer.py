@@ -36,7 +36,7 @@ class PPOTrainer(BaseTrainer):
             has_synced = self.is_actor_trained or run.config.asynchronous.ahead > 0
             if has_synced:
                 with run.phase("sync"):
-                    self.calls.sync_weights(run.step)
+                    metrics |= self.calls.sync_weights(run.step)
             run.end_step(experience, metrics, weights_synced=has_synced)  # log, evaluate, checkpoint
         run.finish()
 

@@ -66,11 +66,11 @@ class VerlCalls(PolicyCalls):
         """See `PolicyCalls`, and `save_state`."""
         return [line for group in self.learners for line in group.call("load_state", str(folder / "state")).result()[0]]
 
-    def sync_weights(self, version: int) -> None:
-        """Bring the policy as it is now to every engine; their responses carry `version` from here on."""
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """See `PolicyCalls`; the responses carry `version` from here on."""
         published = self.actor.call(remote_call.publish_weights, version).result()
         handle = next(handle for handle in published if handle is not None)
-        self.rollout.call(remote_call.receive_weights, handle).result()
+        return remote_call.engine_metrics(self.rollout.call(remote_call.receive_weights, handle).result())
 
     def end(self) -> None:
         """Tell the workers of the policy that no call will follow."""

@@ -62,7 +62,7 @@ class VerlPPOTrainer(BaseTrainer):
                 updates["critic"] = self.update("update_critic", self.critic_wg.update_critic, batch)
             if self.trains_policy:
                 updates["actor"] = self.update("update_actor", self.actor_wg.update_actor, batch)
-            synced = self.update_weights()
+            synced = self.update_weights(metrics)
             training.end_step(batch, metrics, weights_synced=synced, **updates)  # log, validate, checkpoint
         training.finish()
 
@@ -90,11 +90,13 @@ class VerlPPOTrainer(BaseTrainer):
         """Whether the critic, if there is one, has had its head start."""
         return self.critic_wg is None or self.policy_run.step > self.config.critic.warmup_steps
 
-    def update_weights(self) -> bool:
-        """Let the engines sample from what was learnt; returns whether their weights have a new version."""
+    def update_weights(self, metrics: dict[str, float]) -> bool:
+        """Let the engines sample from what was learnt, and add their metrics; returns whether their weights have a new
+        version.
+        """
         # Ahead of training, each step's weights have a version of their own, also where they stay as they are.
         if not self.trains_policy and not self.config.asynchronous.ahead:
             return False
         with self.policy_run.phase("update_weights"):
-            self.policy_run.calls.sync_weights(self.policy_run.step)
+            metrics |= self.policy_run.calls.sync_weights(self.policy_run.step)
         return True
