@@ -102,6 +102,9 @@ class BringUp:
                 host.lose(f"its control channel: {error!r}")
                 yield
         self._unreported.discard(host)
+        if host.drives:
+            # It is made after all others, and what it imports can be there by then.
+            yield self._ask(host, "import_classes")
         while self._unreported:
             yield
         if not self.roles:

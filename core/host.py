@@ -96,9 +96,9 @@ class HostReport:
 
 @dataclass
 class Made:
-    """What became of one workload: what it exports, its class's name, and whether it has a `run()`."""
+    """What became of one workload: what it exports, its class's name, and whether it has a `run()`; see `RoleEntry`."""
 
-    exports: dict[str, Export]
+    sent_exports: dict[str, Export] | bytes
     implementation: str
     has_run: bool
 
@@ -146,6 +146,10 @@ class Host:
         """What is around every wait of its workloads for others."""
         return nullcontext()
 
+    def packed(self, exports: dict[str, Export]) -> dict[str, Export] | bytes:
+        """What a workload exports, as it is sent to those who may call it; see `RoleEntry`."""
+        return exports
+
     def job_memory(self) -> int:
         """Bytes that the job takes, whose workloads are all in this process."""
         return self._memory.read()
@@ -157,6 +161,11 @@ class Host:
     def report(self) -> HostReport:
         """Say where it is."""
         return HostReport("127.0.0.1", machine_id(), os.getpid())
+
+    def import_classes(self) -> None:
+        """Import the workloads' classes, before they are made."""
+        for role in self._spec.plan.roles:
+            load_object(self._spec.roles[role].entrypoint)
 
     def construct(
         self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], shown: list[str]
@@ -200,7 +209,7 @@ class Host:
                 worker.exports[name] = (replace(entry, stub=None, concurrent=beside), function)
             callers_view = {name: entry for name, (entry, _) in worker.exports.items()}
             has_run = callable(getattr(worker.instance, "run", None))
-            made[role] = Made(callers_view, f"{cls.__module__}.{cls.__qualname__}", has_run)
+            made[role] = Made(self.packed(callers_view), f"{cls.__module__}.{cls.__qualname__}", has_run)
         self._state = (IDLE, time.monotonic())
         return made
 

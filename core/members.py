@@ -1,6 +1,8 @@
 """Who is in a job and what they export, and how calls to them travel."""
 
 import asyncio
+import functools
+import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -39,11 +41,17 @@ class RoleEntry:
 
     kind: Kind
     members: list[Member]
-    exports: dict[str, Export] = field(default_factory=dict)
+    sent_exports: dict[str, Export] | bytes = field(default_factory=dict)
+    """As `exports`; pickled where they come from another process."""
     resource: dict[str, float] = field(default_factory=dict)
     implementation: str = ""
     has_run: bool = False
     """Whether its class has a `run()`."""
+
+    @functools.cached_property
+    def exports(self) -> dict[str, Export]:
+        """What its workers let others call, by name."""
+        return pickle.loads(self.sent_exports) if isinstance(self.sent_exports, bytes) else self.sent_exports
 
 
 class Directory(dict[Role, RoleEntry]):

@@ -147,8 +147,9 @@ def watched(
                 ended = process.poll() is not None  # asked first: what was written before the end is read
                 lines = rows_path.read_text(encoding="utf-8").splitlines(keepends=True) if rows_path.is_file() else []
                 new = [json.loads(line) for line in lines[len(rows) :] if line.endswith("\n")]
-                used = max(cpu_seconds(process.pid), rows[-1]["cpu"] if rows else 0.0)
-                rows += [{**row, "cpu": used, **measure()} for row in new]
+                if new:  # seldom, as it takes milliseconds from those who are measured
+                    used = max(cpu_seconds(process.pid), rows[-1]["cpu"] if rows else 0.0)
+                    rows += [{**row, "cpu": used, **measure()} for row in new]
                 time.sleep(0.02)
         finally:
             process.kill()

@@ -181,14 +181,15 @@ def check_encoding(
     Raises:
         ValueError: they do not; or all prompts are too long.
     """
-    from components.data.tasks import get_task
-    from components.data.tiny_model import task_tokenizer
     from training.warm_start import WARM_START_PREFIX
 
     rows = rows[:CHECKED_ROWS]
     if model.path.startswith(WARM_START_PREFIX):  # it is still to be made
         if max(len(str(row["input"])) for row in rows) <= data.max_prompt_tokens:
-            return 0  # without its tokenizer: a token has a character at least
+            return 0  # without its tokenizer, which takes seconds to import: a token has a character at least
+        from components.data.tasks import get_task
+        from components.data.tiny_model import task_tokenizer
+
         return data.source(rows, task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX))), seed).too_long
     tokenizer = model.tokenizer()
     check_vocabulary(tokenizer, model)

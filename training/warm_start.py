@@ -68,12 +68,6 @@ def cache_root() -> Path:
     return Path(os.environ.get("TROUPE_CACHE") or f"{base}/troupe").expanduser().absolute()
 
 
-def warm_start_path(settings: WarmStartSettings) -> Path | None:
-    """Give the folder of the warm start, or None when it has yet to be made."""
-    folder = _folder(settings)
-    return folder if (folder / _NOTE).is_file() else None
-
-
 def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
     """Give the folder of the warm start, made first if need be, in a process of its own.
 
@@ -84,7 +78,7 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
         progress: called with each line that tells how far the training is.
     """
     folder = _folder(settings)
-    if warm_start_path(settings) is not None:
+    if (folder / _NOTE).is_file():
         return folder
     env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -119,7 +113,7 @@ def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None]
     folder = _folder(settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress):
-        if warm_start_path(settings) is None:
+        if not (folder / _NOTE).is_file():
             aside = folder.with_name(f"{folder.name}.partial")
             # Left by a process that was killed: whoever holds the lock is alone.
             shutil.rmtree(aside, ignore_errors=True)

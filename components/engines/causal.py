@@ -15,10 +15,18 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from components.batch import Batch
 from components.engines.context import Context, context_of
@@ -30,10 +38,6 @@ from components.engines.shared_prompts import SHORTEST, shares_prompts
 from components.engines.tensor_file import TensorReader
 from components.engines.weight_files import ReadWhole
 from components.heartbeat import beat
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +82,6 @@ def load_policy(
         ValueError: its files lack some of its weights, it cannot be packed, or its attention is more than sdpa, which
             was asked for, computes.
     """
-    from transformers import AutoModelForCausalLM
-
     model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
     keep_freed_memory(model)
     own: Any = probe.config._attn_implementation
@@ -217,8 +219,6 @@ class ValueModel(nn.Module):
 
     def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
         """Write the config.json of that folder, for weights of this type."""
-        from transformers import AutoModelForSequenceClassification
-
         config = copy.deepcopy(self.backbone.config)
         config.num_labels = 1
         config.dtype = dtype
@@ -263,8 +263,6 @@ def load_value_model(
         ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are; or the model
             cannot be packed.
     """
-    from transformers import AutoConfig, AutoModel
-
     # All that is small is checked before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
     statistics = score_statistics(config, path) if normalize else None

@@ -190,7 +190,7 @@ def test_a_worker_has_the_threads_it_was_given_or_its_part_of_the_cores_where_it
 ) -> None:
     assert solo.identity()[0][5] == "2"
     assert [who[5] for who in group_of(2).identity()] == ["2", "2"]  # a third of 7
-    assert solo.identity()[0][8] == "PASSIVE"
+    assert solo.identity()[0][8] == ("PASSIVE", "20000")
 
 
 def test_calls_to_one_worker_run_in_the_order_they_were_made(solo: RoleGroup[Any]) -> None:

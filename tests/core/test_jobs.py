@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts
     result = builder.build().submit("test")
     assert re.search(says("RuntimeError: no such model", "TOOL-0"), result.error)
     assert left_behind(result.run_id) == []
+
+
+def test_the_driver_imports_nothing_of_what_roles_are_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    builder = JobBuilder().device_type("CPU").config(lambda trainer: trainer.info(f"{trainer.RG_TOOL.one()} in all"))
+    builder.role("trainer").run("workers.Script").resource(cpu=0.5)
+    builder.role("tool").run("summing.Summing").total(2).resource(cpu=0.5)
+    assert builder.build().submit("test").error == ""
+    assert "2 in all" in capsys.readouterr().out
+    assert "summing" not in sys.modules
 
 
 def test_ranks_find_in_the_environment_what_their_process_group_needs() -> None:

@@ -221,7 +221,7 @@ class Echo(BaseWorkload):
             os.environ["OMP_NUM_THREADS"],
             os.environ.get("COLOUR"),
             os.environ.get("MASTER_PORT"),
-            os.environ.get("OMP_WAIT_POLICY"),
+            (os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")),
             os.environ.get("RANK"),
             os.environ.get("WORLD_SIZE"),
         )

@@ -24,7 +24,6 @@ from training.warm_start import (
     make_warm_start,
     resolve_model,
     source_files,
-    warm_start_path,
 )
 
 PROJECT = Path(__file__).parents[2]
@@ -68,11 +67,9 @@ def test_what_is_there_is_found_without_training(made: tuple[Path, list[str]], m
     folder, _ = made
     monkeypatch.setenv("TROUPE_CACHE", str(folder.parents[1]))
     lines: list[str] = []
-    assert warm_start_path(SHORT) == folder
     assert ensure_warm_start(SHORT, lines.append) == folder
     assert make_warm_start(SHORT, lines.append) == folder
     assert lines == []
-    assert warm_start_path(WarmStartSettings(steps=3, batch_size=8, seed=1)) is None
 
 
 @pytest.mark.full

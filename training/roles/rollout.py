@@ -2,6 +2,9 @@
 
 import logging
 
+# It takes seconds, in which other roles have their set-up; without it, later, when they would wait.
+from transformers import AutoModelForCausalLM  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
@@ -32,14 +35,17 @@ class SamplingWorker(BaseWorkload):
         )
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
-    def receive_weights(self, handle: WeightHandle) -> None:
-        """Sample from newer weights from here on. An engine that sleeps wakes as far as they need."""
+    def receive_weights(self, handle: WeightHandle) -> dict[str, float]:
+        """Sample from newer weights from here on. An engine that sleeps wakes as far as they need. Returns what memory
+        of a GPU the engine has taken.
+        """
         self.runner.wake(for_weights=True)
         is_here = self.runner.engine.weight_version == handle.version and self.runner.engine.has_weights
         parts = 1 if is_here else self.config.rollout.tensor_parallel
         with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as here:
             self.runner.receive(here, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
+        return self.runner.gpu_memory()
 
     @rpc(idempotent=True)
     def sleep_engine(self) -> int:
