@@ -102,7 +102,7 @@ class BringUp:
                 host.lose(f"its control channel: {error!r}")
                 yield
         self._unreported.discard(host)
-        if host.drives:
+        if host.drives and not host.plan.shown:  # else a module might look at devices before they are set
             # It is made after all others, and what it imports can be there by then.
             yield self._ask(host, "import_classes")
         while self._unreported:
