@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from training.remote_call import engine_metrics
 from training.tracking.alarms import ALARMS
 from training.tracking.metrics import GROUPS, METRICS, canonical_name, metric_of
 
@@ -71,3 +72,11 @@ def test_what_no_entry_fits_has_none() -> None:
 def test_the_page_of_metrics_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     assert runpy.run_path(str(ROOT / "scripts" / "metrics_page.py"))["main"](["--check"]) == 0
+
+
+def test_metrics_of_the_engines_are_those_of_the_engine_with_most_and_have_a_meaning() -> None:
+    each = [{"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5}, {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0}]
+    found = engine_metrics(each)
+    assert found == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
+    assert all(metric_of(name) for name in found)
+    assert engine_metrics([{}, {}]) == {}  # on CPUs
