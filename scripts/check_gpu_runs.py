@@ -55,6 +55,7 @@ MEASURED = {
     "perf/throughput": "{:,.0f} tokens/s and rank",
     "actor/mfu": "MFU {:.1%}",
     "actor/gpu_memory_gb": "{:.1f} GB of the policy's training",
+    "rollout/gpu_memory_gb": "{:.1f} GB of the engine",
     "rollout/logprob_gap_mean": "{:.1e} nats between engine and trainer",
     "timing_s/sync": "{:.2f} s for the weights",
     "timing_s/update_weights": "{:.2f} s for the weights",

@@ -75,7 +75,10 @@ def test_the_page_of_metrics_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_metrics_of_the_engines_are_those_of_the_engine_with_most_and_have_a_meaning() -> None:
-    each = [{"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5}, {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0}]
+    each = [
+        {"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5},
+        {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0},
+    ]
     found = engine_metrics(each)
     assert found == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
     assert all(metric_of(name) for name in found)
