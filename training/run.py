@@ -8,9 +8,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-# It takes seconds, in which other roles have their set-up; without it, later, when they would wait.
-from transformers import AutoTokenizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
-
 from training.phase_clock import PhaseClock
 from training.progress import Progress, RunCheckpoints
 from training.tracking import Tracker, redact

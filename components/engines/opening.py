@@ -1,4 +1,6 @@
-"""Which class of engine a configuration names, opened around a model. The libraries are imported only when needed."""
+"""Which class of engine a configuration names, opened around a model. DeepSpeed and vLLM are imported only when needed;
+transformers at once: it takes seconds, in which other roles of a run have their set-up.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.engines.config import HFRolloutConfig, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.engines.hf_engine import HFRolloutEngine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,8 +42,6 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
         config: of the engine.
     """
     if isinstance(config, HFRolloutConfig):
-        from components.engines.hf_engine import HFRolloutEngine
-
         return HFRolloutEngine(model_path, config)
     assert isinstance(config, VLLMRolloutConfig)
     from components.engines.vllm_engine import VLLMRolloutEngine

@@ -2,9 +2,6 @@
 
 import logging
 
-# It takes seconds, in which other roles have their set-up; without it, later, when they would wait.
-from transformers import AutoModelForCausalLM  # noqa: F401 # pyright: ignore[reportUnusedImport]
-
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.engines.config import SamplingConfig
