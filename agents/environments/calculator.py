@@ -38,7 +38,7 @@ def calculator(expression: str) -> str:
         raise ValueError(f"the expression has {len(expression)} characters; write at most {LONGEST}")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError) as error:  # before Python 3.11.4 a null byte is the latter
         raise ValueError(f"{expression!r} is no expression; write one such as (3 + 4) * 2") from error
     value = _value(tree)
     return str(value) if isinstance(value, int) else f"{value:.12g}"
