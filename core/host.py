@@ -36,7 +36,7 @@ WorkerKey = tuple[Role, int]
 CallKey = tuple[Role, int, str]
 """The worker, and its method."""
 KeptCall = tuple[int, int, bytes]
-"""Attempt and number of a call, by which calls are in order, and its arguments; empty if no call has succeeded."""
+"""Attempt and number of a call, by which calls are in order, and its arguments."""
 
 
 @dataclass(frozen=True)

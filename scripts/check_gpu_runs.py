@@ -1,7 +1,8 @@
 """Stages c and d of check_gpu.py: whole runs of recipes, by a random model that is built on the spot.
 
     python scripts/check_gpu_runs.py c cuda              all runs of a stage
-    python scripts/check_gpu_runs.py d cpu grpo          those whose name begins so; few steps of a tiny model
+    python scripts/check_gpu_runs.py d cpu grpo          those of one recipe; few steps of a tiny model
+    python scripts/check_gpu_runs.py c cuda "grpo, vllm" this one alone
     python scripts/check_gpu_runs.py d cuda --steps 5    fewer steps, where there is little time
 
 Needs what a run needs (`bash scripts/setup.sh vllm`); where vllm is not there, the hf engine generates unless a run
@@ -166,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
         build(Path(folder) / "model", size)
         for name, command in STAGES[options.stage].items():
-            if not options.only or any(name.startswith(begin) for begin in options.only):
+            if not options.only or name in options.only or name.partition(",")[0] in options.only:
                 row = run(name, command, size, Path(folder) / "model", Path(folder))
                 print(f"row {json.dumps(row)}", flush=True)
 

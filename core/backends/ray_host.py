@@ -41,7 +41,6 @@ class RayHost(Host):
         # Of the roles whose ranks meet here.
         self._ports: dict[Role, socket.socket] = {}
         self._turn = threading.RLock()
-        self._kept: dict[CallKey, KeptCall] = {}
         self._job_memory = 0
         answer: dict[str, Callable[..., Any]] = {
             "status": self._status,
@@ -121,26 +120,19 @@ class RayHost(Host):
             raise _that_can_be_sent(error) from error.__cause__
 
     def _call_and_keep(self, key: CallKey, /, *args: Any, **kwargs: Any) -> Any:
-        """As `call`; the master keeps the last call that did not fail, to have it repeated in a replacement."""
-        before = self._kept.get(key, (0, 0, b""))
-        self._keep(key, (self._spec.attempt, next(self._count), cloudpickle.dumps((args, kwargs))))
-        try:
-            return self.call(*key, *args, **kwargs)
-        except Exception:
-            self._keep(key, before)
-            raise
-
-    def _keep(self, key: CallKey, call: KeptCall) -> None:
-        self._kept[key] = call
-        self._control.send("kept", (key, call))
+        """As `call`; the master keeps the last call that has succeeded, to have it repeated in a replacement. One that
+        this process dies in is not among them: its caller sends it again.
+        """
+        kept = (self._spec.attempt, next(self._count), cloudpickle.dumps((args, kwargs)))
+        result = self.call(*key, *args, **kwargs)
+        self._control.send("kept", (key, kept))
+        return result
 
     def repeat(self, calls: dict[CallKey, KeptCall]) -> None:
         """Call again here, in the same order, what was called in the process that this one replaces."""
-        self._kept |= calls
         for key, (_, _, pickled) in sorted(calls.items(), key=operator.itemgetter(1)):
-            if pickled:
-                args, kwargs = pickle.loads(pickled)
-                self.call(*key, *args, **kwargs)
+            args, kwargs = pickle.loads(pickled)
+            self.call(*key, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
         """As `Host.run`; siblings work while it waits for them."""

@@ -148,7 +148,7 @@ def test_an_instance_that_dies_idle_is_replaced_before_it_gets_work(case: Case) 
     assert case.result == ([[5], [6]], (2, [("load", "model")]))
 
 
-def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call(case: Case) -> None:
+def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call_once(case: Case) -> None:
     def script(trainer: Any) -> Any:
         trainer.RG_TOOL.load("model")
         trainer.RG_TOOL.receive(1)
@@ -156,9 +156,7 @@ def test_an_instance_that_dies_in_the_call_that_is_to_be_replayed_gets_that_call
 
     assert case.strike("receive", "tool-0").run(script, ranks=0, tools=1).status == "finished"
     attempt, seen = case.result
-    assert attempt == 2
-    assert seen[0] == ("load", "model")
-    assert set(seen[1:]) == {("receive", 1)}
+    assert (attempt, seen) == (2, [("load", "model"), ("receive", 1)])
 
 
 def test_an_instance_that_dies_during_a_checkpoint_is_replaced_and_the_checkpoint_is_written(case: Case) -> None:
