@@ -63,12 +63,16 @@ def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Sta
         assert running.stdout is not None
         guard = threading.Timer(STAGE_S, os.killpg, (running.pid, signal.SIGTERM))
         guard.start()
-        for printed in running.stdout:
-            if printed.startswith("row "):
-                found.rows.append(json.loads(printed.removeprefix("row ")))
-                print(line(found.rows[-1]), flush=True)
-        running.wait()
-        guard.cancel()
+        try:
+            for printed in running.stdout:
+                if printed.startswith("row "):
+                    found.rows.append(json.loads(printed.removeprefix("row ")))
+                    print(line(found.rows[-1]), flush=True)
+            running.wait()
+        finally:
+            guard.cancel()
+            if running.poll() is None:  # Ctrl-C comes to this process alone
+                os.killpg(running.pid, signal.SIGTERM)
     found.seconds = round(time.monotonic() - began, 1)
     if running.returncode:
         late = found.seconds >= STAGE_S

@@ -62,6 +62,12 @@ MEASURED = {
     "timing_s/update_weights": "{:.2f} s for the weights",
 }
 """Metrics of a step whose medians are shown, and how."""
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    texts = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": [text.count("a") / max(1, len(text)) for text in texts]}
+"""
+"""One that differs within a group from the first step on, so that every step has other weights."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ CPU = Size(
 
 
 def build(folder: Path, size: Size) -> None:
-    """Write the model."""
+    """Write the model and the reward."""
+    (folder.parent / "reward.py").write_text(REWARD, encoding="utf-8")
     tokenizer = task_tokenizer(get_task("sort"))
     with without_progress_bars():
         tiny_model(tokenizer, 1, **size.model).save_pretrained(folder)
@@ -99,8 +106,8 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
     run_dir = folder / name.replace(", ", "-").replace(" ", "_")
     prompts = int(size.options[0].partition("=")[2])
     given = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
-    given += [f"data.max_samples={prompts * size.steps}", "data.epochs=1", "evaluation.every=-1"]
-    given += ["evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
+    given += [f"reward.source={folder / 'reward.py'}", f"data.max_samples={prompts * size.steps}", "data.epochs=1"]
+    given += ["evaluation.every=-1", "evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
     program = [sys.executable, "-m", f"recipes.{recipe}.main", *given, *size.options, *options]
     with gpu_memory(folder / "memory.txt") as used:
         ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
