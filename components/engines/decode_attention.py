@@ -5,13 +5,19 @@ torch, in every step, as soon as there is a mask. For a single query position th
 positions of one head instead: the same numbers from the cache as it lies. Measured on CPU (512 rows, 40 positions, 4
 heads over 2): 1.2 ms instead of 11.
 
-Legend: `R` rows, `H` query heads, `K` key heads, `D` head size, `S` positions in the cache.
+torch's own attention on a CPU takes each head of each row by itself, which costs more than what it computes while
+positions are few. Two products of all of them take a third of the time, if no gaps are between the heads: so they
+take the cache's spare room along, and what is there gets no weight.
+
+Legend: `R` rows, `H` query heads, `K` key heads, `G` of H for each of K, `D` head size, `S` positions in the cache,
+`C` positions that it has room for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "troupe_grouped_decoding"
+_MOST_POSITIONS = 256
+"""Beyond, torch's own attention is as fast, which has no scores in memory."""
 
 
 def use_grouped_decoding(model: PreTrainedModel) -> None:
@@ -50,6 +58,39 @@ def _grouped_decoding(
     one_mask_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
     if positions > 1 or not one_mask_for_all_heads or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query_RH1D, key_RKSD, value_RKSD, attention_mask, scaling=scaling, **rest)
-    grouped = query_RH1D.reshape(rows, key_heads, heads // key_heads, size)
-    output = scaled_dot_product_attention(grouped, key_RKSD, value_RKSD, attn_mask=attention_mask, scale=scaling)
+    query_RKGD = query_RH1D.reshape(rows, key_heads, heads // key_heads, size)
+    room = _with_room(key_RKSD), _with_room(value_RKSD)
+    if query_RH1D.device.type == "cpu" and room[0] is not None and room[1] is not None:
+        output = _by_two_products(query_RKGD, *room, key_RKSD.shape[2], attention_mask, scaling)
+    else:
+        output = scaled_dot_product_attention(query_RKGD, key_RKSD, value_RKSD, attn_mask=attention_mask, scale=scaling)
     return output.reshape(rows, 1, heads, -1), None
+
+
+def _by_two_products(
+    query_RKGD: Tensor,
+    key_RKCD: Tensor,
+    value_RKCD: Tensor,
+    positions: int,
+    mask_R1xS: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    rows, key_heads, group, size = query_RKGD.shape
+    scaled = query_RKGD * (size**-0.5 if scaling is None else scaling)
+    score = torch.bmm(scaled.flatten(0, 1), key_RKCD.flatten(0, 1).transpose(1, 2))
+    score[..., positions:] = -torch.inf
+    if mask_R1xS is not None:
+        score.view(rows, key_heads, group, -1)[..., :positions].masked_fill_(~mask_R1xS, -torch.inf)
+    return torch.bmm(score.softmax(-1), value_RKCD.flatten(0, 1)).view(rows, key_heads, group, -1)
+
+
+def _with_room(x_RKSD: Tensor) -> Tensor | None:
+    """[R, K, C, D] the memory that keys or values are the beginning of, head by head; None if it is not of this kind,
+    or long.
+    """
+    rows, heads, positions, size = x_RKSD.shape
+    room = x_RKSD.stride(1) // size
+    is_so = x_RKSD.stride() == (heads * room * size, room * size, size, 1) and not x_RKSD.storage_offset()
+    if not is_so or positions > _MOST_POSITIONS:
+        return None
+    return x_RKSD.as_strided((rows, heads, room, size), x_RKSD.stride())

@@ -67,6 +67,7 @@ def _with_space(x_RKSD: Tensor, more: int) -> Tensor:
     rows, heads, positions, size = x_RKSD.shape
     space = x_RKSD.new_empty(rows, heads, positions + more, size)
     space[:, :, :positions] = x_RKSD
+    space[:, :, positions:] = 0  # attention may multiply it by 0
     return space
 
 
