@@ -300,22 +300,28 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
         temperature: logits are divided by it; 0 (greedy) counts as 1.
         with_entropy: also compute the entropy, which costs a second pass over the logits.
     """
-    inputs, state_M, follower_M = _predecessors(model, batch)
-    label_M = batch["tokens"].to(state_M.device, torch.int64)[follower_M]
-    scale, context, places = temperature or 1.0, context_of(model), inputs["input_ids"].numel()
-    shared_M = state_M if context is not None or places < len(state_M) else None
-    if shared_M is not None:
-        # What sequences share predicts the same tokens in all of them: every place of the row has one label.
-        state_M = torch.arange(inputs["input_ids"].shape[1], device=state_M.device)
-        label_M = torch.zeros_like(state_M).scatter_(0, shared_M, label_M)
+    context, scale = context_of(model), temperature or 1.0
+    # Whole logits are read once at each place, as is a row that ranks share.
+    one_follower = context is not None or plain_head(model) is None
+    inputs, state_M, follower_M = _predecessors(model, batch, one_follower)
+    label_M, places = batch["tokens"].to(state_M.device, torch.int64)[follower_M], inputs["input_ids"].numel()
+    row_M = state_M if context is not None or places < len(state_M) else None
+    if row_M is not None:
+        # What sequences share is read once: each place of the row has one label, and where it is the last token that
+        # they share, the others follow behind.
+        state_M = torch.arange(inputs["input_ids"].shape[1], device=row_M.device)
+        label_U = torch.zeros_like(state_M).scatter_(0, row_M, label_M)
+        is_other_M = label_U[row_M] != label_M
+        state_M, label_M = torch.cat([state_M, row_M[is_other_M]]), torch.cat([label_U, label_M[is_other_M]])
+        row_M = row_M.masked_scatter(is_other_M, torch.arange(len(label_U), len(label_M), device=row_M.device))
     if context is None:
         columns = _columns(model, inputs, state_M, label_M, scale, with_entropy)
     else:
         label_S = context.stretch(label_M[None])[0]
         own = _columns(model, context.inputs(inputs), state_M[: len(label_S)], label_S, scale, with_entropy)
         columns = [None if x_S is None else context.whole(x_S, places) for x_S in own]
-    if shared_M is not None:
-        columns = [None if x_U is None else x_U[shared_M] for x_U in columns]
+    if row_M is not None:
+        columns = [None if x_M is None else x_M[row_M] for x_M in columns]
     output_N = [None if x_M is None else _scatter(x_M, follower_M, batch.num_tokens) for x_M in columns]
     assert output_N[0] is not None
     return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
@@ -394,10 +400,13 @@ def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
     return {"input_ids": tokens_BT, "use_cache": False}
 
 
-def _predecessors(model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Tensor, Tensor]:
+def _predecessors(
+    model: nn.Module, batch: Batch, one_follower: bool = False
+) -> tuple[dict[str, Any], Tensor, Tensor]:
     """What `model` is called with, and for each token that has one before it the place of the predecessor's state.
 
-    The last token of a sequence predicts nothing, and is left out where that saves something.
+    The last token of a sequence predicts nothing, and is left out where that saves something. For `one_follower` see
+    `runs_of`.
 
     Returns:
         The arguments of the call; [M] places among all states; [M] places of the tokens among all tokens.
@@ -411,7 +420,8 @@ def _predecessors(model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Tenso
         if not len(follower_M):
             # The model is still called: where it is partitioned, other ranks wait for this one.
             before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
-        inputs, place_M = packed_inputs(before, SHORTEST if shares_prompts(model) else None)
+        shortest = SHORTEST if shares_prompts(model) else None
+        inputs, place_M = packed_inputs(before, shortest, one_follower=one_follower)
         in_order_M = torch.arange(len(follower_M), device=tokens_N.device)
         return inputs, in_order_M if place_M is None else place_M, follower_M
     longest = int(batch.lengths.max()) if len(batch) else 0

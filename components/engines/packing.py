@@ -120,17 +120,20 @@ def packs(model: nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
-def packed_inputs(batch: Batch, shortest: int | None = None) -> tuple[dict[str, Any], Tensor | None]:
+def packed_inputs(
+    batch: Batch, shortest: int | None = None, *, one_follower: bool = False
+) -> tuple[dict[str, Any], Tensor | None]:
     """What a model that packs is called with, for column `tokens` of at least one token.
 
     Args:
         batch: of the sequences.
         shortest: what sequences begin with alike, of so many tokens at least, is in the row once; None: nothing is.
+        one_follower: see `runs_of`.
 
     Returns:
         Arguments of the call; and [N] the place of each token in the row, None where they are in order.
     """
-    row = PackedRow(batch, None if shortest is None else runs_of(batch, shortest))
+    row = PackedRow(batch, None if shortest is None else runs_of(batch, shortest, one_follower=one_follower))
     packed = batch.packed()
     token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
     # No cache and no mask: with either transformers takes the row for one sequence.

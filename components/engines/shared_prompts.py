@@ -34,8 +34,7 @@ class Run:
     members: list[int]
     """Their positions in the batch."""
     shared: int
-    """Tokens that all of them begin with, and that are followed by the same token in all. 0 where there is one
-    member."""
+    """Tokens that all of them begin with; each has one of its own at least. 0 where there is one member."""
 
     @property
     def saved(self) -> int:
@@ -53,26 +52,28 @@ def shares_prompts(model: nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
-def runs_of(batch: Batch, shortest: int = SHORTEST) -> list[Run]:
+def runs_of(batch: Batch, shortest: int = SHORTEST, *, one_follower: bool = False) -> list[Run]:
     """Which sequences are laid out together, by their column `tokens`, so that much is saved; each is in one run.
 
     Args:
         batch: of the sequences.
         shortest: tokens that those of a run have in common, at least.
+        one_follower: what is shared is followed by the same token in all of its run.
     """
     rows = [row.numpy() for row in batch["tokens"].cpu().to(torch.int64).split(batch.lengths.tolist())]
     # In bytes of this order numbers that are not negative compare as they do themselves.
     order = sorted(range(len(rows)), key=[row.astype(">i8").tobytes() for row in rows].__getitem__)
-    common = [_common(rows[i], rows[j]) for i, j in pairwise(order)]
+    common = [max(0, _common(rows[i], rows[j], one_follower)) for i, j in pairwise(order)]
     return _cut(order, common, shortest)
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that two begin with, but for the last of these, which has another token after it in each."""
+def _common(one: np.ndarray, other: np.ndarray, one_follower: bool) -> int:
+    """Tokens that two begin with; of two that differ nowhere all but one."""
     most = min(len(one), len(other))
     differs = one[:most] != other[:most]
-    alike = int(differs.argmax()) if differs.any() else most
-    return max(0, alike - 1)
+    if not differs.any():
+        return most - 1
+    return int(differs.argmax()) - one_follower
 
 
 def _cut(order: list[int], common: list[int], shortest: int) -> list[Run]:
