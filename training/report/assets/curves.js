@@ -165,7 +165,7 @@ function buildChart(chart) {
     axes: [{ ...axis, size: 26, gap: 7, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2.5e3, 5e3, 1e4, 2e4, 2.5e4, 5e4, 1e5, 1e6, 1e7] },
       { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => say(Number(tick.toPrecision(10)))) }],
     cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 7 }, bind: { dblclick: () => allSteps } },
-    hooks: { setCursor: [() => readCursor(chart)], setScale: [(u, key) => { if (key === "x") curveState.shown = { min: u.scales.x.min, max: u.scales.x.max }; }] },
+    hooks: { setCursor: [() => readCursor(chart)], setScale: [(u, key) => { if (key === "x") showRange(u.scales.x); }] },
   }, columns, plot);
   chart.u.setScale("x", { ...curveState.shown }); // uPlot would take the steps of its own curve
   chart.u.root.setAttribute("aria-hidden", "true");
@@ -173,7 +173,14 @@ function buildChart(chart) {
 }
 
 function allSteps() {
-  charts.forEach((chart) => chart.u.setScale("x", { ...curveState.all }));
+  showRange(curveState.all);
+}
+
+// uPlot's own sync leaves out a chart that is drawn while the mouse is held.
+function showRange({ min, max }) {
+  if (min === curveState.shown.min && max === curveState.shown.max) return;
+  curveState.shown = { min, max };
+  charts.forEach((chart) => chart.u.setScale("x", { min, max }));
 }
 
 // Room above and below; a flat line gets some too.
