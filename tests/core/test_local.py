@@ -1,5 +1,6 @@
 """Local mode: the same job in one process, as a person at a breakpoint needs it."""
 
+import gc
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.backends.local import copied
+from core.host import load_object
 from core.shared_memory import BESIDE, claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from tests.messages import says
 
@@ -30,6 +32,24 @@ def run(script: Callable[[Any], None], **options: Any) -> JobResult:
     builder.role("trainer").run("workers.Script")
     builder.role("actor").run("workers.Echo").total(2)
     return builder.build().submit("test", backend="local", **options)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_rests_while_a_workload_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    (tmp_path / f"seen_{collects}.py").write_text("import gc\n\n\nclass During:\n    collects = gc.isenabled()\n")
+    (tmp_path / "broken_here.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert load_object(f"seen_{collects}:During").collects is False
+        assert gc.isenabled() is collects
+        with pytest.raises(ZeroDivisionError):
+            load_object("broken_here:During")
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_a_job_ends_as_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
