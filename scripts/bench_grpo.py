@@ -9,8 +9,7 @@ lengths: the end token never comes. natural: it comes when it comes, from an unt
 task from its warm start. long_prompts: 128 tokens before 64 of the response. A pair is one process of each side, one
 after the other, in an order that changes from pair to pair; each trains for a few steps, of which the first two are
 left out. TRL gets an environment of its own in the cache folder, which sees our torch and transformers, and whichever
-of its two sizes of micro-batch takes less CPU; for natural lengths we get micro-batches of 4096 tokens, which are
-padded less than those of 16384.
+of its two sizes of micro-batch takes less CPU; we get what the recipe has.
 
 What is printed are medians: wall seconds from step to step (so nothing is left out), of them generation, the CPU
 seconds of all processes of the run, and the median of the pairs' ratios, TRL's wall seconds over ours.
@@ -57,7 +56,6 @@ class Case:
     steps: int
     fixed_length: bool = False
     warm_start: bool = False
-    max_tokens: int = 16384
     prompt_tokens: int = 0
     """0: those of the task sort."""
 
@@ -65,7 +63,7 @@ class Case:
 CASES = {
     "fixed16": Case("fixed length 16", 16, 8, fixed_length=True),
     "fixed64": Case("fixed length 64", 64, 7, fixed_length=True),
-    "natural": Case("natural lengths, at most 128", 128, 7, max_tokens=4096),
+    "natural": Case("natural lengths, at most 128", 128, 7),
     "sort": Case("sort, at most 8", 8, 10, warm_start=True),
     "long_prompts": Case("prompts of 128, length 64", 64, 6, fixed_length=True, prompt_tokens=128),
 }
@@ -210,7 +208,6 @@ def ours(case: Case, threads: int, folder: Path) -> Side:
             "samples_per_prompt": ANSWERS,
             "rollout.max_new_tokens": case.max_new_tokens,
             "train.learning_rate": 1e-6,
-            "train.max_tokens": case.max_tokens,
         }
         command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
         rows = watched(command, threads, Path(run_dir) / "metrics.jsonl", folder / "ours.log")

@@ -1,7 +1,8 @@
 """Causal language models over ragged batches: log-probabilities of tokens, and values of states.
 
 Legend: `B` sequences, `T` longest sequence, `N` all tokens of the batch end to end, `M = N - B` tokens that
-have a token before them, `V` vocabulary.
+have a token before them, `U` places of a row in which sequences share what they begin with, `E` what is read of it,
+`V` vocabulary.
 """
 
 from __future__ import annotations
@@ -307,13 +308,7 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     label_M, places = batch["tokens"].to(state_M.device, torch.int64)[follower_M], inputs["input_ids"].numel()
     row_M = state_M if context is not None or places < len(state_M) else None
     if row_M is not None:
-        # What sequences share is read once: each place of the row has one label, and where it is the last token that
-        # they share, the others follow behind.
-        state_M = torch.arange(inputs["input_ids"].shape[1], device=row_M.device)
-        label_U = torch.zeros_like(state_M).scatter_(0, row_M, label_M)
-        is_other_M = label_U[row_M] != label_M
-        state_M, label_M = torch.cat([state_M, row_M[is_other_M]]), torch.cat([label_U, label_M[is_other_M]])
-        row_M = row_M.masked_scatter(is_other_M, torch.arange(len(label_U), len(label_M), device=row_M.device))
+        state_M, label_M, row_M = _once_per_place(row_M, label_M, inputs["input_ids"].shape[1])
     if context is None:
         columns = _columns(model, inputs, state_M, label_M, scale, with_entropy)
     else:
@@ -325,6 +320,21 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     output_N = [None if x_M is None else _scatter(x_M, follower_M, batch.num_tokens) for x_M in columns]
     assert output_N[0] is not None
     return TokenOutput(logprob_N=output_N[0], entropy_N=output_N[1] if with_entropy else None)
+
+
+def _once_per_place(place_M: Tensor, label_M: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What sequences share is read once: every place of the row has one label, and where sequences go on differently
+    after it, the other labels follow behind.
+
+    Returns:
+        [E] places; [E] their labels; [M] which of these entries each of the [M] pairs of place and label is.
+    """
+    place_U = torch.arange(places, device=place_M.device)
+    label_U = torch.zeros_like(place_U).scatter_(0, place_M, label_M)
+    is_other_M = label_U[place_M] != label_M
+    place_E, label_E = torch.cat([place_U, place_M[is_other_M]]), torch.cat([label_U, label_M[is_other_M]])
+    behind = torch.arange(places, len(place_E), device=place_M.device)
+    return place_E, label_E, place_M.masked_scatter(is_other_M, behind)
 
 
 def _columns(
@@ -400,9 +410,7 @@ def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
     return {"input_ids": tokens_BT, "use_cache": False}
 
 
-def _predecessors(
-    model: nn.Module, batch: Batch, one_follower: bool = False
-) -> tuple[dict[str, Any], Tensor, Tensor]:
+def _predecessors(model: nn.Module, batch: Batch, one_follower: bool = False) -> tuple[dict[str, Any], Tensor, Tensor]:
     """What `model` is called with, and for each token that has one before it the place of the predecessor's state.
 
     The last token of a sequence predicts nothing, and is left out where that saves something. For `one_follower` see

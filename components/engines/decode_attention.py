@@ -59,9 +59,9 @@ def _grouped_decoding(
     if positions > 1 or not one_mask_for_all_heads or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query_RH1D, key_RKSD, value_RKSD, attention_mask, scaling=scaling, **rest)
     query_RKGD = query_RH1D.reshape(rows, key_heads, heads // key_heads, size)
-    room = _with_room(key_RKSD), _with_room(value_RKSD)
-    if query_RH1D.device.type == "cpu" and room[0] is not None and room[1] is not None:
-        output = _by_two_products(query_RKGD, *room, key_RKSD.shape[2], attention_mask, scaling)
+    key_RKCD, value_RKCD = _with_room(key_RKSD), _with_room(value_RKSD)
+    if query_RH1D.device.type == "cpu" and key_RKCD is not None and value_RKCD is not None:
+        output = _by_two_products(query_RKGD, key_RKCD, value_RKCD, key_RKSD.shape[2], attention_mask, scaling)
     else:
         output = scaled_dot_product_attention(query_RKGD, key_RKSD, value_RKSD, attn_mask=attention_mask, scale=scaling)
     return output.reshape(rows, 1, heads, -1), None
@@ -91,6 +91,6 @@ def _with_room(x_RKSD: Tensor) -> Tensor | None:
     rows, heads, positions, size = x_RKSD.shape
     room = x_RKSD.stride(1) // size
     is_so = x_RKSD.stride() == (heads * room * size, room * size, size, 1) and not x_RKSD.storage_offset()
-    if not is_so or positions > _MOST_POSITIONS:
+    if not is_so or not positions <= room <= _MOST_POSITIONS:
         return None
     return x_RKSD.as_strided((rows, heads, room, size), x_RKSD.stride())

@@ -1,8 +1,8 @@
 """Generation with a transformers model in this process: exact, and fast for tiny models.
 
 Legend: `B` sequences, `N` all tokens of the batch end to end, `R` rows that are generated together, `U`
-different prompts among them, `S` longest prompt among them, `A` rows still in the cache, `K` most new tokens,
-`V` vocabulary.
+different prompts among them, `S` longest prompt among them, `A` rows still in the cache, `K` most new tokens, `J`
+tokens that follow, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _CHUNK_ELEMENTS = 2**25
 # Finished rows leave when no more than this share of the cache is unfinished: leaving takes a few operations.
 _DROP_BELOW = 31 / 32
+# Random numbers of so many tokens are made together.
+_AHEAD = 32
 
 
 class _Rows:
@@ -55,14 +57,11 @@ class _Rows:
 
     def draw(self, logits_AV: Tensor, k: int, sampling: SamplingConfig, end_tokens: Tensor) -> Tensor:
         """Append the k-th new token to the cached rows; returns it, [A]."""
-        places = self.cached_A.cpu().numpy()
-        uniform_A = uniform(
-            sampling.seed,
-            sampling.step,
-            self.prompt_id_R[places],
-            self.sample_id_R[places],
-            self.prompt_length_R[places] + k,
-        )
+        if k % _AHEAD == 0:
+            ids = self.prompt_id_R[:, None], self.sample_id_R[:, None]
+            positions = self.prompt_length_R[:, None] + range(k, k + _AHEAD)
+            self.uniform_RJ = uniform(sampling.seed, sampling.step, *ids, positions)
+        uniform_A = self.uniform_RJ[self.cached_A.cpu().numpy(), k % _AHEAD]
         token_A, logprob_A = _draw(logits_AV, sampling, uniform_A)
         self.tokens_RK[self.cached_A, k] = token_A
         self.logprob_RK[self.cached_A, k] = logprob_A

@@ -44,7 +44,7 @@ def uniform(
         position: index of the drawn token in its sequence, prompt included; one for all or [B].
 
     Returns:
-        [B] float64 in [0, 1), multiples of 2**-53.
+        [B] float64 in [0, 1), multiples of 2**-53. Arguments of several dimensions are broadcast.
     """
     return (_hash(seed, step, prompt_id_B, sample_id_B, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -189,8 +189,8 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
     sizes: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(call[1][0].numel()))
     shared_2N = both(model, batch)
-    # A token is left out at the end of each of 9 sequences, and 19 of 20 are there once for three. So is the 20th in one
-    # group; in two, of a response of one token it is the last that is read, and its own. gemma2 caps its logits.
+    # A token is left out at the end of each of 9 sequences, and 19 of 20 are there once for three. So is the 20th in
+    # one group; in two, of a response of one token it is the last that is read, and its own. gemma2 caps its logits.
     assert sizes == [batch.num_tokens - 9 - 3 * 2 * 19 - (0 if name == "gemma2" else 2)]
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
     torch.testing.assert_close(shared_2N, alone_2N, rtol=0, atol=1e-5)
