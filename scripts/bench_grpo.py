@@ -193,11 +193,12 @@ def model_of(case: Case, folder: Path) -> str:
     return str(folder / ("fixed" if case.fixed_length else "natural"))
 
 
-def ours(case: Case, threads: int, folder: Path) -> Side:
+def ours(case: Case, threads: int, folder: Path, backend: str) -> Side:
     """One run of recipes/grpo."""
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
         options = {
             "run_dir": run_dir,
+            "backend": backend,
             "resume": "none",
             "model.path": model_of(case, folder),
             "data.path": prompts_of(case, folder),
@@ -239,7 +240,7 @@ def theirs(case: Case, threads: int, folder: Path, device_batch: int, steps: int
     return medians(rows, "time", "generate_s", "length")
 
 
-def compare(name: str, threads: int, pairs: int, folder: Path, device_batch: int) -> None:
+def compare(name: str, threads: int, pairs: int, folder: Path, device_batch: int, backend: str) -> None:
     """Print one line of the table."""
     case = CASES[name]
     own: list[Side] = []
@@ -247,7 +248,7 @@ def compare(name: str, threads: int, pairs: int, folder: Path, device_batch: int
     for index in range(pairs):
         for side in ("trl", "ours") if index % 2 == 0 else ("ours", "trl"):
             if side == "ours":
-                own.append(ours(case, threads, folder))
+                own.append(ours(case, threads, folder, backend))
             else:
                 other.append(theirs(case, threads, folder, device_batch))
 
@@ -283,6 +284,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="of either side")
     parser.add_argument("--pairs", type=int, default=3, help="runs of either side for each line")
     parser.add_argument("--device_batch", type=int, help="of TRL; without it the better one of 128 and 512")
+    parser.add_argument("--backend", choices=["ray", "local"], default="ray", help="of ours; local: one process")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -296,7 +298,7 @@ def main() -> None:
         for case in options.cases or CASES:
             device_batch = options.device_batch or fastest_batch(case, folder)
             for threads in options.threads:
-                compare(case, threads, options.pairs, folder, device_batch)
+                compare(case, threads, options.pairs, folder, device_batch, options.backend)
 
 
 if __name__ == "__main__":
