@@ -7,10 +7,10 @@ heads over 2): 1.2 ms instead of 11.
 
 torch's own attention on a CPU takes each head of each row by itself, which costs more than what it computes while
 positions are few. Two products of all of them take a third of the time, if no gaps are between the heads: so they
-take the cache's spare room along, and what is there gets no weight.
+take the cache's whole capacity along, and what is beyond its positions gets no weight.
 
 Legend: `R` rows, `H` query heads, `K` key heads, `G` of H for each of K, `D` head size, `S` positions in the cache,
-`C` positions that it has room for.
+`C` its capacity in positions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _grouped_decoding(
     if positions > 1 or not one_mask_for_all_heads or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query_RH1D, key_RKSD, value_RKSD, attention_mask, scaling=scaling, **rest)
     query_RKGD = query_RH1D.reshape(rows, key_heads, heads // key_heads, size)
-    key_RKCD, value_RKCD = _with_room(key_RKSD), _with_room(value_RKSD)
+    key_RKCD, value_RKCD = _whole_capacity(key_RKSD), _whole_capacity(value_RKSD)
     if query_RH1D.device.type == "cpu" and key_RKCD is not None and value_RKCD is not None:
         output = _by_two_products(query_RKGD, key_RKCD, value_RKCD, key_RKSD.shape[2], attention_mask, scaling)
     else:
@@ -84,13 +84,13 @@ def _by_two_products(
     return torch.bmm(score.softmax(-1), value_RKCD.flatten(0, 1)).view(rows, key_heads, group, -1)
 
 
-def _with_room(x_RKSD: Tensor) -> Tensor | None:
+def _whole_capacity(x_RKSD: Tensor) -> Tensor | None:
     """[R, K, C, D] the memory that keys or values are the beginning of, head by head; None if it is not of this kind,
     or long.
     """
     rows, heads, positions, size = x_RKSD.shape
-    room = x_RKSD.stride(1) // size
-    is_so = x_RKSD.stride() == (heads * room * size, room * size, size, 1) and not x_RKSD.storage_offset()
-    if not is_so or not positions <= room <= _MOST_POSITIONS:
+    capacity = x_RKSD.stride(1) // size
+    is_so = x_RKSD.stride() == (heads * capacity * size, capacity * size, size, 1) and not x_RKSD.storage_offset()
+    if not is_so or not positions <= capacity <= _MOST_POSITIONS:
         return None
-    return x_RKSD.as_strided((rows, heads, room, size), x_RKSD.stride())
+    return x_RKSD.as_strided((rows, heads, capacity, size), x_RKSD.stride())

@@ -219,12 +219,12 @@ def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
     assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
 
 
-@pytest.mark.parametrize("room", [5, 9, 300])
-@pytest.mark.parametrize("layout", ["room", "other heads between", "expanded", "from its second place"])
-def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout: str, room: int) -> None:
+@pytest.mark.parametrize("capacity", [5, 9, 300])
+@pytest.mark.parametrize("layout", ["whole", "other heads between", "expanded", "from its second place"])
+def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout: str, capacity: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, 1, 8, generator=generator)
-    key, value = torch.randn(2, 3, 2, room, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, capacity, 8, generator=generator)
     if layout == "other heads between":
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     elif layout == "expanded":
@@ -243,7 +243,7 @@ def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout
 def test_decoding_by_two_products_draws_what_torchs_attention_draws(
     untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first room, and rows leave
+    sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first capacity, and rows leave
     rows = [[2, 9, 4], [5], [7, 8, 6, 2, 3]] * 4
     prompts = Batch.from_rows({"tokens": rows}, {"prompt_id": [0, 1, 2] * 4, "sample_id": list(range(12))})
     calls: list[int] = []
