@@ -93,26 +93,24 @@ class WorkerReward(RewardSource):
 
     def reward(self, given: Responses) -> RewardOutput:
         """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
-        if self._closed:
-            raise RuntimeError(f"{self.source} is closed; open it again")
         count = len(given.queries)
         if given.responses is None:
-            texts = [_response_of(query, prompt) for query, prompt in zip(given.queries, given.prompts)]
-            given = given._replace(responses=texts)
+            given = given._replace(responses=list(map(_response_of, given.queries, given.prompts)))
         if not self._code.reads_rows:
             given = given._replace(rows=[{}] * count)
         batch = _Batch(self.source, given, self._settings.max_failed_share)
+        self._check_open(batch)
         size = self._chunk_size(count)
         chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
         began = time.monotonic()
         tasks = [self._threads.submit(self._reward_chunk, batch, chunk) for chunk in chunks]
         try:
             parts = [part for task in as_completed(tasks) for part in task.result()]
-        finally:
-            batch.is_over = True
-            if not all(task.done() for task in tasks):
-                self._interrupt()
+        except BaseException as error:
+            batch.error = error
+            self._interrupt()
             wait(tasks)
+            raise
         if count and self._code.of_one:
             one_s = (time.monotonic() - began) * self._settings.workers / count
             self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
@@ -171,8 +169,10 @@ class WorkerReward(RewardSource):
             self._idle.put(child)
 
     def _check_open(self, batch: _Batch) -> None:
-        if self._closed or batch.is_over:
-            raise RuntimeError(f"{self.source} was closed")
+        if batch.error is not None:
+            raise batch.error
+        if self._closed:
+            raise RuntimeError(f"{self.source} is closed; open it again")
 
     def _start(self) -> Child:
         child = Child("components.data.reward_workers")
@@ -196,7 +196,8 @@ class _Batch:
     max_failed_share: float
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Reason and traceback, by place."""
-    is_over: bool = False
+    error: BaseException | None = None
+    """For which it was given up: its other chunks raise the same, and call the function no more."""
 
     def fail(self, place: int, reason: str, trace: str) -> None:
         """Note that a response has no reward; RewardError when it is one too many."""
@@ -205,7 +206,7 @@ class _Batch:
         if len(self.failures) <= allowed_failures(count, self.max_failed_share):
             return
         first, trace = next(iter(self.failures.values()))
-        error = RewardError(
+        self.error = error = RewardError(
             f"{self.source} failed for {len(self.failures)} of {count} responses, more than the allowed share of "
             f"{self.max_failed_share:g}; the first: {first}"
         )
