@@ -122,12 +122,13 @@ def ray(_: Path) -> dict[str, Any]:
 
     import ray as module
 
+    from core.backends.ray import few_processes
     from core.backends.ray_token import own_token
     from core.shared_memory import shared_folder
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     began = time.monotonic()
-    with own_token(shared_folder(f"doctor-{os.getpid()}")):
+    with own_token(shared_folder(f"doctor-{os.getpid()}")), few_processes():
         module.init(
             address="local",
             num_cpus=1,

@@ -42,7 +42,7 @@ TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 
 FUNCTION_LINES = 60
 FILE_LINES = 400
-LAYER_LINES = {"core": 3203, "components": 11694, "agents": 1993, "training": 8188}
+LAYER_LINES = {"core": 3218, "components": 11694, "agents": 1993, "training": 8188}
 RECIPE_LINES = {
     "grpo": 166,
     "reinforce_pp": 110,
@@ -59,7 +59,7 @@ NEW_RECIPE_LINES = 260
 TABLES = {"openrlhf.yaml", "synonyms.yaml", "verl.yaml"}
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
-CLOSURE_LINES = {"recipes/grpo": 20786}
+CLOSURE_LINES = {"recipes/grpo": 20801}
 """Of a recipe with all that it imports, lazily too, but for programs that read what it writes, as the report's does; to
 be 12,000."""
 SHARED_SHARE = 0.4

@@ -90,14 +90,17 @@ def ray_address() -> Iterator[str]:
     """
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        object_store_memory=300 * 2**20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    from core.backends.ray import few_processes
+
+    with few_processes():
+        ray.init(
+            address="local",
+            num_cpus=16,
+            include_dashboard=False,
+            object_store_memory=300 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 

@@ -117,6 +117,20 @@ def test_no_other_user_reaches_the_sockets_and_logs_of_its_ray(running: dict[str
     assert all(found.st_mode & stat.S_ISVTX or not found.st_mode & 0o022 for found in above[private:])
 
 
+def test_its_ray_has_no_process_that_nothing_of_ours_uses_and_none_that_misses_one(running: dict[str, Any]) -> None:
+    session = Path(running["session"])
+    programs = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = file.read_text(errors="replace").split("\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if any(str(session) in argument for argument in command):
+            programs.add(next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name))
+    assert programs == {"gcs_server", "raylet"}, "Ray's agents go by other names, all others are listed here"
+    assert "address failed" not in (session / "logs" / "dashboard_agent.log").read_text()
+
+
 def test_a_job_posted_without_the_token_is_refused(running: dict[str, Any]) -> None:
     host = running["gcs"].partition(":")[0]
     assert post_a_job(host, running["jobs_port"], {}) == 401
