@@ -309,9 +309,9 @@ class RayBackend:
 @contextlib.contextmanager
 def few_processes() -> Iterator[None]:
     """A Ray that is started herein has no server of a dashboard, no autoscaler, and no process that sends the driver
-    what its workers print. Nothing of ours uses them; they take 290 MB, and half of the time until Ray is up.
+    what its workers print. Nothing of ours uses them; they take 290 MB, and a third of the time until Ray is up.
 
-    ray.init has no options for it. What another version of Ray names differently is started.
+    ray.init has no options for it. A method that another version of Ray does not have is left alone.
     """
     node: Any = importlib.import_module("ray._private.node").Node
     constants = importlib.import_module("ray._private.ray_constants")
