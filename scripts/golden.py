@@ -1,10 +1,17 @@
 """Golden traces: stored rollouts go through the update of each recipe, and the metrics are compared with stored ones.
 
     python scripts/golden.py [--folder FOLDER] [RECIPE ...]
+    python scripts/golden.py COPY --record [OPTION=VALUE ...]
 
-Plays the five steps of each recipe (all of them) and prints what moved, old -> new, with the relative change; nothing
-when nothing moved. What moved is written to <folder>/<recipe>.json, so run it after a change that is meant to move
-numbers, and read what it prints. <recipe>.parquet, the rollouts, is only made where it is missing.
+The first form replays the five steps of each recipe (default: all) and prints each metric that moved, old -> new, with
+the relative change. It prints nothing if nothing moved. Metrics that moved are written to <folder>/<recipe>.json: run
+it after a change that is meant to move numbers, and read what it prints. The rollouts, <recipe>.parquet, are made only
+if they are missing.
+
+The second form makes the regression test of a copied recipe, such as recipes/my_algo: it records the metrics of five
+steps with the given options of the copy, and writes tests/recipes/test_<copy>.py, which replays them. Repeat it to
+accept new numbers. It works for copies of recipes with an `Actor` role and `add_advantages` (grpo, reinforce_pp,
+multi_turn).
 
 `B` answers, `N` all tokens end to end.
 """
@@ -40,7 +47,8 @@ from core.exports import exports_of
 from core.members import Directory
 from training.roles.reference import ReferenceWorker
 
-FOLDER = Path(__file__).resolve().parents[1] / "tests" / "recipes" / "golden"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "recipes" / "golden"
 STEPS, PROMPTS, SAMPLES = 5, 4, 4
 """Steps of so many prompts with so many answers each."""
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -52,6 +60,26 @@ EPS = 1e-5
 
 SUPERVISED = "data.path=task:sort train.zero_stage=0"
 """Options of recipes without rollouts."""
+
+COPY_TEST = '''"""Regression test of recipes/{recipe}: five updates on stored rollouts give the recorded metrics.
+
+Written by `python scripts/golden.py {recipe} --record`. Run that again to accept new numbers.
+"""
+
+from typing import Any
+
+from local_runs import kept_environment
+from recipe_runs import ROOT
+
+from components.data.child_process import load_file
+
+golden: Any = load_file(ROOT / "scripts" / "golden.py")
+
+
+def test_five_updates_of_{recipe}_give_the_recorded_metrics() -> None:
+    with kept_environment():
+        assert golden.replay_copy("{recipe}", "{options}", golden.FOLDER) == []
+'''
 
 Metrics = dict[str, float]
 Exports = dict[str, Callable[..., Any]]
@@ -77,13 +105,13 @@ class Stage(contextlib.ExitStack):
         return calls
 
 
-def play_role_groups(recipe: str, own: str, stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """A recipe whose trainer calls actor and reference as groups, with these options of its algorithm."""
+def play_role_groups(recipe: str, options: str, stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """Replay a recipe whose trainer calls actor and reference as role groups, with these further options."""
     config = import_module(f"recipes.{recipe}.main").read_config(
         f"""run_dir={stage.folder} model.path={model} data.path=task:sort prompts_per_step={PROMPTS}
         samples_per_prompt={SAMPLES} train.mini_batch_size={PROMPTS * SAMPLES // 2} rollout.max_new_tokens=8
         train.learning_rate=1e-2 train.eps={EPS}""".split()
-        + [f"algorithm.{option}" for option in own.split()]
+        + options.split()
     )
     roles = f"recipes.{recipe}.roles"
     actor = stage.role(import_module(f"{roles}.actor").Actor, config)
@@ -212,13 +240,23 @@ def play_dpo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
     ]
 
 
-RECIPES: dict[str, Callable[[Stage, str, list[Batch]], list[Metrics]]] = {
+Play = Callable[[Stage, str, list[Batch]], list[Metrics]]
+
+RECIPES: dict[str, Play] = {
     "dpo": play_dpo,
     # With all that the loss knows: a KL, clip-higher, a correction, a penalty on length.
-    "grpo": partial(play_role_groups, "grpo", "kl_coef=0.05 clip_high=0.28 correction=tis overlong_buffer=3"),
+    "grpo": partial(
+        play_role_groups,
+        "grpo",
+        "algorithm.kl_coef=0.05 algorithm.clip_high=0.28 algorithm.correction=tis algorithm.overlong_buffer=3",
+    ),
     "openrlhf_ppo": play_openrlhf_ppo,
     # REINFORCE++-baseline with a KL in the reward.
-    "reinforce_pp": partial(play_role_groups, "reinforce_pp", "kl_coef=0.1 baseline=group_mean gamma=0.9"),
+    "reinforce_pp": partial(
+        play_role_groups,
+        "reinforce_pp",
+        "algorithm.kl_coef=0.1 algorithm.baseline=group_mean algorithm.gamma=0.9",
+    ),
     "reward_model": play_reward_model,
     "sft": play_sft,
     "verl_ppo": play_verl_ppo,
@@ -259,8 +297,14 @@ def make_rollouts(recipe: str, model: str) -> Batch:
     return samples.with_sequences(reward=torch.stack(later), step=step_B)
 
 
-def played(recipe: str, folder: Path) -> list[Metrics]:
-    """The metrics of each step; makes the rollouts where they are missing."""
+def played(recipe: str, folder: Path, play: Play | None = None) -> list[Metrics]:
+    """Replay the stored rollouts of a recipe and return the metrics of each step; make the rollouts if missing.
+
+    Args:
+        recipe: name of the recipe, and of the files in `folder`.
+        folder: holds <recipe>.parquet and <recipe>.json.
+        play: the function that replays the steps; None: the one of `RECIPES`.
+    """
     with tempfile.TemporaryDirectory() as scratch, Stage(Path(scratch)) as stage:
         model, tokenizer = f"{scratch}/model", task_tokenizer(get_task("sort"))
         with without_progress_bars():
@@ -273,7 +317,37 @@ def played(recipe: str, folder: Path) -> list[Metrics]:
             make_rollouts(recipe, model).save(stored)
         rollouts = Batch.load(stored)
         steps = [rollouts.select((rollouts["step"] == step).nonzero().squeeze(1)) for step in range(STEPS)]
-        return RECIPES[recipe](stage, model, steps)
+        return (play or RECIPES[recipe])(stage, model, steps)
+
+
+def replay_copy(recipe: str, options: str, folder: Path) -> list[str]:
+    """Replay the recorded steps of a copied recipe; return one line for each metric that moved."""
+    old = json.loads((folder / f"{recipe}.json").read_text())
+    return moved(old, played(recipe, folder, partial(play_role_groups, recipe, options)))
+
+
+def record_copy(recipe: str, options: list[str], folder: Path, tests: Path) -> Path:
+    """Record five steps of a copied recipe and write its regression test.
+
+    Args:
+        recipe: folder in recipes/ with `roles/actor.py:Actor` and `algorithm.py:add_advantages`.
+        options: of the copy, on top of those that every trace is recorded with.
+        folder: for <recipe>.json and <recipe>.parquet.
+        tests: for test_<recipe>.py.
+
+    Returns:
+        The path of the test.
+    """
+    if not all((ROOT / "recipes" / recipe / name).is_file() for name in ("main.py", "algorithm.py", "roles/actor.py")):
+        raise ValueError(
+            f"recipes/{recipe} is not a copy of grpo, reinforce_pp or multi_turn: main.py, algorithm.py and "
+            "roles/actor.py are needed; for other recipes write the test by hand, as tests/recipes/ has them"
+        )
+    metrics = played(recipe, folder, partial(play_role_groups, recipe, " ".join(options)))
+    (folder / f"{recipe}.json").write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
+    test = tests / f"test_{recipe}.py"
+    test.write_text(COPY_TEST.format(recipe=recipe, options=" ".join(options)))
+    return test
 
 
 def moved(old: list[Metrics], new: list[Metrics]) -> list[str]:
@@ -290,20 +364,34 @@ def moved(old: list[Metrics], new: list[Metrics]) -> list[str]:
 
 
 def main() -> None:
-    """Refresh the files of the recipes that are asked for."""
+    """Refresh the traces of recipes, or record that of a copy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the files are")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the traces")
+    parser.add_argument("--record", action="store_true", help="record a copied recipe and write its regression test")
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
-    given = parser.parse_args()
-    unknown = sorted(set(given.recipes) - set(RECIPES))
-    if unknown:
-        parser.error(f"there is no golden trace of {', '.join(unknown)}; choose from {', '.join(RECIPES)}")
+    arguments = parser.parse_intermixed_args()
     # Saving a model imports DeepSpeed where peft is installed, which would say that it has no accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for recipe in given.recipes or RECIPES:
-        file = given.folder / f"{recipe}.json"
+    if arguments.record:
+        names = [name for name in arguments.recipes if "=" not in name]
+        if len(names) != 1 or names[0] in RECIPES:
+            parser.error("--record takes the name of one copied recipe, such as my_algo, and options of it")
+        try:
+            test = record_copy(names[0], [o for o in arguments.recipes if "=" in o], arguments.folder, FOLDER.parent)
+        except ValueError as error:
+            parser.error(str(error))
+        print(f"{names[0]}: recorded; {test.relative_to(ROOT)} replays it")
+        return
+    unknown = sorted(set(arguments.recipes) - set(RECIPES))
+    if unknown:
+        parser.error(
+            f"there is no golden trace of {', '.join(unknown)}; choose from {', '.join(RECIPES)}, or record that of a "
+            "copied recipe with --record"
+        )
+    for recipe in arguments.recipes or RECIPES:
+        file = arguments.folder / f"{recipe}.json"
         old = json.loads(file.read_text()) if file.exists() else []
-        new = played(recipe, given.folder)
+        new = played(recipe, arguments.folder)
         lines = moved(old, new)
         for line in lines:
             print(f"{recipe}: {line}")

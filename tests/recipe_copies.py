@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.sh"))
+from tests.architecture import ROOT, recipes_of
+
+RECIPES = [recipe.name for recipe in recipes_of(ROOT)]
+"""The recipes of this project; a folder beside them is a user's copy, which may look as it likes."""
 
 
 def copied(recipe: str, target: Path) -> Path:

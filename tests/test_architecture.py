@@ -1,5 +1,6 @@
 """The layers, sizes and files of the project are what tests/architecture.py asks for, and it finds what is not."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,14 +169,27 @@ def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> N
     assert file_size_faults(tree(tmp_path, files)) == ["core/b.py has 401 lines of code, over 400"]
 
 
-def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path) -> None:
-    files = {f"core/{i}.py": "x = 1\n" * 336 for i in range(10)} | {"core/synonyms.yaml": "# why\na: 1\n\n"}
-    files |= {f"recipes/{name}/config.py": "x = 1\n" * 172 for name in ("grpo", "openrlhf_ppo")}
+def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_LINES, "core", 20)
+    monkeypatch.setitem(RECIPE_LINES, "grpo", 10)
+    files = {f"core/{name}.py": "x = 1\n" * 7 for name in "abc"} | {"core/synonyms.yaml": "# why\na: 1\n\n"}
+    files |= {f"recipes/{name}/config.py": "x = 1\n" * 11 for name in ("grpo", "openrlhf_ppo")}
     files |= {"recipes/grpo/single_file.py": "x = 1\n", "recipes/grpo/tiny.yaml": "a: 1\n"}
     assert layer_size_faults(tree(tmp_path, files)) == [
-        f"core has 3361 lines of code, over {LAYER_LINES['core']}",
-        f"recipes/grpo has 172 lines of code, over {RECIPE_LINES['grpo']}",
+        "core has 21 lines of code, over 20",
+        "recipes/grpo has 11 lines of code, over 10",
     ]
+
+
+def test_a_copy_of_a_recipe_is_a_users_own_and_no_fault(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes"
+    shutil.copytree(ROOT / "recipes" / "grpo", recipes / "grpo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(recipes / "grpo", recipes / "my_algo")
+    tree(tmp_path, {"recipes/my_algo/notes.py": "x = 1\n" * 300, "tests/recipes/test_grpo.py": ""})
+    for check in (layer_size_faults, shared_line_faults, recipe_faults, closure_faults):
+        assert check(tmp_path) == []
+    tree(tmp_path, {"recipes/my_algo/other.py": "from recipes.grpo.config import GRPOConfig"})
+    assert any("a recipe imports only itself" in fault for fault in import_faults(tmp_path))
 
 
 def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
@@ -197,12 +211,12 @@ def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
 def test_two_recipes_with_more_than_two_fifths_of_their_lines_in_common_are_found(tmp_path: Path) -> None:
     common = [f"common = {i}" for i in range(5)]
     files = {
-        "recipes/a/main.py": "\n".join([*common, "a = 1", "a = 2", "a = 3"]),  # 5 of 11 with b, 4 of 11 with c
-        "recipes/b/main.py": "\n".join([*common, "b = 1", "b = 2", "b = 3"]),
-        "recipes/c/main.py": "\n".join([*common[:4], "c = 1", "c = 2", "c = 3"]),
+        "recipes/dpo/main.py": "\n".join([*common, "a = 1", "a = 2", "a = 3"]),  # 5 of 11 with grpo, 4 of 11 with sft
+        "recipes/grpo/main.py": "\n".join([*common, "b = 1", "b = 2", "b = 3"]),
+        "recipes/sft/main.py": "\n".join([*common[:4], "c = 1", "c = 2", "c = 3"]),
     }
     root = tree(tmp_path, files)
-    assert shared_line_faults(root) == ["of recipes/a and recipes/b 45% is the same, over 40%"]
+    assert shared_line_faults(root) == ["of recipes/dpo and recipes/grpo 45% is the same, over 40%"]
 
 
 def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> None:
@@ -212,10 +226,12 @@ def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> No
 
 
 def test_a_recipe_without_its_files_and_tests_is_found(tmp_path: Path) -> None:
-    files = {f"recipes/{name}/{file}": "" for name in ("a", "b", "c") for file in (*RECIPE_FILES, "roles/actor.py")}
-    tests = {"tests/recipes/test_a_learns.py": "", "tests/recipes/b/test_b.py": ""}
+    files = {
+        f"recipes/{name}/{file}": "" for name in ("dpo", "grpo", "sft") for file in (*RECIPE_FILES, "roles/actor.py")
+    }
+    tests = {"tests/recipes/test_dpo_learns.py": "", "tests/recipes/grpo/test_b.py": ""}
     root = tree(tmp_path, {**files, **tests, "recipes/_shared/x.py": "", "recipes/__init__.py": ""})
-    assert recipe_faults(root) == ["recipes/c has no tests; write tests/recipes/test_c.py"]
-    (root / "recipes/a/run.sh").unlink()
-    (root / "recipes/b/roles/actor.py").rename(root / "recipes/b/roles/__init__.py")
-    assert recipe_faults(root)[:2] == ["recipes/a has no run.sh", "recipes/b has no role in roles/"]
+    assert recipe_faults(root) == ["recipes/sft has no tests; write tests/recipes/test_sft.py"]
+    (root / "recipes/dpo/run.sh").unlink()
+    (root / "recipes/grpo/roles/actor.py").rename(root / "recipes/grpo/roles/__init__.py")
+    assert recipe_faults(root)[:2] == ["recipes/dpo has no run.sh", "recipes/grpo has no role in roles/"]

@@ -21,8 +21,8 @@ from tests.recipe_copies import ROOT, copied, last_metrics, write_untrained
 
 PAGE = (ROOT / "docs/make_your_own.md").read_text(encoding="utf-8")
 DIFFS: list[str] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-MOST_LINES = (10, 25, 10, 10)
-"""How many lines each edit may change: the advantage, the role, the reward, the metric."""
+MOST_LINES = (10, 25, 10, 10, 25)
+"""How many lines each edit may change: the advantage, the role, the reward, the metric, the remote call."""
 GROUP = 4
 OPTIONS = (
     f"data.path=task:sort data.max_samples=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6 "
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of recipes/grpo with all four edits, applied in order, that this process can import."""
+    """A copy of recipes/grpo with all five edits, applied in order, that this process can import."""
     top = tmp_path_factory.mktemp("make_your_own")
     folder = copied("grpo", top / "recipes" / "my_algo")
     # As in the root of a clone: a repository around the temporary folder would make git look for the paths there.
@@ -88,7 +88,7 @@ def outcome(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def test_each_edit_is_small() -> None:
     counts = [len(re.findall(r"^[+-](?!--|\+\+)", diff, re.MULTILINE)) for diff in DIFFS]
-    assert len(counts) == 4
+    assert len(counts) == 5
     for count, most in zip(counts, MOST_LINES, strict=True):
         assert 0 < count <= most
 
@@ -135,6 +135,12 @@ def test_the_new_role_shared_the_responses_and_took_its_part_of_the_reward(outco
         assert row["reward"] == pytest.approx(row["score"] - 0.1 * repeats, abs=1e-6)
     found = [row["log_repeats"] for row in outcome.rows]
     assert outcome.metrics["reward/repeats"] == pytest.approx(statistics.mean(found)) and sum(found) > 0
+
+
+@pytest.mark.full
+def test_the_remote_call_reached_both_instances(outcome: Outcome) -> None:
+    calls = [event["rank"] for event in outcome.events if event.get("method") == "set_penalty"]
+    assert sorted(calls) == [0, 1]
 
 
 @pytest.mark.full

@@ -4,8 +4,11 @@ A change that is meant to move them is followed by `python scripts/golden.py`, w
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from recipe_runs import ROOT
 
 from components.data.child_process import load_file
 from tests.messages import says
+from tests.recipe_copies import RECIPES, cloned, copied
 
 GOLDEN = Path(__file__).parent / "golden"
 golden: Any = load_file(ROOT / "scripts" / "golden.py")
@@ -57,8 +61,7 @@ def test_a_trace_is_small_and_says_something_in_every_step(recipe: str) -> None:
 
 
 def test_every_recipe_has_a_trace_but_the_one_whose_update_is_that_of_another() -> None:
-    recipes = {path.parent.name for path in (ROOT / "recipes").glob("*/run.sh")}
-    assert recipes - set(golden.RECIPES) == {"multi_turn"}  # with grpo's actor
+    assert set(RECIPES) - set(golden.RECIPES) == {"multi_turn"}  # with grpo's actor
 
 
 def test_a_recipe_without_a_trace_is_refused(
@@ -68,3 +71,38 @@ def test_a_recipe_without_a_trace_is_refused(
     with pytest.raises(SystemExit, match="2"):
         golden.main()
     assert re.search(says("gpro", *golden.RECIPES), capsys.readouterr().err)
+
+
+@pytest.mark.full
+def test_a_copied_recipe_gets_its_regression_test_by_one_command(tmp_path: Path) -> None:
+    clone = cloned(tmp_path / "clone")
+    shutil.copytree(ROOT / "tests", clone / "tests", ignore=shutil.ignore_patterns("__pycache__", "oracle"))
+    copied("grpo", clone / "recipes" / "my_algo")
+    env = os.environ | {"PYTHONPATH": str(clone)}
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=300)
+
+    recorded = python("scripts/golden.py", "my_algo", "--record", "algorithm.kl_coef=0.05")
+    assert recorded.returncode == 0, recorded.stderr
+    assert "tests/recipes/test_my_algo.py" in recorded.stdout
+    replay = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/recipes/test_my_algo.py")
+    assert python(*replay).returncode == 0
+    algorithm = clone / "recipes" / "my_algo" / "algorithm.py"
+    text = algorithm.read_text()
+    algorithm.write_text(text.replace("advantage_B[samples.sequence_ids]", "2 * advantage_B[samples.sequence_ids]"))
+    assert algorithm.read_text() != text
+    changed = python(*replay)
+    assert changed.returncode == 1
+    assert "advantage_mean" in changed.stdout
+
+
+def test_recording_needs_one_copy_that_can_be_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["grpo", "--record"], ["--record"], ["no_such_recipe", "--record"]):
+        monkeypatch.setattr("sys.argv", ["golden.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            golden.main()
+    assert re.search(says("no_such_recipe", "roles/actor.py"), capsys.readouterr().err)
