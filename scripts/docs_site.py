@@ -8,6 +8,7 @@ becomes the path of that file.
 
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -26,6 +27,8 @@ GUESTS = {"contributing.md": "CONTRIBUTING.md"} | {
     if (folder / "README.md").is_file()
 }
 """Pages that lie outside of docs/: their place on the site, and in the repository."""
+NOTEBOOKS = {f"notebooks/{path.stem}.md": path for path in sorted(ROOT.glob("docs/notebooks/*.ipynb"))}
+"""Pages made of the notebooks: their place on the site -> the notebook."""
 OPTIONS = "<!-- options: written when the site is built -->"
 """What the tables of options take the place of."""
 DATE = re.compile(r"\w+-\d{8}-\d{6}")
@@ -78,7 +81,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     recipes = readme.partition("\n## Recipes\n")[2].partition("\n## ")[0]
     files.append(File.generated(config, RECIPES, content=f"# Recipes\n{recipes}"))
+    for place, notebook in NOTEBOOKS.items():
+        files.append(File.generated(config, place, content=notebook_page(notebook)))
     return files
+
+
+def notebook_page(path: Path) -> str:
+    """Convert a notebook with its stored outputs to Markdown; pictures become data URIs."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                parts.append("```text\n" + "".join(output["text"]).rstrip("\n") + "\n```")
+            elif "image/png" in output.get("data", {}):
+                data = "".join(output["data"]["image/png"].split())
+                parts.append(f'<img alt="Plot of the cell above" src="data:image/png;base64,{data}">')
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -98,10 +118,11 @@ def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath)
         return found[0]
     target = os.path.normpath(source / path)
     pages = {guest: page for page, guest in GUESTS.items()} | {"README.md": RECIPES}
-    if target.startswith("docs/"):
-        on_site = target.removeprefix("docs/")
-    elif target in pages:
+    pages |= {str(notebook.relative_to(ROOT)): page for page, notebook in NOTEBOOKS.items()}
+    if target in pages:
         on_site = pages[target]
+    elif target.startswith("docs/"):
+        on_site = target.removeprefix("docs/")
     else:
         return text if text.strip("`") == target else f"{text} (`{target}`)"
     return f"{image}[{text}]({os.path.relpath(on_site, place)}{anchor})"

@@ -153,8 +153,10 @@ What is different on purpose:
 
 
 def cell(text: object) -> str:
-    """A text as one cell of a table."""
-    return str(text).replace("|", "\\|").replace("\n", " ")
+    """A text as one cell of a table. Outside of code type a word in <> is shown, not taken for HTML."""
+    parts = str(text).replace("|", "\\|").replace("\n", " ").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace(">", "&gt;") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -289,6 +289,9 @@ def test_the_site_has_every_page_and_asks_the_network_for_nothing(site: Path) ->
     for recipe in RECIPES:
         assert (site / f"recipes/{recipe}.html").is_file()
         assert f"{recipe}: recipes/{recipe}.md" in text_of("mkdocs.yml"), f"{recipe} is not in the site's menu"
+    assert "group_mean_baseline" in (site / "notebooks/components.html").read_text()
+    assert "data:image/png" in (site / "notebooks/local_run.html").read_text()
+    assert "runs/&lt;recipe&gt;-&lt;time&gt;" in (site / "options.html").read_text()
     for page in site.rglob("*.html"):
         loaded = re.findall(
             r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"'> ]+)", page.read_text()

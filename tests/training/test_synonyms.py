@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.multi_turn.config import MultiTurnConfig
 from recipes.reinforce_pp.config import ReinforceConfig
 from tests.messages import says
+from tests.recipe_copies import RECIPES
 from training.adapter import Given
 from training.config import load_config, translated
 from training.schema import ConfigError, fields_of, options_of
@@ -371,3 +373,11 @@ def test_no_name_of_the_table_is_an_option_that_it_hides() -> None:
 def test_the_page_of_names_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     assert runpy.run_path(str(ROOT / "scripts" / "option_names_page.py"))["main"](["--check"]) == 0
+
+
+def test_the_table_of_recipes_is_what_their_schemas_have() -> None:
+    has = {name: set(fields_of(import_module(f"recipes.{name}.main").COMMAND.schema)) for name in RECIPES}
+    table = synonyms()
+    actual = {option: {name for name in RECIPES if option in has[name]} for option in table.options}
+    listed = {option: set(table.elsewhere(option)[1]) or set(RECIPES) for option in table.options}
+    assert listed == actual
