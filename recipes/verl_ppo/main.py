@@ -36,12 +36,23 @@ def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:
     }
 
 
-def build_job(config: VerlPPOConfig) -> Job:
-    """What runs where."""
-    own, workers = config.placement, role_worker_mapping(config)
+def build_job(
+    config: VerlPPOConfig,
+    workers: Mapping[str, str] | None = None,
+    trainer: str = f"{__package__}.trainer:VerlPPOTrainer",
+) -> Job:
+    """Describe which process runs what.
+
+    Args:
+        config: with everything filled in.
+        workers: entry point of each role. None: those of `role_worker_mapping`.
+        trainer: entry point of the trainer.
+    """
+    own = config.placement
+    workers = role_worker_mapping(config) if workers is None else workers
     builder = JobBuilder().config(config).node_num(own.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
-    builder.role("trainer").run(f"{__package__}.trainer:VerlPPOTrainer")
+    builder.role("trainer").run(trainer)
     for role in config.roles:
         if role not in workers:
             raise ConfigError(f"placement.role_pools has {role}, but role_worker_mapping of main.py does not; add it")

@@ -3,6 +3,7 @@ B responses. Nothing here imports torch before there are responses.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from components.data.code_tests import code_score
@@ -26,7 +27,9 @@ the end of a name stands for any end.
 
 
 def score_code(config: VerlPPOConfig) -> ScoreCode:
-    """The function that was asked for: the user's, or the built-in ones."""
+    """Return the reward function of a run: of a user's file or program (ray_trainer.py), or the built-in ones."""
+    if (code := getattr(config, "reward_code", None)) is not None:
+        return replace(code, optional=bool(config.reward.model_path) and not config.reward.function_weight)
     own, functions = config.reward, default_functions() | OWN_FUNCTIONS
     arguments = dict(own.arguments)
     if own.source is None:

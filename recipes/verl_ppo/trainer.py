@@ -42,9 +42,10 @@ class VerlPPOTrainer(BaseTrainer):
         """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
         config, training = self.config, self.policy_run
         if config.evaluate_only:
-            training.validate(self.rollout_wg.generate_sequences, self.score)
+            training.validate(self.rollout_wg.generate_sequences, self.score_heldout)
             return
-        for rollouts in training.rollouts(self.rollout_wg.generate_sequences, self.score):
+        generate = self.rollout_wg.generate_sequences
+        for rollouts in training.rollouts(generate, self.score, score_heldout=self.score_heldout):
             batch, metrics = balanced(rollouts, len(self.actor_wg))
             if not config.algorithm.bypass:
                 batch = self.compute("old_log_prob", self.actor_wg.compute_log_prob, batch)
@@ -72,6 +73,10 @@ class VerlPPOTrainer(BaseTrainer):
             scores = self.rm_wg.compute_rm_score(rollouts.only("tokens")).result()
             rollouts = rollouts.with_sequences(**scores.per_sequence)
         return self.policy_run.add_rewards(rollouts)
+
+    def score_heldout(self, rollouts: Batch) -> Batch:
+        """Add `reward` and `score` to held-out rollouts, by the same."""
+        return self.score(rollouts)
 
     def compute(self, phase: str, forward: Callable[[Batch], Future[Batch]], batch: Batch) -> Batch:
         """Add what a forward pass gives for each token."""

@@ -1,0 +1,154 @@
+"""The program of verl's PPO architecture guide: workers, pools and rewards as Python objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyarrow import Table, parquet
+
+from tests.recipe_copies import ROOT, last_metrics, write_untrained
+
+PROGRAM = """
+import sys
+
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from recipes.verl_ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, RewardManager, Role
+
+
+def count_letter(solution_str, ground_truth):
+    return solution_str.count("a") / 6
+
+
+def _select_rm_score_fn(data_source):
+    if data_source == "letters":
+        return count_letter
+    raise NotImplementedError
+
+
+def always_two(batch):
+    return [2.0] * len(batch)
+
+
+def main(config):
+    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        assert config.actor_rollout_ref.actor.strategy == config.critic.strategy
+        from recipes.verl_ppo.ray_trainer import ActorRolloutRefWorker, CriticWorker
+        from recipes.verl_ppo.ray_trainer import RayWorkerGroup
+
+        ray_worker_group_cls = RayWorkerGroup
+    elif config.actor_rollout_ref.actor.strategy == "megatron":
+        assert config.actor_rollout_ref.actor.strategy == config.critic.strategy
+        from recipes.verl_ppo.ray_trainer import ActorRolloutRefWorker, CriticWorker
+        from recipes.verl_ppo.ray_trainer import NVMegatronRayWorkerGroup
+
+        ray_worker_group_cls = NVMegatronRayWorkerGroup
+    else:
+        raise NotImplementedError
+
+    role_worker_mapping = {
+        Role.ActorRollout: ActorRolloutRefWorker,
+        Role.Critic: CriticWorker,
+        Role.RefPolicy: ActorRolloutRefWorker,
+    }
+    global_pool_id = "global_pool"
+    resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    mapping = {
+        Role.ActorRollout: global_pool_id,
+        Role.Critic: global_pool_id,
+        Role.RefPolicy: global_pool_id,
+    }
+    if config.reward_model.enable:
+        from recipes.verl_ppo.ray_trainer import RewardModelWorker
+
+        role_worker_mapping[Role.RewardModel] = RewardModelWorker
+        mapping[Role.RewardModel] = global_pool_id
+    REWARDS
+    resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=role_worker_mapping,
+        resource_pool_manager=resource_pool_manager,
+        ray_worker_group_cls=ray_worker_group_cls,
+        reward_fn=reward_fn,
+        val_reward_fn=val_reward_fn,
+    )
+    trainer.init_workers()
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main(OmegaConf.load(sys.argv[1]))
+"""
+REWARDS = {
+    "built_in": """
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0)
+    val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1)""",
+    "selected": """
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, select_rm_score_fn=_select_rm_score_fn)
+    val_reward_fn = always_two""",
+}
+"""Reward objects, which the guide leaves to the user. The second is a program's own."""
+
+
+def run_program(folder: Path, kind: str, source: str) -> Path:
+    """Run the guide's program for two steps on a tiny model; return the run folder."""
+    model = write_untrained(folder / "model")
+    rows = [
+        {"prompt": f"{letters}>", "data_source": source, "reward_model": {"ground_truth": "".join(sorted(letters))}}
+        for letters in ("cab", "dca", "bda", "fab", "gac", "bea", "cad", "eab")
+    ]
+    parquet.write_table(Table.from_pylist(rows), folder / "rows.parquet")
+    config = {
+        "data": {
+            "train_files": f"{folder}/rows.parquet", "val_files": f"{folder}/rows.parquet", "train_batch_size": 4,
+            "max_prompt_length": 8, "max_response_length": 6,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(model)}, "actor": {"strategy": "fsdp", "ppo_mini_batch_size": 4},
+            "rollout": {"name": "hf", "n": 1},
+        },
+        "critic": {"strategy": "fsdp", "model": {"path": str(model)}},
+        "reward_model": {"enable": False},
+        "algorithm": {"kl_ctrl": {"kl_coef": 0.01}, "use_kl_in_reward": True},
+        "trainer": {
+            "n_gpus_per_node": 1, "nnodes": 1, "total_training_steps": 2, "test_freq": 2, "logger": ["console"],
+            "default_local_dir": f"{folder}/checkpoints",
+        },
+        "run_dir": f"{folder}/run",
+        "backend": "local",
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(config))
+    program = folder / "my_main_ppo.py"
+    program.write_text(PROGRAM.replace("    REWARDS\n", REWARDS[kind].removeprefix("\n") + "\n"))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program), str(folder / "config.yaml")]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+@pytest.mark.full
+def test_the_guides_program_trains_with_the_built_in_functions(tmp_path: Path) -> None:
+    run_dir = run_program(tmp_path, "built_in", "sort")
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert {"ACTOR_ROLLOUT", "CRITIC", "REF"} <= set(plan["roles"])
+    metrics = last_metrics(run_dir)
+    assert metrics["step"] == 2
+    assert "val-core/sort/reward/mean@1" in metrics
+
+
+@pytest.mark.full
+def test_the_guides_program_trains_with_functions_of_its_own(tmp_path: Path) -> None:
+    metrics = last_metrics(run_program(tmp_path, "selected", "letters"))
+    assert 0 <= metrics["critic/score/mean"] <= 1
+    assert metrics["val-core/letters/reward/mean@1"] == 2
