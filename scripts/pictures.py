@@ -1,0 +1,216 @@
+"""Make the pictures of the documentation from a run of the code as it is.
+
+    python scripts/pictures.py [--out FOLDER] [OPTION=VALUE ...]
+
+Runs the demonstration of grpo in a terminal of 120 columns and writes to FOLDER (docs/images):
+
+    terminal.png, terminal.txt   the terminal in the middle of the run, and its text
+    report.png                   the curves of report.html
+    rollouts.png                 the responses to one prompt, in report.html
+
+It needs the extra `dev` and Chromium (apt-get install chromium). Options are passed to the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import html
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS, ROWS = 120, 60
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+COLOURS = {
+    30: "#3b3f45",
+    31: "#e06c75",
+    32: "#98c379",
+    33: "#e5c07b",
+    34: "#61afef",
+    35: "#c678dd",
+    36: "#56d1ee",
+    37: "#dcdfe4",
+}
+"""Foreground colours of a terminal by their code; the bright ones are 60 higher."""
+PAGE = """<body style="margin: 0; background: #16181d">
+<pre id="screen" style="display: inline-block; margin: 0; padding: 16px 20px; color: #e8eaed;
+font: 15px/20px DejaVu Sans Mono, monospace">"""
+_ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+_STEP = re.compile(r"\bstep (\d+) of (\d+)")
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+class Screen:
+    """The text and colours on a terminal, after what a program has written to it.
+
+    It knows the codes that a run uses: cursor up, carriage return, erase to the end, colours.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[list[tuple[str, str]]] = [[]]
+        """Characters of each line with their style, as CSS."""
+        self._row = 0
+        self._column = 0
+        self._style = ""
+        self._rest = ""
+
+    def write(self, text: str) -> None:
+        """Take more output."""
+        text = self._rest + text
+        # An escape code may be cut in two by a read.
+        cut = text.rfind("\x1b")
+        self._rest = text[cut:] if cut >= 0 and not _ESCAPE.match(text, cut) else ""
+        text = text[: len(text) - len(self._rest)]
+        position = 0
+        while position < len(text):
+            code = _ESCAPE.match(text, position)
+            if code:
+                self._escape(code[1], code[2])
+                position = code.end()
+            else:
+                self._put(text[position])
+                position += 1
+
+    def _put(self, character: str) -> None:
+        if character == "\n":
+            self._row += 1
+            self._column = 0
+            while len(self.lines) <= self._row:
+                self.lines.append([])
+        elif character == "\r":
+            self._column = 0
+        else:
+            line = self.lines[self._row]
+            line.extend([(" ", "")] * (self._column - len(line)))
+            line[self._column : self._column + 1] = [(character, self._style)]
+            self._column += 1
+
+    def _escape(self, numbers: str, kind: str) -> None:
+        if kind == "A":
+            self._row = max(0, self._row - int(numbers or 1))
+        elif kind in "JK":
+            del self.lines[self._row][self._column :]
+            if kind == "J":
+                del self.lines[self._row + 1 :]
+        elif kind == "m":
+            for number in numbers.split(";"):
+                self._style = self._styled(int(number or 0))
+
+    def _styled(self, code: int) -> str:
+        if code == 0:
+            return ""
+        if code == 1:
+            return self._style + "font-weight:bold;"
+        if code == 2:
+            return self._style + "opacity:.55;"
+        colour = COLOURS.get(code, COLOURS.get(code - 60, ""))
+        return self._style + f"color:{colour};" if colour else self._style
+
+    def text(self) -> str:
+        """The lines without colours."""
+        return "\n".join("".join(c for c, _ in line).rstrip() for line in self.lines).rstrip("\n") + "\n"
+
+    def page(self) -> str:
+        """The screen as a page."""
+        rows = ["".join(f'<span style="{s}">{html.escape(c)}</span>' for c, s in line) for line in self.lines]
+        return f"{PAGE}{chr(10).join(rows)}</pre>"
+
+
+def output_of(command: list[str]) -> Iterator[str]:
+    """Run a command in a terminal and yield what it writes.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    env = {**os.environ, "TERM": "xterm-256color", "HOME": os.environ.get("HOME", "/"), "COLUMNS": str(COLUMNS)}
+    program = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError as error:
+            # Linux reports the end of a terminal whose other side has closed as an input/output error.
+            if error.errno != errno.EIO:
+                raise
+            break
+        if not data:
+            break
+        yield data.decode(errors="replace").replace("\r\n", "\n")
+    os.close(ours)
+    if program.wait(60) != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {program.returncode}")
+
+
+def run_demonstration(run_dir: Path, options: list[str]) -> Screen:
+    """Run the demonstration of grpo; return the screen as it was in the middle of the steps."""
+    screen = Screen()
+    middle = Screen()
+    command = ["bash", "recipes/grpo/run.sh", f"run_dir={run_dir}", *options]
+    for text in output_of(command):
+        screen.write(text)
+        steps = _STEP.findall(screen.text())
+        if steps and int(steps[-1][0]) * 2 <= int(steps[-1][1]) + 1:
+            middle.lines = [list(line) for line in screen.lines]
+    if not _STEP.search(middle.text()):
+        raise RuntimeError(f"the run showed no step:\n{screen.text()}")
+    return middle
+
+
+def take_pictures(browser: Browser, screen: Screen, report: Path, out: Path) -> None:
+    """Write the pictures."""
+    page = browser.new_page(viewport={"width": 1200, "height": 820})
+    page.set_content(screen.page())
+    page.locator("#screen").screenshot(path=out / "terminal.png")
+    page.goto(report.as_uri())
+    page.wait_for_selector("#rollouts")
+    page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    for section, name in (("curves", "report"), ("rollouts", "rollouts")):
+        page.evaluate(f"document.getElementById('{section}').scrollIntoView()")
+        page.wait_for_timeout(1000)  # charts are drawn when they come into sight
+        page.screenshot(path=out / f"{name}.png")
+
+
+def main() -> None:
+    """Run the demonstration and write the pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of the run")
+    arguments = parser.parse_intermixed_args()
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        sys.exit("pictures: no Chromium found; install one: apt-get install chromium")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        # A short path: the run shows it.
+        run_dir = Path(scratch) / "first"
+        screen = run_demonstration(run_dir, arguments.options)
+        for line in screen.lines:
+            shown = "".join(character for character, _ in line)
+            if scratch in shown:
+                line[:] = [(character, "") for character in shown.replace(scratch, "runs")]
+        (arguments.out / "terminal.txt").write_text(screen.text(), encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        take_pictures(browser, screen, run_dir / "report.html", arguments.out)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
