@@ -29,6 +29,7 @@ from core import Job
 from core import WorkerGroup as RayWorkerGroup
 
 from .config import VerlPPOConfig
+from .dataset import RLHFDataset
 from .main import VerlCommand, build_job, role_worker_mapping
 from .reward import OWN_FUNCTIONS
 from .roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -40,6 +41,7 @@ __all__ = [
     "ActorRolloutRefWorker",
     "CriticWorker",
     "NVMegatronRayWorkerGroup",
+    "RLHFDataset",
     "RayPPOTrainer",
     "RayWorkerGroup",
     "ResourcePoolManager",
@@ -54,7 +56,10 @@ NVMegatronRayWorkerGroup = RayWorkerGroup
 
 
 class Role(Enum):
-    """Parts of the policy and other models that a worker group may hold, as verl numbers them."""
+    """Parts of the policy and other models that a worker group may hold, as verl numbers them.
+
+    Python allows no subclass of an Enum with members. A role of your own is its name, a string, wherever a Role goes.
+    """
 
     Actor = 0
     Rollout = 1
@@ -76,6 +81,11 @@ _OPTION_NAMES = {
 }
 
 
+def _option_name(role: Role | str) -> str:
+    """Return the name of a role in `placement.role_pools`."""
+    return _OPTION_NAMES[role] if isinstance(role, Role) else role
+
+
 @dataclass
 class ResourcePoolManager:
     """Pools of processes, and the pool of each role.
@@ -86,27 +96,21 @@ class ResourcePoolManager:
 
     resource_pool_spec: Mapping[str, Sequence[int]]
     """Pool -> number of processes on each of its nodes (one GPU each where there are GPUs)."""
-    mapping: Mapping[Role, str]
+    mapping: Mapping[Role | str, str]
     """Role -> pool."""
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 pools = ", ".join(self.resource_pool_spec)
-                raise ValueError(f"mapping puts {role.name} into the pool {pool!r}; resource_pool_spec has {pools}")
-
-    def get_resource_pool(self, role: Role) -> list[int]:
-        """Return the number of processes on each node of the role's pool."""
-        return list(self.resource_pool_spec[self.mapping[role]])
-
-    def get_n_gpus(self) -> int:
-        """Return the number of processes of all pools."""
-        return sum(sum(counts) for counts in self.resource_pool_spec.values())
+                raise ValueError(
+                    f"mapping puts {_option_name(role)} into the pool {pool!r}; resource_pool_spec has {pools}"
+                )
 
     def options(self) -> list[str]:
         """Write the pools as options of the recipe."""
         pools = {pool: list(counts) for pool, counts in self.resource_pool_spec.items()}
-        roles = {_OPTION_NAMES[role]: pool for role, pool in self.mapping.items()}
+        roles = {_option_name(role): pool for role, pool in self.mapping.items()}
         return [f"placement.pools={json.dumps(pools)}", f"placement.role_pools={json.dumps(roles)}"]
 
 
@@ -142,7 +146,7 @@ class RewardManager:
     built-in functions."""
     select_rm_score_fn: Callable[[str], ScoreFunction] | None = None
     """Instead: a function from the top level of a file that returns the reward function of a data source, which is
-    called with `solution_str` and `ground_truth`."""
+    called with `solution_str` and `ground_truth`. None: `_select_rm_score_fn` of the program, if it defines one."""
     reward_fn_key: str = "data_source"
     """Column of the data source."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -159,9 +163,10 @@ class RewardManager:
 
     def code(self) -> ScoreCode | None:
         """Return what reward processes run where options cannot name it, or None."""
-        if self.select_rm_score_fn is None:
+        select = self.select_rm_score_fn or getattr(sys.modules["__main__"], "_select_rm_score_fn", None)
+        if self.compute_score is not None or select in (None, _select_rm_score_fn):
             return None
-        return ScoreCode(functions={"*": partial(_score_by_selection, *_place_of(self.select_rm_score_fn))})
+        return ScoreCode(functions={"*": partial(_score_by_selection, *_place_of(select))})
 
 
 RewardFunction = Callable[[Batch], "Batch | torch.Tensor | Sequence[float]"]
@@ -243,7 +248,7 @@ class RayPPOTrainer:
         self,
         config: Any,
         tokenizer: Any = None,
-        role_worker_mapping: Mapping[Role, type[Any]] | None = None,
+        role_worker_mapping: Mapping[Role | str, type[Any]] | None = None,
         resource_pool_manager: ResourcePoolManager | None = None,
         ray_worker_group_cls: type[Any] = RayWorkerGroup,
         reward_fn: RewardManager | RewardFunction | None = None,
@@ -273,7 +278,7 @@ class RayPPOTrainer:
             "reward_fn": reward_fn,
             "val_reward_fn": reward_fn if val_reward_fn is None else val_reward_fn,
         }
-        self._workers = {_OPTION_NAMES[role]: cls for role, cls in (role_worker_mapping or {}).items()}
+        self._workers = {_option_name(role): cls for role, cls in (role_worker_mapping or {}).items()}
 
     def init_workers(self) -> None:
         """Check the configuration, models and data, and plan which worker runs where.
@@ -306,13 +311,10 @@ class RayPPOTrainer:
 
     def _build_job(self, config: VerlPPOConfig) -> Job:
         builtin = role_worker_mapping(config)
-        workers = {name: _entrypoint(cls) for name, cls in self._workers.items() if not _is_builtin(cls)}
+        # Of the recipe's own classes it chooses the variant that ranks need.
+        builtin_classes = (ActorRolloutRefWorker, CriticWorker, RewardModelWorker)
+        workers = {name: _entrypoint(cls) for name, cls in self._workers.items() if cls not in builtin_classes}
         return build_job(config, {**builtin, **workers}, _entrypoint(_ObjectTrainer))
-
-
-def _is_builtin(worker: type[Any]) -> bool:
-    """True for classes of the recipe, of which it chooses the variant that ranks need."""
-    return worker in (ActorRolloutRefWorker, CriticWorker, RewardModelWorker)
 
 
 def _entrypoint(cls: type[Any]) -> str:

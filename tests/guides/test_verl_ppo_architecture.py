@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
+from components.data.tasks import get_task
+from components.data.tiny_model import task_tokenizer
+from recipes.verl_ppo.main import read_config
+from recipes.verl_ppo.ray_trainer import ResourcePoolManager, RewardManager, RLHFDataset, Role, _select_rm_score_fn
+from tests.messages import says
 from tests.recipe_copies import ROOT, last_metrics, write_untrained
 
 PROGRAM = """
@@ -94,7 +99,7 @@ REWARDS = {
     reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0)
     val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1)""",
     "selected": """
-    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, select_rm_score_fn=_select_rm_score_fn)
+    reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0)
     val_reward_fn = always_two""",
 }
 """Reward objects, which the guide leaves to the user. The second is a program's own."""
@@ -152,3 +157,43 @@ def test_the_guides_program_trains_with_functions_of_its_own(tmp_path: Path) -> 
     metrics = last_metrics(run_program(tmp_path, "selected", "letters"))
     assert 0 <= metrics["critic/score/mean"] <= 1
     assert metrics["val-core/letters/reward/mean@1"] == 2
+
+
+def test_the_roles_are_an_enum_with_the_numbers_of_the_guide() -> None:
+    names = ["Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel", "ActorRolloutRef"]
+    assert [(role.name, role.value) for role in Role] == [(name, number) for number, name in enumerate(names)]
+    assert Role["Critic"] is Role.Critic
+
+
+def test_a_pool_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=says("critic", "other", "global_pool")):
+        ResourcePoolManager({"global_pool": [1]}, {Role.Critic: "other"})
+
+
+def test_pools_and_mapping_become_options() -> None:
+    manager = ResourcePoolManager({"a": [2, 2], "b": [1, 1]}, {Role.ActorRollout: "a", Role.RefPolicy: "b"})
+    config = read_config([*manager.options(), "data.path=task:sort", "model.path=warm_start:sort"])
+    assert config.placement.workers("actor_rollout") == 4
+    assert config.placement.roles_of("b") == ["ref"]
+
+
+def test_the_dataset_tokenizes_rows_that_have_a_prompt(tmp_path: Path) -> None:
+    tokenizer = task_tokenizer(get_task("sort"))
+    rows = [{"prompt": "cab>", "data_source": "sort"}, {"prompt": "fedcba>", "data_source": "sort"}]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    dataset = RLHFDataset(f"{tmp_path}/rows.parquet", tokenizer, {"prompt_key": "prompt", "max_prompt_length": 5})
+    assert len(dataset) == 1
+    assert dataset[0]["prompt"] == "cab>"
+    assert dataset[0]["input_ids"].tolist() == tokenizer("cab>")["input_ids"]
+
+
+def test_a_data_source_selects_its_reward_function() -> None:
+    assert _select_rm_score_fn("openai/gsm8k")("openai/gsm8k", "#### 7", "7") == 1
+    assert _select_rm_score_fn("lighteval/MATH")
+    with pytest.raises(NotImplementedError, match="no_such_source"):
+        _select_rm_score_fn("no_such_source")
+
+
+def test_a_reward_function_that_no_other_process_can_find_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        RewardManager(compute_score=lambda data_source, solution_str, ground_truth, extra_info=None: 1.0).options()
