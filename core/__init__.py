@@ -6,6 +6,8 @@ What is imported here is what core offers.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
+from typing import TYPE_CHECKING
+
 from core.context import Identity, WorkloadContext, info
 from core.control import beat
 from core.errors import JobError, ResultLost, WorkerDied, WorkerTimeout
@@ -25,3 +27,13 @@ DLJobBuilder = JobBuilder
 """DLRover's name."""
 RLRoleType = Role
 """DLRover's name."""
+
+if not TYPE_CHECKING:  # to a type checker every name would exist
+
+    def __getattr__(name: str) -> object:
+        from core.migration import alias_of
+
+        # `from core import name` would replace the message of an AttributeError.
+        if alias := alias_of("core", name, "core", ImportError):
+            return globals()[alias]
+        raise AttributeError(f"module 'core' has no attribute {name!r}")

@@ -185,6 +185,7 @@ class Host:
             spec, run = self._spec.roles[role], self._spec.run
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
+            cls_module = spec.entrypoint.partition(":")[0]
             who = (run.job, run.run_id, run.began, role, rank, spec.total)
             context = WorkloadContext(
                 Identity(*who, *local_ranks, self._spec.attempt),
@@ -205,7 +206,7 @@ class Host:
                 worker.instance = _instantiate(cls, context)
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
-            for name, (entry, function) in exports_of(worker.instance).items():
+            for name, (entry, function) in exports_of(worker.instance, cls_module).items():
                 beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
                 worker.exports[name] = (replace(entry, stub=None, concurrent=beside), function)
             callers_view = {name: entry for name, (entry, _) in worker.exports.items()}
@@ -279,11 +280,13 @@ class Host:
 
 def _instantiate(cls: type, context: WorkloadContext) -> Any:
     """Workloads and trainers get what their base class asks for; a plain class is made without arguments."""
+    from core.role_group import RoleGroup, WorkerHandle
     from core.trainer import BaseTrainer
 
     if issubclass(cls, BaseTrainer):
         others = {role: entry for role, entry in context.directory.items() if role != context.identity.role}
-        handles = {role: [member.handle for member in entry.members] for role, entry in others.items()}
+        groups = {role: RoleGroup[Any](role, context=context) for role in others}
+        handles = {role: [WorkerHandle(group.on(rank)) for rank in range(len(group))] for role, group in groups.items()}
         return cls(handles, {role: entry.implementation for role, entry in others.items()}, context.config)
     if issubclass(cls, BaseWorkload):
         return cls(None, context.config)

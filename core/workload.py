@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from core.context import WorkloadContext, current
 from core.invocation import rpc
+from core.migration import alias_of
 from core.roles import Role
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         self.run_id = identity.run_id
         self.attempt = identity.attempt
         self.began = identity.began
+
+    if not TYPE_CHECKING:  # to a type checker every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            owner = type(self).__name__
+            if alias := alias_of("workload", name, owner, AttributeError):
+                return getattr(self, alias)
+            # Raises what Python raises, also for a property whose own code has failed.
+            return object.__getattribute__(self, name)
 
     def setup(self) -> None:
         """Called once, before any other call. The other roles may not be there yet."""
