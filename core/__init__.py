@@ -18,10 +18,10 @@ from core.job import Job, JobBuilder, RLJobBuilder
 from core.members import Member
 from core.observers import CallEvent, JobEvent, MemoryEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
-from core.role_group import RoleGroup, WorkerGroup
+from core.role_group import RoleGroup, WorkerGroup, notify_job_end
 from core.roles import Role
 from core.trainer import BaseTrainer
-from core.workload import BaseWorkload
+from core.workload import BaseWorkload, export_rpc_method, export_verl_worker_rpc
 
 DLJobBuilder = JobBuilder
 """DLRover's name."""

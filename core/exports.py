@@ -7,7 +7,7 @@ The description travels to the callers when the job starts, so that a caller nev
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import FunctionType
@@ -160,9 +160,12 @@ def export_of(function: Any) -> Export | None:
     return entry if isinstance(entry, Export) else None
 
 
-def exports_of(instance: Any, module: str = "") -> dict[str, tuple[Export, Callable[..., Any]]]:
+def exports_of(
+    instance: Any, module: str = "", others: Iterable[tuple[Export, Any]] = ()
+) -> dict[str, tuple[Export, Callable[..., Any]]]:
     """Everything callable of a workload: its own methods, @rpc functions at the top level of its class's module and of
-    the entry point's `module`, functions exported anywhere. Public methods without a decorator go whole to all workers.
+    the entry point's `module`, functions exported anywhere, and `others`. A public method without a decorator is called
+    on all workers, with its arguments whole.
 
     Raises:
         ValueError: two methods of one workload share a name, or a stub's parameters are not its method's.
@@ -175,7 +178,7 @@ def exports_of(instance: Any, module: str = "") -> dict[str, tuple[Export, Calla
     methods = [(entry, getattr(instance, name)) for name, entry in marked.items() if entry]
     beside = [value for name in modules if name in sys.modules for value in vars(sys.modules[name]).values()]
     functions = [(export_of(f), getattr(f, "function", f)) for f in beside if isinstance(f, FunctionType | BoundStub)]
-    for entry, function in [*methods, *functions, *_exported_functions]:
+    for entry, function in [*methods, *functions, *_exported_functions, *others]:
         if entry is None:
             continue
         if entry.spec and entry.name in RESERVED_NAMES:

@@ -344,6 +344,15 @@ class WorkerGroup(RoleGroup[W]):
             )
 
 
+def notify_job_end(*roles: str) -> None:
+    """Call `job_end` of all workers of the roles, and wait until they have returned. Roles that the job does not have
+    are left out.
+    """
+    groups = [RoleGroup[Any](role, optional=True) for role in roles]
+    for future in [group.call("job_end") for group in groups]:
+        future.result()
+
+
 def _each(share: Share, change: Callable[[Any], Any]) -> Share:
     """The arguments, each of them changed."""
     args, kwargs = share
