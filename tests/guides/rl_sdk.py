@@ -31,7 +31,7 @@ class Described(BaseWorkload):
             "name": self.name,
             "role": self.role.value,
             "rank": self.rank,
-            "word_size": self.word_size,
+            "word_size": self.word_size,  # pyright: ignore[reportAttributeAccessIssue]
             "world_size": self.world_size,
             "local_rank": self.local_rank,
             "local_world_size": self.local_world_size,
@@ -162,11 +162,11 @@ class UserTrainer(BaseTrainer):
         self.found["whole"] = actors.whole([1, 2])
         self.found["update"] = actors.update([1, 2])
         for name, call in {
-            "error": lambda: actors.fail(),
-            "private": lambda: actors._private(),
-            "typo": lambda: actors.updat_actor(),
-            "no_role": lambda: self.RG_TOOL.update(),
-            "master": lambda: self.master_handle,
+            "error": actors.fail,
+            "private": lambda: actors._private,
+            "typo": lambda: actors.updat_actor,
+            "no_role": lambda: self.RG_TOOL,  # pyright: ignore[reportAttributeAccessIssue]
+            "master": lambda: self.master_handle,  # pyright: ignore[reportAttributeAccessIssue]
         }.items():
             try:
                 call()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openrlhf_ppo.main import main  # pyright: ignore[reportMissingImports]
+from openrlhf_ppo.main import main
 
 import core
 from tests.guides.rows import check_rows
@@ -93,7 +93,7 @@ def test_a_part_of_the_submitter_that_the_builder_replaces_is_named(name: str, f
 
 
 def test_descriptions_have_another_name() -> None:
-    from core import DLConfig, ResourceDesc  # pyright: ignore
+    from core import DLConfig, ResourceDesc  # pyright: ignore[reportAttributeAccessIssue]
 
     assert (DLConfig, ResourceDesc) == (core.Job, core.Resource)
     assert ResourceDesc(cpu=2, accelerator=0.5).accelerator == 0.5

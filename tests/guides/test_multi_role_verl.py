@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import core
 from core import DLJobBuilder, Job
+from core.backends import BackendName
 from tests.guides.rows import check_rows
 from tests.messages import says
 
@@ -34,7 +35,7 @@ def configuration(out: Path, **options: Any) -> Any:
 
 
 def main(config: Any, gpus: int) -> Job:
-    """The guide's main(): the job, without devices."""
+    """Describe the job as the guide does, without devices."""
     OmegaConf.resolve(config)
     nodes = config.trainer.nnodes
     builder = (
@@ -67,7 +68,9 @@ def runs() -> dict[str, SimpleNamespace]:
 
 
 @pytest.fixture
-def ran(backend: str, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def ran(
+    backend: BackendName, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
     """The guide's job, run to its end."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("verl")
@@ -122,20 +125,20 @@ def one_role(out: Path, path: str, calls: int) -> Any:
     return builder.role("critic").run(path).resource(cpu=0.1)
 
 
-def test_an_error_in_run_ends_the_job(backend: str, tmp_path: Path) -> None:
+def test_an_error_in_run_ends_the_job(backend: BackendName, tmp_path: Path) -> None:
     job = one_role(tmp_path, "verl_roles.Broken", 1000 if backend == "ray" else 1).build()
     result = job.submit("broken", backend=backend)
     assert result.exit_code == 1
     assert re.search(says("run() of CRITIC-0", "KeyError", "in run"), result.error)
 
 
-def test_run_learns_of_the_end_without_job_end(backend: str, tmp_path: Path) -> None:
+def test_run_learns_of_the_end_without_job_end(backend: BackendName, tmp_path: Path) -> None:
     assert one_role(tmp_path, "verl_roles.Endless", 1).build().submit("endless", backend=backend).exit_code == 0
     assert (tmp_path / "CRITIC-0.ended").exists()
 
 
 def test_names_of_the_guide_exist() -> None:
-    assert core.MyWorkerGroup is core.WorkerGroup  # pyright: ignore
+    assert core.MyWorkerGroup is core.WorkerGroup  # pyright: ignore[reportAttributeAccessIssue]
     assert core.DLJobBuilder is core.JobBuilder
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import core
 from core import RLJobBuilder, RLRoleType
+from core.backends import BackendName
 from tests.guides.rows import check_rows
 from tests.messages import says
 
@@ -18,15 +19,16 @@ ALL = ["ACTOR", "REFERENCE", "ROLLOUT", "REWARD", "CRITIC"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the program has found on each backend on which it ran."""
-    del tmp_path_factory
+def runs() -> dict[str, dict[str, Any]]:
+    """Findings of the program on each backend on which it ran."""
     return {}
 
 
 @pytest.fixture
-def found(backend: str, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """What the program found there; it runs once for each backend."""
+def found(
+    backend: BackendName, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Findings of the program there; it runs once for each backend."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("sdk") / "found.json"
         builder = RLJobBuilder().device_type("CPU").config({"lr": 0.1, "out": str(out), "backend": backend})

@@ -8,7 +8,13 @@ from typing import Any
 
 import verl_workers
 
-from core import BaseWorkload, MyWorkerGroup, export_verl_worker_rpc, notify_job_end, rpc  # pyright: ignore
+from core import (
+    BaseWorkload,
+    MyWorkerGroup,  # pyright: ignore[reportAttributeAccessIssue]
+    export_verl_worker_rpc,
+    notify_job_end,
+    rpc,
+)
 
 
 class BaseWorker(BaseWorkload):
