@@ -6,6 +6,8 @@ What is imported here is what core offers.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
+from typing import TYPE_CHECKING
+
 from core.context import Identity, WorkloadContext, info
 from core.control import beat
 from core.errors import JobError, ResultLost, WorkerDied, WorkerTimeout
@@ -16,12 +18,22 @@ from core.job import Job, JobBuilder, RLJobBuilder
 from core.members import Member
 from core.observers import CallEvent, JobEvent, MemoryEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
-from core.role_group import RoleGroup, WorkerGroup
+from core.role_group import RoleGroup, WorkerGroup, notify_job_end
 from core.roles import Role
 from core.trainer import BaseTrainer
-from core.workload import BaseWorkload
+from core.workload import BaseWorkload, export_rpc_method, export_verl_worker_rpc
 
 DLJobBuilder = JobBuilder
 """DLRover's name."""
 RLRoleType = Role
 """DLRover's name."""
+
+if not TYPE_CHECKING:  # to a type checker every name would exist
+
+    def __getattr__(name: str) -> object:
+        from core.migration import alias_of
+
+        # `from core import name` would replace the message of an AttributeError.
+        if alias := alias_of("core", name, "core", ImportError):
+            return globals()[alias]
+        raise AttributeError(f"module 'core' has no attribute {name!r}")

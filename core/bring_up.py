@@ -125,6 +125,9 @@ class BringUp:
             yield self._ask(host, "connect", self._directory())
         if host.replaces:
             yield self._ask(host, "repeat", host.calls)
+            for role, rank in host.plan.workers:
+                if self.roles[Role(role)].has_run and any(other.drives for other in self._watch.hosts):
+                    yield self._ask(host, "start_run", Role(role), rank)
             self._announce(host)
 
     def _introduce(self) -> None:

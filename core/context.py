@@ -60,6 +60,8 @@ class WorkloadContext:
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Around every wait for an answer: other workloads of the process may work meanwhile."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
+    exported: list[Any] = field(default_factory=list)
+    """(export, function) pairs beside those of the workload's class."""
     job_memory: Callable[[], int] = lambda: 0
     """Bytes that the processes of the job take together."""
 
@@ -84,6 +86,12 @@ def current() -> WorkloadContext:
             "(in a thread of your own: start it with contextvars.copy_context().run)"
         )
     return context
+
+
+def running_name() -> str:
+    """Name of the workload that is running in this thread, or an empty string."""
+    context = _current.get()
+    return context.identity.name if context else ""
 
 
 @contextlib.contextmanager

@@ -4,10 +4,13 @@ The description travels to the callers when the job starts, so that a caller nev
 (and with it torch).
 """
 
+import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import FunctionType
 from typing import Any, Literal, TypeVar
 
 Replay = Literal["last"]
@@ -59,6 +62,7 @@ class CallSpec:
     blocking: bool = True
     is_async: bool = False
     timeout: float = 10.0
+    end_on_timeout: bool = False
     pre_func: Callable[..., Any] | None = None
     post_func: Callable[[Any], Any] | None = None
 
@@ -70,6 +74,8 @@ class CallSpec:
             raise ValueError(f"timeout={self.timeout!r}; set a number of seconds above 0")
         if self.is_async and not self.blocking:
             raise ValueError("is_async=True waits with a timeout, blocking=False does not wait; set one of the two")
+        if self.end_on_timeout and not self.is_async:
+            raise ValueError("end_on_timeout=True has no effect without a timeout; set is_async=True too")
         for name, function in (("pre_func", self.pre_func), ("post_func", self.post_func)):
             if function is not None and not callable(function):
                 raise ValueError(f"{name}={function!r} cannot be called; give a function or leave it out")
@@ -127,27 +133,54 @@ def marks(export: Export, everywhere: bool = False) -> Callable[[F], F]:
     return mark
 
 
+class BoundStub:
+    """The result of `@rpc(function)`: a decorator for which the function is a stub. Where the function itself has the
+    bare `@rpc`, at the top level of a module, the function, exported under its own name.
+    """
+
+    def __init__(self, function: Callable[..., Any], mark: Callable[..., Any], bare: Export) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._mark = mark
+        self._bare = bare
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._mark if self.export is None else self.function)(*args, **kwargs)
+
+    @property
+    def export(self) -> Export | None:
+        """Export of the function, or None if it is a stub: then its module has the function under its name."""
+        names = getattr(self.function, "__globals__", {})
+        return self._bare if names.get(self.function.__name__) is self else None
+
+
 def export_of(function: Any) -> Export | None:
     """What a decorator has said of a function."""
-    entry = getattr(function, _MARK, None)
+    entry = function.export if isinstance(function, BoundStub) else getattr(function, _MARK, None)
     return entry if isinstance(entry, Export) else None
 
 
-def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
-    """Everything callable of a workload: its own methods, its module's @rpc functions, functions exported anywhere.
+def exports_of(
+    instance: Any, module: str = "", others: Iterable[tuple[Export, Any]] = ()
+) -> dict[str, tuple[Export, Callable[..., Any]]]:
+    """Everything callable of a workload: its own methods, @rpc functions at the top level of its class's module and of
+    the entry point's `module`, functions exported anywhere, and `others`. A public method without a decorator is called
+    on all workers, with its arguments whole.
 
     Raises:
         ValueError: two methods of one workload share a name, or a stub's parameters are not its method's.
     """
     found: dict[str, tuple[Export, Callable[..., Any]]] = {}
     cls = type(instance)
+    modules = dict.fromkeys([cls.__module__, module or cls.__module__])
     # Looked up on the class: evaluating a property of a half-made object would run user code.
     marked = {name: export_of(inspect.getattr_static(cls, name)) for name in dir(cls)}
     methods = [(entry, getattr(instance, name)) for name, entry in marked.items() if entry]
-    module = inspect.getmodule(cls)
-    beside = [value for value in vars(module).values() if inspect.isfunction(value)] if module else []
-    functions = [(entry, f) for f in beside if f.__module__ == cls.__module__ and (entry := export_of(f))]
-    for entry, function in [*methods, *functions, *_exported_functions]:
+    beside = [value for name in modules if name in sys.modules for value in vars(sys.modules[name]).values()]
+    functions = [(export_of(f), getattr(f, "function", f)) for f in beside if isinstance(f, FunctionType | BoundStub)]
+    for entry, function in [*methods, *functions, *_exported_functions, *others]:
+        if entry is None:
+            continue
         if entry.spec and entry.name in RESERVED_NAMES:
             raise ValueError(
                 f"{cls.__qualname__}.{entry.name}: role groups have a {entry.name} of their own; rename it"
@@ -160,7 +193,20 @@ def exports_of(instance: Any) -> dict[str, tuple[Export, Callable[..., Any]]]:
             )
         _check_stub(entry, function, cls)
         found[entry.name] = (entry, function)
-    return found
+    plain = CallSpec(Dispatch.ONE_TO_ALL)
+    undecorated = [name for name in dir(cls) if _is_plain_method(cls, name) and name not in found]
+    return found | {name: (Export(name, plain), getattr(instance, name)) for name in undecorated}
+
+
+def _is_plain_method(cls: type, name: str) -> bool:
+    """True for a public method of the user's, if no base class has decorated it: an override would lose its options."""
+    owners = [base for base in cls.__mro__ if name in vars(base)]
+    return (
+        not name.startswith("_")
+        and name not in RESERVED_NAMES | {"run"}
+        and isinstance(vars(owners[0])[name], FunctionType | staticmethod | classmethod)
+        and not any(base.__module__.startswith("core.") or export_of(vars(base)[name]) for base in owners)
+    )
 
 
 RESERVED_NAMES = frozenset({"call", "call_rank0", "call_batch", "on", "world_size"})

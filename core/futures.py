@@ -218,6 +218,20 @@ class Future(Generic[T_co]):
         return f"Future({_describe(self.calls) if self.calls else 'no worker was called'})"
 
 
+class ReferenceFuture(Future[T_co], list[Any]):
+    """A future of a call with `blocking=False`. It is also the list of the workers' references in rank order, as in
+    DLRover: on Ray `ray.get(future)` and `ray.wait(future)` take it. `result()` applies `post_func` and joins.
+    """
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+    __eq__ = object.__eq__
+    __repr__ = Future.__repr__
+
+    def __init__(self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T_co]) -> None:
+        super().__init__(calls, context, finish)
+        self.extend(call.reference for call in calls)
+
+
 class FutureSequence(Future[Any], Sequence[T]):
     """All items of a batch that was split over workers; it blocks only for the chunks that are looked at.
 

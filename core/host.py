@@ -24,11 +24,13 @@ from core.exports import Export, exports_of
 from core.members import Directory, RoleEntry, Transport
 from core.observers import CallEvent
 from core.plan import HostPlan, RoleSpec
+from core.printed import PrintedLines, is_library
 from core.roles import Role
 from core.sharding import payload_bytes
 from core.shared_memory import machine_id
 from core.workload import BaseWorkload, rendezvous_environment
 
+_RUN_GRACE_S = 10.0
 IDLE, STARTING = "idle", "starting"
 """What a process does between two calls, and until the others are there too."""
 
@@ -108,6 +110,7 @@ class Made:
 class _Worker:
     context: WorkloadContext
     instance: Any = None
+    run_thread: threading.Thread | None = None
     loop: asyncio.AbstractEventLoop | None = None
     exports: dict[str, tuple[Export, Callable[..., Any]]] = field(default_factory=dict)
 
@@ -129,6 +132,9 @@ class Host:
         transport: how its workloads reach others.
         emit: passes a message to the master: its kind, and what it says.
     """
+
+    printed: PrintedLines
+    """Standard output while its workloads work; set by the host of each backend."""
 
     def __init__(self, spec: HostSpec, config: Any, transport: Transport, emit: Callable[[str, Any], None]) -> None:
         self._spec = spec
@@ -185,6 +191,7 @@ class Host:
             spec, run = self._spec.roles[role], self._spec.run
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
+            cls_module = spec.entrypoint.partition(":")[0]
             who = (run.job, run.run_id, run.began, role, rank, spec.total)
             context = WorkloadContext(
                 Identity(*who, *local_ranks, self._spec.attempt),
@@ -205,11 +212,11 @@ class Host:
                 worker.instance = _instantiate(cls, context)
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
-            for name, (entry, function) in exports_of(worker.instance).items():
+            for name, (entry, function) in exports_of(worker.instance, cls_module, context.exported).items():
                 beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
                 worker.exports[name] = (replace(entry, stub=None, concurrent=beside), function)
             callers_view = {name: entry for name, (entry, _) in worker.exports.items()}
-            has_run = callable(getattr(worker.instance, "run", None))
+            has_run = callable(getattr(worker.instance, "run", None)) and "run" not in worker.exports
             made[role] = Made(self.packed(callers_view), f"{cls.__module__}.{cls.__qualname__}", has_run)
         self._state = (IDLE, time.monotonic())
         return made
@@ -229,8 +236,37 @@ class Host:
         worker = self._workers[role, rank]
         self._observed(worker, "run", worker.instance.run)
 
+    def start_run(self, role: Role, rank: int) -> None:
+        """Start a workload's `run()` on a thread of its own; calls to the workload are served beside it."""
+        worker = self._workers[role, rank]
+        worker.run_thread = threading.Thread(
+            target=self._run_beside, args=[worker], name=f"run() of {role}-{rank}", daemon=True
+        )
+        worker.run_thread.start()
+
+    def _run_beside(self, worker: _Worker) -> None:
+        who = worker.context.identity
+        try:
+            with entered(worker.context):
+                result = worker.instance.run()
+                if inspect.iscoroutine(result):
+                    worker.finish(result)
+        except BaseException as error:  # noqa: BLE001 - the master raises it
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return
+            traceback.print_exception(error)
+            self._emit("failed", (who.role, who.rank, who.attempt, f"run() of {who.name} raised {first_line(error)}"))
+
     def teardown(self) -> None:
-        """End the workloads in good order."""
+        """End the workloads in good order; each `run()` beside the trainer has ten seconds to return."""
+        self.request_stop()
+        deadline = time.monotonic() + _RUN_GRACE_S
+        for thread in [worker.run_thread for worker in self._workers.values() if worker.run_thread]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                late = f"{thread.name} has not returned {_RUN_GRACE_S:g} s after the end of the trainer"
+                self._emit("info", f"warning: {late}; it ends with its process")
+        self.printed.show_count()
         for worker in self._workers.values():
             if isinstance(worker.instance, BaseWorkload):
                 with entered(worker.context):
@@ -279,11 +315,13 @@ class Host:
 
 def _instantiate(cls: type, context: WorkloadContext) -> Any:
     """Workloads and trainers get what their base class asks for; a plain class is made without arguments."""
+    from core.role_group import RoleGroup, WorkerHandle
     from core.trainer import BaseTrainer
 
     if issubclass(cls, BaseTrainer):
         others = {role: entry for role, entry in context.directory.items() if role != context.identity.role}
-        handles = {role: [member.handle for member in entry.members] for role, entry in others.items()}
+        groups = {role: RoleGroup[Any](role, context=context) for role in others}
+        handles = {role: [WorkerHandle(group.on(rank)) for rank in range(len(group))] for role, group in groups.items()}
         return cls(handles, {role: entry.implementation for role, entry in others.items()}, context.config)
     if issubclass(cls, BaseWorkload):
         return cls(None, context.config)
@@ -326,5 +364,5 @@ class WarningsTo(logging.Handler):
         self._info = info
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "site-packages" not in record.pathname and not record.pathname.startswith(sys.base_prefix):
+        if not is_library(record.pathname):
             self._info(f"warning: {record.getMessage()}")

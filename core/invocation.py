@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from core.exports import CallSpec, Dispatch, Export, F, Mode, NdDispatch, Replay, marks
+from core.exports import BoundStub, CallSpec, Dispatch, Export, F, Mode, NdDispatch, Replay, marks
+from core.migration import alias_of
 
 if TYPE_CHECKING:
     from core.futures import Future
@@ -42,6 +43,7 @@ class Repeats(TypedDict, total=False):
 class _Options(Repeats, total=False):
     is_async: bool
     timeout: float
+    end_on_timeout: bool
     auto_shard: bool
 
 
@@ -81,6 +83,12 @@ def trainer_invocation(*, post_func: Post[G], blocking: FALSE, **options: Unpack
 def trainer_invocation(
     *, pre_func: Callable[Q, Any], **options: Any
 ) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+@overload
+def trainer_invocation(
+    *, pre_function: Callable[Q, Any], **options: Any
+) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+@overload
+def trainer_invocation(*, post_function: Post[G], blocking: TRUE = ..., **options: Unpack[_ToAny]) -> Mark[P, R, G]: ...
 def trainer_invocation(
     function: Any = None,
     /,
@@ -96,7 +104,8 @@ def trainer_invocation(
     Args:
         blocking: wait for the results; False returns a Future at once.
         is_async: wait with `timeout` for all targets, and raise TimeoutError naming the ranks that are missing.
-        timeout: seconds, only with is_async. Workers that have not returned by then are taken for hung, and ended.
+        timeout: seconds, only with is_async. A worker that has not returned by then continues, and serves later calls.
+        end_on_timeout: workers that have not returned within the timeout count as hung: they are ended and replaced.
         target: "ALL" workers, or "RANK0" alone, which returns the single value instead of a list.
         auto_shard: split lists, arrays and batches over the workers; everything else goes whole to all.
         pre_func: runs on the caller's side; what it returns is sent (a tuple is several arguments).
@@ -107,6 +116,7 @@ def trainer_invocation(
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
     """
+    options = {alias_of("trainer_invocation", k, "trainer_invocation", ValueError) or k: v for k, v in options.items()}
     known = CallSpec.__dataclass_fields__.keys() - {"mode"}
     if unknown := sorted(options.keys() - known):
         known |= {"target", "auto_shard", "idempotent", "replay"}
@@ -142,6 +152,7 @@ def register(
     *,
     idempotent: bool = False,
     replay: Replay | None = None,
+    **options: Any,
 ) -> Any:
     """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
 
@@ -154,6 +165,9 @@ def register(
     Raises:
         ValueError: an option has a value that cannot work; raised when the class is defined.
     """
+    for name in options:
+        alias_of("register", name, "register", ValueError)
+        raise ValueError(f"register has no {name!r}; it knows dispatch_mode, blocking, idempotent, replay")
     return marks(Export("", CallSpec(dispatch_mode, blocking), idempotent=idempotent, replay=replay))
 
 
@@ -167,8 +181,8 @@ def rpc(
 ) -> Callable[[F], F]:
     """Bind a method to a remote-call stub: `@rpc(remote_call.actor_forward)`.
 
-    The name under which the method can be called is the stub's, a string, or the method's own (`@rpc`; outside of a
-    class `@rpc()`, since a bare `@rpc` would be taken for the use of a stub).
+    The name under which the method can be called is the stub's, a string, or the method's own (`@rpc`). A function at
+    the top level of a role's module is exported too, under its own name or the given one.
     `export=True` makes a function outside of any class callable in every workload of its process. `idempotent` and
     `replay` are those of `trainer_invocation`.
 
@@ -187,4 +201,4 @@ def rpc(
     owner = name.__qualname__.rpartition(".")[0] if hasattr(name, "__qualname__") else ""
     if owner and not owner.endswith("<locals>"):
         return bound("", None)(name)
-    return bound(name.__name__, name)
+    return BoundStub(name, bound(name.__name__, name), Export(name.__name__))

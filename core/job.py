@@ -5,7 +5,7 @@ import importlib.util
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,6 +13,7 @@ from core.backends import BackendName
 from core.errors import JobError
 from core.master import Master
 from core.members import Kind
+from core.migration import alias_of
 from core.observers import Observer
 from core.placement import detect_devices, plan
 from core.plan import JobResult, JobSpec, Limits, Resource, RoleSpec
@@ -111,6 +112,12 @@ class JobBuilder:
         self._open: str | None = None
         self._collocations: list[list[str]] = []
         self._limits = Limits()
+
+    if not TYPE_CHECKING:  # to a type checker every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            alias_of("builder", name, "a job builder", AttributeError)
+            return object.__getattribute__(self, name)
 
     # --- the job
 
@@ -216,11 +223,8 @@ class JobBuilder:
 
         `custom` are resources that the cluster's nodes were started with, under their own names.
         """
-        wrong = [name for name in ("gpu", "acc", "mem", "disk", "user_defined") if name in custom]
-        if wrong:
-            raise JobError(
-                f"resource({wrong[0]}=...): give cpu, accelerator, memory (MB), or a resource of the cluster"
-            )
+        for name in custom:
+            alias_of("resource", name, "resource()", JobError)
         given = {"cpu": cpu, "accelerator": accelerator, "memory": memory, "threads": threads, "custom": custom}
         return self._set(resource=_checked(Resource, **given))
 

@@ -186,6 +186,9 @@ class Master:
         self._driving = {host for host, _, _ in driving}
         for host in self._driving:
             host.expendable = False  # nobody could tell its replacement how far it had come
+        for host, role, rank in workers:
+            if self._coming.roles[role].has_run and (host, role, rank) not in driving:
+                self._backend.invoke(host.handle, "start_run", role, rank)
         self._collect([(host, self._backend.invoke(host.handle, "run", role, rank)) for host, role, rank in driving])
         self._ending = True
         living = [host for host in self._watch.hosts if not host.lost]
@@ -234,6 +237,8 @@ class Master:
             time.sleep(0.05)
         if fault := self._backend.fault():
             raise WorkerDied(fault)
+        for _, text in self._heard("failed"):
+            raise RuntimeError(text)
         if self._ending:
             return
         fatal = [host for host in lost if not host.expendable]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 from core.context import WorkloadContext, current
 from core.errors import WorkerTimeout
 from core.exports import CallSpec, Dispatch, Export, NdDispatch, Replicated, export_of
-from core.futures import Future, FutureSequence, Pending, join_results
+from core.futures import Future, FutureSequence, Pending, ReferenceFuture, join_results
 from core.members import Member, RoleEntry, Share
 from core.roles import Role
 from core.sharding import chunk_sizes, is_splittable, payload_bytes, shard_arguments, unwrap
@@ -167,10 +167,15 @@ class RoleGroup(Generic[W]):
             try:
                 return future.result(spec.timeout if spec.is_async else None)
             except WorkerTimeout as late:
-                # The master ends who is late, as if it had died; what is idempotent then goes to the replacement.
-                for missing in late.missing:
-                    self._context.emit("hung", (*missing, str(late)))
-                if not (export.idempotent and self._context.directory.may_return(self._entry.members[0])):
+                if not spec.end_on_timeout:
+                    raise
+                # The master ends late workers, as if they had died; idempotent calls then go to the replacements.
+                members, directory = self._entry.members, self._context.directory
+                for role, rank, attempt in late.missing:
+                    if members[rank].attempt == attempt:
+                        directory.met_death(members[rank])
+                    self._context.emit("hung", (role, rank, attempt, str(late)))
+                if not (export.idempotent and directory.may_return(members[0])):
                     raise
 
     def _dispatch(self, export: Export, spec: CallSpec, share: Share) -> Future[Any]:
@@ -185,7 +190,8 @@ class RoleGroup(Generic[W]):
             calls = self._deal(export, members, self._own_shares(export, share))
         else:
             calls = self._broadcast(export, members[:1] if mode is Dispatch.RANK_ZERO else members, share)
-        return Future(calls, self._context, functools.partial(_finished, spec, calls))
+        future = Future if spec.blocking else ReferenceFuture
+        return future(calls, self._context, functools.partial(_finished, spec, calls))
 
     # --- sending
 
@@ -284,6 +290,36 @@ class RoleGroup(Generic[W]):
         return self._positions[mesh]
 
 
+class WorkerHandle:
+    """One worker of a role, called as a Ray actor is: `handle.update.remote(batch)` sends the arguments whole and
+    returns the reference of the result, which on Ray `ray.get` takes. It follows the replacement of the worker.
+    """
+
+    def __init__(self, group: RoleGroup[Any]) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> "WorkerMethod":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._group._find(name)
+        return WorkerMethod(self._group, name)
+
+    def __repr__(self) -> str:
+        return f"WorkerHandle({self._group[0].name})"
+
+
+class WorkerMethod:
+    """A method of a WorkerHandle."""
+
+    def __init__(self, group: RoleGroup[Any], name: str) -> None:
+        self._group = group
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it without waiting, and return the reference of its result."""
+        return self._group.call(self._name, *args, **kwargs).calls[0].reference
+
+
 class WorkerGroup(RoleGroup[W]):
     """A role group whose workers are seen to be of a class. Each method that `@register` has marked is one of its own.
 
@@ -306,6 +342,15 @@ class WorkerGroup(RoleGroup[W]):
                 f"the workers of {self._role} are {self._entry.implementation}, which has no {', '.join(missing)}; "
                 f"give their own class, not {cls}"
             )
+
+
+def notify_job_end(*roles: str) -> None:
+    """Call `job_end` of all workers of the roles, and wait until they have returned. Roles that the job does not have
+    are left out.
+    """
+    groups = [RoleGroup[Any](role, optional=True) for role in roles]
+    for future in [group.call("job_end") for group in groups]:
+        future.result()
 
 
 def _each(share: Share, change: Callable[[Any], Any]) -> Share:

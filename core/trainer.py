@@ -1,7 +1,7 @@
 """BaseTrainer: the role that drives the others, with one RG_<ROLE> for each role of the job."""
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from core.members import RoleEntry
 from core.role_group import RoleGroup
@@ -53,21 +53,19 @@ class BaseTrainer(BaseWorkload):
         self.fit()
 
     def _handles(self, role: Role) -> list[Any]:
-        # Looked up at each use: a worker may have been replaced.
-        entry = self._context.directory.get(role)
-        return [member.handle for member in entry.members] if entry else []
+        return self.actor_handles.get(role, [])
 
     def _others(self) -> dict[Role, RoleEntry]:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
     if not TYPE_CHECKING:  # it would make every name right
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             if name.startswith("RG_"):
                 raise AttributeError(
                     f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
                 )
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return super().__getattr__(name)
 
     def get_role_groups(self) -> list[str]:
         """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""

@@ -1,12 +1,15 @@
 """BaseWorkload: who am I, and my life cycle."""
 
+import inspect
 import os
 from abc import ABCMeta
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from core.context import WorkloadContext, current
+from core.exports import Export, export_of
 from core.invocation import rpc
+from core.migration import alias_of
 from core.roles import Role
 
 if TYPE_CHECKING:
@@ -64,6 +67,15 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         self.run_id = identity.run_id
         self.attempt = identity.attempt
         self.began = identity.began
+
+    if not TYPE_CHECKING:  # to a type checker every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            owner = type(self).__name__
+            if alias := alias_of("workload", name, owner, AttributeError):
+                return getattr(self, alias)
+            # Raises what Python raises, also for a property whose own code has failed.
+            return object.__getattribute__(self, name)
 
     def setup(self) -> None:
         """Called once, before any other call. The other roles may not be there yet."""
@@ -153,6 +165,20 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         """
         os.environ.update(rendezvous_environment(self._context))
         make()
+
+
+def export_rpc_method(name: str, function: Callable[..., Any]) -> None:
+    """Let `RoleGroup.call(name, ...)` call a function in this workload. Call it in `__init__` or `setup()`."""
+    current().exported.append((Export(name), function))
+
+
+def export_verl_worker_rpc(worker: object) -> None:
+    """Let others call the methods of an object that the workload holds: those that `@register` or `@rpc` decorates.
+
+    Call it in `__init__` or `setup()`.
+    """
+    found = [(export_of(inspect.getattr_static(type(worker), name)), name) for name in dir(type(worker))]
+    current().exported += [(export, getattr(worker, name)) for export, name in found if export]
 
 
 def rendezvous_environment(context: WorkloadContext) -> dict[str, str]:

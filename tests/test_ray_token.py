@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import secrets
 import stat
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.messages import says
 
 ROOT = Path(__file__).parents[1]
 JOB = """
@@ -61,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     lines = iter(job.stdout)
     found = json.loads(next(line for line in lines if line.startswith("{")))
     assert Path(found["session"]).is_dir()
-    yield found
+    yield found | {"folder": str(folder)}
     job.stdin.close()
     assert job.wait(120) == 0
     assert not Path(found["session"]).exists(), "the folder of a Ray that has ended well is left behind"
@@ -169,3 +172,29 @@ def test_the_file_of_the_token_goes_with_the_job_and_the_environment_is_as_befor
     assert os.environ["RAY_AUTH_TOKEN"] == "the user's"
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert os.environ.get("RAY_AUTH_MODE") == mode
+
+
+SUBMIT = """
+from core import JobBuilder
+
+builder = JobBuilder().device_type("CPU")
+builder.role("a").run("token_job:Counter")
+print(builder.build().submit("a").error)
+"""
+
+
+@pytest.mark.parametrize("given", ["another", "none", "no file", "disabled"])
+def test_a_job_on_a_cluster_whose_token_it_lacks_is_refused_by_naming_the_token(
+    running: dict[str, Any], tmp_path: Path, given: str
+) -> None:
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    env |= {"PYTHONPATH": f"{running['folder']}:{ROOT}", "RAY_ADDRESS": running["gcs"], "HOME": str(tmp_path)}
+    if given != "disabled":
+        env["RAY_AUTH_MODE"] = "token"
+    if given in ("another", "no file"):
+        env["RAY_AUTH_TOKEN_PATH"] = str(tmp_path / ("token" if given == "another" else "missing"))
+    done = subprocess.run([sys.executable, "-c", SUBMIT], env=env, capture_output=True, text=True, timeout=300)
+    facts = ("JobError", running["gcs"], "token", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN_PATH")
+    assert re.search(says(*facts), done.stdout), done.stdout + done.stderr
+    assert not (tmp_path / ".ray").exists(), "a token of no use was made"

@@ -14,7 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from core import Job
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
-from training.launch import open_run, run_job
+from training.launch import open_endpoint, open_run, run_job
 from training.machines import Machines, assuming
 from training.options import RunOptions
 from training.plan import Plan
@@ -107,6 +107,7 @@ class Command(ABC, Generic[C]):
             print(describe_options(self.schema))
             return 0
         line = CommandLine(self.schema, self.words(arguments))
+        endpoint = None
         try:
             with assuming(_machines(line)):
                 asked = self.asked(line)
@@ -116,9 +117,12 @@ class Command(ABC, Generic[C]):
                     return 0
                 self.check(plan)
             config = plan.config
+            endpoint = open_endpoint(config, plan.job, plan.recipe)
             run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan.json())
             plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
         except (ValueError, OSError) as error:
+            if endpoint is not None:
+                endpoint.close()
             text = re.sub(r"\w+", lambda word: _OF_CORE.get(word[0], word[0]), str(error))
             print(f"{self.folder.name}: {line.renamed(text)}", file=sys.stderr)
             return 2
@@ -131,6 +135,7 @@ class Command(ABC, Generic[C]):
             began=began,
             lines=plan.lines(),
             seconds={"warm_start": time.time() - began},
+            endpoint=endpoint,
         )
 
     def run(self) -> NoReturn:

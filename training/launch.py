@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core import Job
 from core.backends import BackendName
@@ -27,6 +27,9 @@ from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
 from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
 from training.tracking.alarms import Alarms
+
+if TYPE_CHECKING:
+    from training.tracking.endpoint import MetricsEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ def run_job(
     began: float,
     lines: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None,
+    endpoint: MetricsEndpoint | None = None,
 ) -> int:
     """Run a job to its end, close its summary, and say how it ended.
 
@@ -113,6 +117,7 @@ def run_job(
         began: seconds since the epoch at which the user started it.
         lines: what a person should read before it starts.
         seconds: what took time before it starts, as summary.json names it.
+        endpoint: serves the state of the run until it ends.
 
     Returns:
         The exit code: 0 finished, 1 failed, 130 stopped.
@@ -122,14 +127,25 @@ def run_job(
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
             for line in (f"run folder {run_dir}", *lines):
                 terminal.info(f"{recipe}: {line}")
+            state = [endpoint.state] if endpoint is not None else []
+            if endpoint is not None:
+                terminal.info(f"{recipe}: metrics at {endpoint.url}/metrics and {endpoint.url}/state")
+
+            def show(alarm: Any) -> None:
+                for observer in (terminal, *state):
+                    observer(alarm)
+
             observers = [
                 events,
                 terminal,
-                alarm_observer(events, terminal, options_in_use(getattr(job, "config", None))),
+                *state,
+                alarm_observer(events, show, options_in_use(getattr(job, "config", None))),
             ]
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
         events.close()
+        if endpoint is not None:
+            endpoint.close()
         finish_summary(
             run_dir,
             result.status,
@@ -146,6 +162,20 @@ def run_job(
         where = f"; logs in {logs}" if backend == "ray" else ""
         print(f"{recipe}: {result.status}: {printable(result.error)}{where}", file=sys.stderr)
     return result.exit_code
+
+
+def open_endpoint(config: Any, job: Job, recipe: str) -> MetricsEndpoint | None:
+    """Bind the monitoring endpoint of a run, or return None without `log.metrics_port`.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    if config.log.metrics_port is None:
+        return None
+    from training.tracking.endpoint import MetricsEndpoint, RunState
+
+    state = RunState(recipe, {name: role.total for name, role in job.roles.items()})
+    return MetricsEndpoint(state, config.log.metrics_host, config.log.metrics_port)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from training.checkpoint import Checkpoints
 from training.machines import Machines
 from training.schema import Options, at_home, recipe_of, refuse, tried, where
 from training.tracking import WandbConfig
+from training.tracking.endpoint_address import endpoint_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -641,6 +642,16 @@ class LogOptions(Options, group="log"):
     """Write TensorBoard's files to run_dir/tensorboard."""
     tensorboard_dir: str | None = None
     """Write them to a folder in this one instead."""
+    metrics_port: Annotated[int, Range(least=0, most=65535)] | None = None
+    """Port at which the run serves its step, metrics, phase and roles while it runs: /metrics (Prometheus) and /state
+    (JSON). 0 selects a free port. No server by default."""
+    metrics_host: str = "127.0.0.1"
+    """IP address at which that server listens. Any other than loopback needs a token in TROUPE_METRICS_TOKEN."""
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if self.metrics_port is not None and (fault := endpoint_fault(self.metrics_host)):
+            yield fault
 
     def sinks(self) -> dict[str, Any]:
         """What `Tracker` is told of it."""

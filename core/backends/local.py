@@ -8,13 +8,15 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from core.exports import Export
 from core.host import Host, HostSpec, WarningsTo, threads_here
 from core.members import Member, Outcome, Share, Transport
 from core.plan import Placement
+from core.printed import PrintedLines
 
 
 class LocalTransport(Transport):
@@ -66,8 +68,11 @@ class LocalTransport(Transport):
 class LocalHost(Host):
     """A host beside others in one process: while it works, the process looks as if it were its own."""
 
-    def __init__(self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None], out: TextIO
+    ) -> None:
         super().__init__(spec, spec.run.config, transport, emit)
+        self.printed = PrintedLines(spec.plan.name, lambda line: emit("info", line), spec.log_file, rest=out)
         self._own = _State()
         self._own.environment.update(spec.env)
 
@@ -76,7 +81,8 @@ class LocalHost(Host):
         others = _State()
         self._own.enter()
         try:
-            return getattr(self, method)(*args, **kwargs)
+            with redirect_stdout(self.printed):
+                return getattr(self, method)(*args, **kwargs)
         finally:
             self._own = _State()
             others.enter()
@@ -88,9 +94,10 @@ class LocalBackend:
     is_local = True
 
     def __init__(self, emit: Callable[[str, Any], None]) -> None:
-        self._emit = emit
+        self._out = sys.stdout
+        self._to_master = emit
         self._before: _State | None = None
-        self._warnings = WarningsTo(lambda text: emit("info", text))
+        self._warnings = WarningsTo(lambda text: self._emit("info", text))
         self.transport = LocalTransport()
 
     def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
@@ -109,15 +116,21 @@ class LocalBackend:
 
     def create(self, spec: HostSpec) -> LocalHost:
         """Make one host."""
-        return LocalHost(spec, self.transport, self._emit)
+        return LocalHost(spec, self.transport, self._emit, self._out)
+
+    def _emit(self, kind: str, payload: Any) -> None:
+        # The driver is no workload: what its observers print is not theirs.
+        with redirect_stdout(self._out):
+            self._to_master(kind, payload)
 
     def invoke(self, handle: LocalHost, method: str, *args: Any) -> Outcome:
         """Call a method of the host itself; returns a reference."""
         worker = f"{args[0]}-{args[1]}" if method == "run" else f"{method} {id(handle)}"
         return self.transport.carry_out(worker, lambda: handle.do(method, *args))
 
-    def kill(self, _handle: LocalHost) -> None:
-        """Nothing to end: it goes when nobody knows it any more."""
+    def kill(self, handle: LocalHost) -> None:
+        """Close its log; nothing else is to be ended."""
+        handle.printed.close()
 
     def release(self) -> None:
         """Leave the process as it was."""

@@ -32,7 +32,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_host import RayHost
-from core.backends.ray_token import own_token
+from core.backends.ray_token import own_token, token_faults_named
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
 from core.exports import Export
 from core.host import HostSpec
@@ -160,7 +160,8 @@ class RayBackend:
             quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if address := os.environ.get("RAY_ADDRESS"):
                 check_reachable(address)
-                ray.init(address=address, **quiet)
+                with token_faults_named(address):
+                    ray.init(address=address, **quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
             # Ray prints a paragraph about each process that dies; the master names it in one line.

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import logging
 import operator
 import os
@@ -23,6 +24,7 @@ from core.errors import with_note
 from core.exports import Export
 from core.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
 from core.members import Transport
+from core.printed import PrintedLines
 from core.roles import Role
 from core.shared_memory import claim_shared, leave_shared, machine_id, sweep_shared
 
@@ -52,12 +54,15 @@ class RayHost(Host):
         }
         # Without a master nobody would end this process.
         self._control = ControlServer(self._ip, spec.run.key, answer, orphaned=self._end)
+        self._log = sys.stdout
+        show = functools.partial(self._control.send, "info")
+        self.printed = sys.stdout = PrintedLines(spec.plan.name, show, spec.log_file, self._log)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger().addHandler(WarningsTo(lambda text: self._control.send("info", text)))
+        logging.getLogger().addHandler(WarningsTo(show))
 
     def _to_master(self, kind: str, payload: Any) -> None:
         if kind == "info":
-            print(payload, flush=True)
+            print(payload, file=self._log, flush=True)
         self._control.send(kind, payload)
 
     def _status(self, job_memory: int) -> Status:
@@ -86,7 +91,7 @@ class RayHost(Host):
         sweep_shared()
         claim_shared(self._spec.run.shared_dir)
         run = f"process {os.getpid()} on {self._ip} in run {self._spec.run.run_id}"
-        print(f"{self._spec.plan.name}: {run}", flush=True)
+        print(f"{self._spec.plan.name}: {run}", file=self._log, flush=True)
         for role, rank in self._spec.plan.workers:
             if rank == 0 and self._spec.roles[role].kind == "train":
                 self._ports[Role(role)] = kept_port()

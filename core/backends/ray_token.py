@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from core.errors import JobError
 from core.shared_memory import claim_shared
 
 _MODE, _PATH, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
@@ -37,6 +38,36 @@ def own_token(folder: Path) -> Iterator[Path]:
     finally:
         _apply(before)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def token_faults_named(address: str) -> Iterator[None]:
+    """Check the token for a cluster's address, and name it in the error of a connection that is made inside.
+
+    Raises:
+        JobError: the cluster rejects the token of this process, or it has none.
+    """
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.exceptions import AuthenticationError
+
+    try:
+        if address.rpartition(":")[2].isdecimal() and "://" not in address:
+            # ray.init would try for 20 s, and its error does not name the token.
+            ensure_token_if_auth_enabled(create_token_if_missing=False)
+            GcsClient(address=address)
+        yield
+    except Exception as error:
+        causes = [error, error.__cause__, error.__context__]
+        if not any(isinstance(cause, AuthenticationError) or "AuthenticationError" in str(cause) for cause in causes):
+            raise
+        path = os.environ.get(_PATH)
+        used = f"the token in {path}" if path else f"{_TOKEN}" if os.environ.get(_TOKEN) else "no token"
+        mode = os.environ.get(_MODE, "disabled")
+        raise JobError(
+            f"the Ray cluster at {address} rejects the authentication token of this process, which has {_MODE}={mode} "
+            f"and {used}; set {_MODE}=token and {_PATH} to a file with the token of the cluster"
+        ) from error
 
 
 def _apply(environment: Mapping[str, str | None]) -> None:

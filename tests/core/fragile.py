@@ -95,12 +95,12 @@ class Fragile(BaseWorkload):
         strike(self.folder, "once", self)
         return items
 
-    @trainer_invocation(idempotent=True, is_async=True, timeout=LATE_S)
+    @trainer_invocation(idempotent=True, is_async=True, timeout=LATE_S, end_on_timeout=True)
     def quick(self) -> int:
         strike(self.folder, "quick", self)
         return self.rank
 
-    @trainer_invocation(is_async=True, timeout=LATE_S)
+    @trainer_invocation(is_async=True, timeout=LATE_S, end_on_timeout=True)
     def quick_once(self) -> int:
         strike(self.folder, "quick_once", self)
         return self.rank

@@ -109,6 +109,8 @@ def test_a_timeout_covers_all_targets_and_names_the_missing_rank(actors: RoleGro
         actors.held(gate).result(0.2)
     gate.touch()
     assert actors.quick() == [0, 1, 2]
+    # The same processes serve the call: a timeout of the caller ends nobody.
+    assert [member.attempt for member in actors] == [1, 1, 1]
 
 
 def test_pre_func_changes_what_is_sent_and_post_func_what_returns(actors: RoleGroup[Any]) -> None:
@@ -134,11 +136,9 @@ def test_a_wrong_name_is_answered_with_the_right_ones(actors: RoleGroup[Any]) ->
         actors.eco()
 
 
-def test_a_method_neither_decorated_nor_bound_cannot_be_called(actors: RoleGroup[Any]) -> None:
-    with pytest.raises(AttributeError, match="hidden"):
-        actors.hidden()
-    with pytest.raises(AttributeError, match="hidden"):
-        actors.call("hidden")
+def test_a_public_method_without_a_decorator_gets_its_arguments_whole(actors: RoleGroup[Any]) -> None:
+    assert actors.undecorated([1, 2, 3]) == [(rank, [1, 2, 3]) for rank in range(3)]
+    assert actors.call("undecorated", [1]).result() == [(rank, [1]) for rank in range(3)]
 
 
 def test_a_role_that_the_job_lacks_is_an_error_unless_optional(echoes: None) -> None:
@@ -276,14 +276,21 @@ def test_pre_func_and_post_func_may_be_any_callables(actors: RoleGroup[Any]) -> 
 
 
 def test_no_worker_is_called_by_a_private_name_a_wrong_name_or_one_of_the_group(actors: RoleGroup[Any]) -> None:
-    for name in ("_whole", "hidden", "setup"):
+    for name in ("_private", "undecorate", "setup", "info", "run"):
         with pytest.raises(AttributeError):
             getattr(actors, name)
         with pytest.raises(AttributeError):
             actors.call(name)
-    assert not hasattr(actors, "hidden")
+    assert not hasattr(actors, "undecorate")
     with pytest.raises(AttributeError, match="'whole'"):
         actors.whole([1])  # bound to a stub, which says who is called
+
+
+def test_a_bare_rpc_at_the_top_level_of_a_roles_module_exports_the_function(actors: RoleGroup[Any]) -> None:
+    doubled: Any = workers.doubled_in_the_workloads_module
+    assert actors.call(doubled, 3).result() == actors.call(doubled.__name__, 3).result() == [6] * 3
+    assert actors.call("doubled_later_in_the_workloads_module", 4).result() == [8] * 3
+    assert doubled(5) == 10  # still the function
 
 
 def test_a_function_outside_of_any_class_can_be_exported(actors: RoleGroup[Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import workers
 
 from core import Role, rpc, trainer_invocation
-from core.exports import exports_of
+from core.exports import export_of, exports_of
 from core.sharding import chunk_sizes, join, split
 from tests.messages import says
 
@@ -19,7 +19,8 @@ from tests.messages import says
         ({"timeout": True}, ["timeout=True"]),
         ({"is_async": True, "blocking": False}, ["is_async=True", "blocking=False"]),
         ({"pre_func": 3}, ["pre_func=3"]),
-        ({"pre_function": len}, ["pre_function", "'pre_func'"]),
+        ({"before": len}, ["before", "'pre_func'"]),
+        ({"end_on_timeout": True}, ["end_on_timeout", "is_async"]),
     ],
 )
 def test_a_wrong_option_is_refused_when_the_class_is_defined(options: dict[str, Any], facts: list[str]) -> None:
@@ -75,6 +76,30 @@ def test_a_stub_that_its_method_does_not_fit_is_refused_naming_both() -> None:
 
     with pytest.raises(ValueError, match=says("workers.stub_with_two(a: int, b: int)", "Wrong.method(a: int)")):
         exports_of(Wrong())
+
+
+def test_a_bare_rpc_of_a_module_that_the_entry_point_imports_is_exported_too() -> None:
+    assert "doubled_in_the_workloads_module" in exports_of(_Named(), "workers")
+    assert "doubled_in_the_workloads_module" not in exports_of(_Named())
+
+
+def test_a_method_that_overrides_a_decorated_one_without_a_decorator_is_not_exported() -> None:
+    class Louder(workers.Echo):
+        def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+            return (*super().echo(*args, **kwargs), "!")
+
+    assert "echo" not in exports_of(Louder.__new__(Louder))
+
+
+def test_options_of_the_guides_are_other_names_of_ours() -> None:
+    @trainer_invocation(pre_function=abs, post_function=sum)
+    def method(self: Any, value: int) -> int:
+        return value
+
+    export = export_of(method)
+    assert export is not None
+    assert export.spec is not None
+    assert (export.spec.pre_func, export.spec.post_func) == (abs, sum)
 
 
 def test_two_methods_of_one_name_are_refused() -> None:

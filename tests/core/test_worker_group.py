@@ -145,9 +145,11 @@ def test_a_mesh_that_a_worker_has_not_told_of_is_named(mesh: WorkerGroup[Any]) -
         mesh.on_no_mesh([1, 2])
 
 
-def test_an_unregistered_method_is_not_one_of_the_group(grid: WorkerGroup[Any]) -> None:
-    with pytest.raises(AttributeError, match=says("GRID", "workers.Grid", "'unregistered'", "add, ")):
-        grid.unregistered()
+def test_a_wrong_name_and_a_property_are_not_methods_of_the_group(grid: WorkerGroup[Any]) -> None:
+    for name in ("ad", "not_a_method"):
+        with pytest.raises(AttributeError, match=says("GRID", "workers.Grid", f"'{name}'", "add, ")):
+            getattr(grid, name)()
+    assert grid.first_again(5) == [5, 5, 5]
     with pytest.raises(AttributeError, match="'echo'"):
         RoleGroup("grid").echo(1)
     assert grid.call("first", 5).result() == [(0, 5), (1, 5), (2, 5)]

@@ -18,6 +18,7 @@ from core import (
     BaseTrainer,
     BaseWorkload,
     Dispatch,
+    Role,
     RoleGroup,
     info,
     nd_compute,
@@ -56,6 +57,17 @@ class Plus:
 @rpc("of_module")
 def in_the_workloads_module() -> int:
     return 3
+
+
+@rpc
+def doubled_in_the_workloads_module(value: int) -> int:
+    return 2 * value
+
+
+@rpc
+async def doubled_later_in_the_workloads_module(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
 
 
 @rpc("from_outside", export=True)
@@ -258,8 +270,12 @@ class Echo(BaseWorkload):
     def _first_only(self) -> int:
         return 10 + self.rank
 
-    def hidden(self) -> None:
+    def undecorated(self, values: list[int]) -> tuple[int, list[int]]:
         """Neither decorated nor bound."""
+        return self.rank, values
+
+    def _private(self) -> None:
+        """Neither decorated nor bound, and private."""
 
 
 class Script(BaseTrainer):
@@ -306,7 +322,7 @@ class Grid(BaseWorkload):
     """Each dispatch mode once. Four of them are a mesh of two data-parallel ranks with two peers each."""
 
     def setup(self) -> None:
-        if self.role == "MESH":
+        if self.role == Role("mesh"):
             self.register_mesh("dp", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -369,8 +385,14 @@ class Grid(BaseWorkload):
     def whole_length(self, values: Any) -> int:
         return len(values)
 
-    def unregistered(self) -> None:
-        """Not a method of the group."""
+    def first_again(self, value: int) -> int:
+        """Neither decorated nor bound."""
+        return value
+
+    @property
+    def not_a_method(self) -> int:
+        """Not callable."""
+        return 1
 
 
 class Stacked(BaseWorkload):
@@ -407,7 +429,7 @@ class Settings(BaseWorkload):
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002 - the process-wide one is what is looked at
-        if self.role == "A":
+        if self.role == Role("a"):
             torch.set_default_dtype(torch.float64)
             os.environ["MINE"] = "a"
         return self.draw()

@@ -1,0 +1,1 @@
+"""Program in the form of the guide "Multi-Role Training (OpenRLHF)"."""

@@ -1,0 +1,103 @@
+"""The guide "Multi-Role Training (OpenRLHF)": its submitter, its roles, its remote calls and its training loop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openrlhf_ppo.main import main
+
+import core
+from tests.guides.rows import check_rows
+from tests.messages import says
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    """What the trainer found on each backend."""
+    return {}
+
+
+@pytest.fixture
+def found(backend: str, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the trainer found there; the job runs once for each backend."""
+    if backend not in runs:
+        out = tmp_path_factory.mktemp("openrlhf") / "found.json"
+        ranks = "2" if backend == "ray" else "1"
+        arguments = ["--actor_num_gpus_per_node", ranks, "--backend", backend, "--out", str(out), "--skip_node_check"]
+        assert main(arguments) == 0
+        runs[backend] = {**json.loads(out.read_text()), "ranks": int(ranks)}
+    return runs[backend]
+
+
+def test_the_job_is_described_as_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry_run", "--skip_node_check", "--critic_num_gpus_per_node", "2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    kinds = {name: (role["kind"], role["nnodes"], role["nproc_per_node"]) for name, role in plan["roles"].items()}
+    assert kinds == {
+        "TRAINER": ("run", 1, 1),
+        "ACTOR": ("train", 1, 1),
+        "CRITIC": ("train", 1, 2),
+        "ROLLOUT": ("run", 1, 2),
+        "REFERENCE": ("train", 1, 1),
+        "REWARD": ("train", 1, 1),
+    }
+    assert plan["roles"]["CRITIC"]["resource"]["accelerator"] == 0.4
+    assert plan["roles"]["ACTOR"]["entrypoint"] == "openrlhf_ppo.ppo_actor:PolicyModelActor"
+    assert main(["--dry_run", "--init_kl_coef", "0"]) == 0
+    assert "REFERENCE" not in json.loads(capsys.readouterr().out)["roles"]
+
+
+def test_all_roles_are_initialised_at_the_same_time(found: dict[str, Any]) -> None:
+    assert found["inits"] == [["ref"], ["rm"], ["critic"], ["actor"] * found["ranks"]]
+
+
+def test_batches_are_split_and_come_back_in_order(found: dict[str, Any]) -> None:
+    assert found["sequences"] == [[1, 1], [2, 3, 2, 3], [4, 4]]
+    assert found["rewards"] == [2.0, 10.0, 8.0]
+    assert found["log_probs"] == [-4.0, -2.0]
+    assert (found["values"], found["ref"]) == (0.5, [-4.0, -8.0, -4.0])
+
+
+def test_updates_weights_and_checkpoints(found: dict[str, Any]) -> None:
+    assert found["update"] == {"loss": 40.5}
+    assert found["critic_updates"] == [6]
+    assert found["versions"] == [6, 6]
+    assert found["saved"] == [["step0", "step1"]] * found["ranks"]
+
+
+def test_rpc_functions_of_the_top_level_are_exported(found: dict[str, Any]) -> None:
+    assert found["top_level"] == ["an engine", "an engine"]
+    assert found["imported"] == "1"
+    assert found["anywhere"] == "made elsewhere"
+
+
+def test_a_future_sequence_blocks_for_its_part_alone() -> None:
+    from collections.abc import Sequence
+
+    assert issubclass(core.FutureSequence, Sequence)
+    assert issubclass(core.FutureSequence, core.Future)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("PrimeMaster", ["submit(name)"]),
+        ("ElasticWorkloadDesc", ["role(name)", "train('package.module:Class')"]),
+        ("SimpleWorkloadDesc", ["role(name)", "run('package.module:Class')"]),
+    ],
+)
+def test_a_part_of_the_submitter_that_the_builder_replaces_is_named(name: str, facts: list[str]) -> None:
+    with pytest.raises(ImportError, match=says("core", name, *facts)):
+        getattr(core, name)
+
+
+def test_descriptions_have_another_name() -> None:
+    from core import DLConfig, ResourceDesc  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert (DLConfig, ResourceDesc) == (core.Job, core.Resource)
+    assert ResourceDesc(cpu=2, accelerator=0.5).accelerator == 0.5
+
+
+def test_each_row_of_the_guide_names_a_test_of_this_file() -> None:
+    check_rows(Path(__file__))

@@ -1,0 +1,131 @@
+"""The guide "Reinforcement Learning Integration": each name and behaviour that it shows, in a program of its form."""
+
+import json
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import core
+from core import RLJobBuilder, RLRoleType
+from core.backends import BackendName
+from tests.guides.rows import check_rows
+from tests.messages import says
+
+ALL = ["ACTOR", "REFERENCE", "ROLLOUT", "REWARD", "CRITIC"]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    """Findings of the program on each backend on which it ran."""
+    return {}
+
+
+@pytest.fixture
+def found(
+    backend: BackendName, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Findings of the program there; it runs once for each backend."""
+    if backend not in runs:
+        out = tmp_path_factory.mktemp("sdk") / "found.json"
+        builder = RLJobBuilder().device_type("CPU").config({"lr": 0.1, "out": str(out), "backend": backend})
+        builder.trainer("rl_sdk:UserTrainer").resource(cpu=0.1)
+        builder.role("actor").run("rl_sdk:UserActorModel").total(2).resource(cpu=0.1)
+        builder.rollout("rl_sdk:UserOtherModel").total(2).resource(cpu=0.1)
+        for role in (builder.reward, builder.reference, builder.critic):
+            role("rl_sdk:UserOtherModel").resource(cpu=0.1)
+        builder.with_collocation("actor", "rollout")
+        result = builder.build().submit("sdk", backend=backend)
+        assert (result.status, result.error) == ("finished", ""), result.traceback
+        runs[backend] = json.loads(out.read_text())
+    yield runs[backend]
+
+
+def test_roles_are_an_enum() -> None:
+    assert issubclass(RLRoleType, Enum)
+    assert issubclass(RLRoleType, str)
+    assert {role.value for role in RLRoleType} == {"TRAINER", *ALL}
+    assert RLRoleType["ACTOR"] is RLRoleType.ACTOR is RLRoleType("actor")
+    assert RLRoleType.ACTOR.name == RLRoleType.ACTOR.value == "ACTOR"
+
+
+def test_properties_of_a_workload(found: dict[str, Any]) -> None:
+    first, second = found["RG_ACTOR"]
+    assert (first["name"], second["name"]) == ("ACTOR-0", "ACTOR-1")
+    assert (first["role"], second["rank"], second["word_size"], second["world_size"]) == ("ACTOR", 1, 2, 2)
+    assert second["config"]["lr"] == 0.1
+    assert (second["local_rank"], second["local_world_size"]) == (1, 2)
+    assert first["collocation"] == "ACTOR,ROLLOUT"
+    assert found["RG_REWARD"][0]["collocation"] is None
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+def test_ranks_have_an_address_to_meet_at(found: dict[str, Any]) -> None:
+    ranks = found["RG_CRITIC"][0]
+    assert ranks["torch_master_addr"]
+    assert 0 < ranks["torch_master_port"] < 65536
+
+
+def test_role_predicates(found: dict[str, Any]) -> None:
+    by_role = [found[f"RG_{role}"][0]["predicates"] for role in ALL]
+    assert by_role == [[i == j for j in range(5)] for i in range(5)]
+
+
+def test_master_handle_has_a_replacement(found: dict[str, Any]) -> None:
+    assert re.search(says("UserTrainer", "master_handle", "self.info", "RoleGroup(role)"), found["master"][1])
+
+
+def test_methods_without_a_decorator_are_called(found: dict[str, Any]) -> None:
+    assert found["init_model"] == ["model of ACTOR-0", "model of ACTOR-1"]
+    assert found["update_actor"] == [1, 1]
+    assert found["generate"] == ["x y 0", "x y 1"]
+    assert found["private"][0] == found["typo"][0] == "AttributeError"
+    assert re.search(says("ACTOR", "'updat_actor'", "update_actor"), found["typo"][1])
+
+
+def test_options_of_an_invocation(found: dict[str, Any]) -> None:
+    assert found["a"] == found["b"] == [1, 2]
+    assert found["a_later"] == [101, 102]
+    assert found["b_filtered"] == [1, 1]
+    assert found["between"] == [101, 101]
+    assert found["first"] == [1, 2]
+    assert found["whole"] == [[1, 2], [1, 2]]
+    assert found["update"] == [[1], [2]]
+    assert found["error"][0] == "KeyError"
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+def test_references_and_handles_are_taken_by_ray(found: dict[str, Any]) -> None:
+    assert (found["get"], found["wait"]) == ([1, 2], 2)
+    assert (found["remote"], found["remote_one"]) == ([2, 2], [7])
+    assert found["remote_error"]
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+def test_a_timeout_is_the_callers(found: dict[str, Any]) -> None:
+    assert re.search(says("1 s", "ACTOR.late", "0, 1"), found["late"])
+    assert found["same_processes"]
+
+
+def test_properties_and_methods_of_a_trainer(found: dict[str, Any]) -> None:
+    assert found["config"] == 0.1
+    assert found["handles"] == {"ACTOR": 2, "ROLLOUT": 2, "REWARD": 1, "REFERENCE": 1, "CRITIC": 1}
+    assert found["lists"] == [2, 1, 2, 1, 1]
+    assert found["groups"] == sorted(f"RG_{role}" for role in ALL)
+    assert (found["resource"]["cpu"], found["resource"]["accelerator"]) == (0.1, 0.0)
+    assert re.search(says("RG_TOOL", "RG_ACTOR"), found["no_role"][1])
+
+
+def test_imports_of_the_guide() -> None:
+    from core.trainer import BaseTrainer
+    from core.workload import BaseWorkload
+
+    assert (BaseTrainer, BaseWorkload) == (core.BaseTrainer, core.BaseWorkload)
+    assert BaseTrainer.__abstractmethods__ == {"init", "fit"}
+
+
+def test_each_row_of_the_guide_names_a_test_of_this_file() -> None:
+    check_rows(Path(__file__))
