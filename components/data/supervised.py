@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
+from components.data.cells import check_one_kind, text_or_messages
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
@@ -54,10 +55,11 @@ class DemonstrationFormat:
         missing = [name for name in columns.values() if name not in record]
         if missing:
             raise ValueError(
-                f"there is no column {missing[0]!r}, only {sorted(map(str, record))}; set data.prompt_key and "
-                "data.response_key, or give 'messages'"
+                f"the column {missing[0]!r} is null or absent; there are {sorted(map(str, record))}; set "
+                "data.prompt_key and data.response_key, or give 'messages'"
             )
-        row = {kind: record[name] for kind, name in columns.items()}
+        option = "data.response_key or data.prompt_key"
+        row = {kind: text_or_messages(record[name], f"column {name!r}", option) for kind, name in columns.items()}
         _check_row(row)
         return row
 
@@ -118,6 +120,8 @@ def load_demonstrations(
             rows.append(form.read(record))
         except ValueError as error:
             raise ValueError(f"{source}, row {number}: {error}") from error
+    for kind in ("prompt", "response"):
+        check_one_kind((row.get(kind) for row in rows), f"{source}, its {kind}s")
     return rows
 
 
