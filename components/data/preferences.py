@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
 from components.data.cells import check_one_kind, kind_of, number_of, text_or_messages
+from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
@@ -85,13 +86,20 @@ class PreferenceData:
 
 
 def load_pairs(
-    source: str, *, split: str = "train", max_rows: int | None = None, seed: int = 0
+    source: str,
+    *,
+    split: str = "train",
+    max_rows: int | None = None,
+    seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
-    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`."""
+    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`.
+    `note` is called with a sentence if `max_rows` leaves rows out.
+    """
     kind, _, task = source.partition(":")
     if kind == "task":
         return list(get_task(task).pairs(max_rows or 10_000, seed))
-    return read_records(source, split=split)[:max_rows]
+    return first_rows(read_records(source, split=split), max_rows, source, note)
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:

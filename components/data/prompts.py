@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from components.data.cells import cell_at, check_one_kind, label_of, text_or_messages
-from components.data.mixture import mixed, mixture_probabilities, source_names
+from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
 from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
@@ -46,6 +46,7 @@ def load_rows(
     max_rows: int | None = None,
     seed: int = 0,
     probs: str | None = None,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` where there are further columns.
 
@@ -65,6 +66,7 @@ def load_rows(
         probs: with which probability the next row comes from which part: a positive number for each, with commas
             between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
+        note: is called with a sentence for each source of which `max_rows` leaves rows out.
     """
     names = source_names(source)
     probabilities = mixture_probabilities(probs, len(names))
@@ -83,9 +85,10 @@ def load_rows(
             parts.append([{**row, "datasource": task.name} for row in rows])
         else:
             # More than the first max_rows of a part are never among the first max_rows of a blend.
-            records = read_records(name, split=split or "train", label_key=label_key)[:max_rows]
+            records = read_records(name, split=split or "train", label_key=label_key)
+            records = first_rows(records, max_rows, name, note)
             parts.append(_rows_of(records, name, input_key, label_key))
-    return mixed(parts, probabilities, seed)[:max_rows]
+    return first_rows(mixed(parts, probabilities, seed), max_rows, source, note)
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
 from components.data.cells import check_one_kind, text_or_messages
+from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
@@ -104,9 +105,10 @@ def load_demonstrations(
     split: str = "train",
     max_rows: int | None = None,
     seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of
-    `task:<name>`: 10,000, or `max_rows`.
+    `task:<name>`: 10,000, or `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out.
 
     Raises:
         ValueError: the source cannot be read, or a row has no demonstration. It names the row.
@@ -115,7 +117,7 @@ def load_demonstrations(
     if kind == "task":
         return list(get_task(task).demonstrations(max_rows or 10_000, seed))
     rows = []
-    for number, record in enumerate(read_records(source, split=split)[:max_rows]):
+    for number, record in enumerate(first_rows(read_records(source, split=split), max_rows, str(source), note)):
         try:
             rows.append(form.read(record))
         except ValueError as error:

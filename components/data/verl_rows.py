@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.data.cells import cell_at, check_one_kind, text_or_messages
+from components.data.mixture import Note, first_rows
 from components.data.prompts import load_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
@@ -32,6 +33,7 @@ def load_verl_rows(
     max_rows: int | None = None,
     draw: bool = False,
     seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
@@ -45,6 +47,7 @@ def load_verl_rows(
         max_rows: so many at most.
         draw: which of them is drawn by `seed`; else they are the first.
         seed: see `draw`; also draws a task's rows.
+        note: is called with a sentence if `max_rows` leaves rows out.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
@@ -63,9 +66,8 @@ def load_verl_rows(
                 _check_single_turn(record, where)
             rows.append(_row_of(record, where, prompt_key, source_key, needs_truth))
         check_one_kind((row["input"] for row in rows[-len(records) :]), name)
-    if max_rows is None or len(rows) <= max_rows:
-        return rows
-    return random.Random(seed).sample(rows, max_rows) if draw else rows[:max_rows]
+    first = first_rows(rows, max_rows, ", ".join(files), note)
+    return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
 
 def _row_of(
